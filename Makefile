@@ -70,8 +70,13 @@ serve-sglang: $(SGLANG_STAMP) ## the tests inside SGLang, likewise
 	@$(VENV)-sglang/bin/python -m pytest -p no:randomly tests/integrations/test_servers_hicache.py \
 	    tests/integrations/test_servers_sglang_real.py $(PYTEST_ARGS)
 
-stress: $(STAMP) ## the tests that take minutes
-	@$(BIN)/python -m pytest -m stress $(PYTEST_ARGS)
+# Saves under attack (tests/stress/test_snapshots_attacked.py): so many trials of writes, and so many kills.
+SNAPSHOT_TRIALS ?= 3000
+SNAPSHOT_KILLS ?= 300
+
+stress: $(STAMP) ## the tests that take minutes; SNAPSHOT_TRIALS=, SNAPSHOT_KILLS=
+	@NVMEIO_SNAPSHOT_TRIALS=$(SNAPSHOT_TRIALS) NVMEIO_SNAPSHOT_KILLS=$(SNAPSHOT_KILLS) \
+	    $(BIN)/python -m pytest -m stress $(PYTEST_ARGS)
 	@NVMEIO_INTERRUPT_PLACES=all $(BIN)/python -m pytest tests/contract/test_interrupted_operations.py $(PYTEST_ARGS)
 
 # Some 50 works: about 10 h of a process, on a machine with nothing else to do half of that; in TEST_JOBS at a time.

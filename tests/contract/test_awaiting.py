@@ -128,11 +128,13 @@ async def test_it_may_be_shielded_again_and_again(
 ) -> None:
     """The usual way to look up now and then from a long wait."""
     operation = handle_held.async_pread(target(), file)
-    for _ in range(3):
+    tasks = [asyncio.create_task(operation) for _ in range(3)]  # as `shield` makes one of it
+    for task in tasks:
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.shield(operation), 0.01)
+            await asyncio.wait_for(asyncio.shield(task), 0.01)
     engine_held.gate.set()
     assert await asyncio.wait_for(asyncio.shield(operation), WAIT_S) == SIZE
+    assert await asyncio.gather(*tasks) == [SIZE] * 3
 
 
 @on_every_loop

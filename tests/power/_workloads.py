@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -28,6 +30,7 @@ import torch.distributed.checkpoint as dcp
 
 import nvmeio
 from nvmeio._blocks.store import BlockStore
+from nvmeio._formats import torch_writing
 from nvmeio.integrations.dcp import NvmeStorageReader, NvmeStorageWriter
 from nvmeio.offload import SwappedOptimizer
 
@@ -143,6 +146,61 @@ class Recycling(Workload):
             return latest
         finally:
             checkpointer.close()
+
+
+class Protected(Recycling):
+    """What is being saved is written to meanwhile: pages are copied aside all the time.
+
+    Each turn has another value for all of the state, and what writes to it another one still.
+    """
+
+    numel, count = 600_000, 2  # 2.3 MiB each: several cells, and edges that are no whole page
+
+    def new(self, folder: Path) -> nvmeio.Checkpointer:
+        # In small blocks, so that the drive is long behind whoever writes.
+        handle = nvmeio.AioHandle(engine="threads", queue_depth=1, block_size=64 << 10)
+        return nvmeio.Checkpointer(folder / "saved", self.keep, handle, snapshot="protect")
+
+    def state(self, number: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        return {f"w{n}": torch.randn(self.numel, generator=generator) for n in range(self.count)}
+
+    def work(self, folder: Path, promise: Promise) -> None:
+        torch_writing.STAGING_BYTES, torch_writing.STAGINGS = 256 << 10, 2  # else it takes in all
+        checkpointer = self.new(folder)
+        kept = self.state(0)
+        for number in range(TURNS):
+            for name, value in self.state(number).items():
+                kept[name].copy_(value)
+            checkpointer.save_sync({**kept, "number": torch.tensor([number])}, number)
+            over = threading.Event()
+            writer = threading.Thread(target=self.write, args=(kept, number, over))
+            writer.start()
+            report = checkpointer.wait_sync()
+            promise(number)
+            over.set()
+            writer.join()
+            assert report is not None and report.moved_bytes > 0, report
+        checkpointer.close()
+
+    def write(self, kept: dict[str, torch.Tensor], seed: int, over: threading.Event) -> None:
+        chance = random.Random(seed)
+        while not over.is_set():
+            for tensor in reversed(kept.values()):  # the drive takes them in their order
+                low = chance.randrange(self.numel)
+                tensor.data[low : low + 50_000] = chance.random()
+
+    def check(self, folder: Path) -> int | None:
+        with nvmeio.Checkpointer(folder / "saved", read_only=True) as checkpointer:
+            steps = checkpointer.steps()
+            for step in steps:
+                found = checkpointer.restore(step)
+                assert int(found.pop("number")) == step
+                for name, value in self.state(step).items():
+                    assert torch.equal(found[name], value), f"{name} of {step} is of two moments"
+            latest = checkpointer.latest_step()
+        assert latest is None or len(steps) >= min(self.keep, latest + 1), f"{steps} are left"
+        return latest
 
 
 class Dcp(Workload):
@@ -383,6 +441,7 @@ WORKLOADS: dict[str, Workload] = {
     "writer": Writer(),
     "safetensors": Safetensors(),
     "checkpointer": Recycling(),
+    "protected": Protected(),
     "dcp": Dcp(),
     "optimizer": Optimizer(),
     "ranks": Ranks(),

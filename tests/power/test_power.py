@@ -28,6 +28,7 @@ from power import _drive
 from power._drive import LOSSES, MKFS, Drive, Unavailable
 
 import nvmeio
+from nvmeio._memory import copy_on_write
 
 IMAGES = int(os.environ.get("NVMEIO_POWER_IMAGES", "24"))
 # How much longer the second rank's drive takes to flush.
@@ -48,6 +49,7 @@ WORKLOADS = (
     "writer",
     "safetensors",
     "checkpointer",
+    "protected",
     "dcp",
     "optimizer",
     "snapshot",
@@ -220,6 +222,8 @@ def worked(folder: Path, kind: str, name: str) -> Run:
 def test_what_was_durable_is_there(
     name: str, kind: str, folder: Path, request: pytest.FixtureRequest
 ) -> None:
+    if name == "protected" and copy_on_write.support().kind == "none":
+        pytest.skip(f"no write protection of memory: {copy_on_write.support().reason}")
     run = worked(folder, kind, name)
     assert len(run.promises) > 2
     seed = seed_of(request)
