@@ -99,18 +99,35 @@ class OwnerThread:
         request: _Request[Value] = _Request(work, args)
         try:
             self._requests.put(request)
-            wait_s = 0.0 if self._state.ended else SLICE_S
-            while not request.wait(wait_s):
-                # It came too late to be answered, or when the program ends and no thread runs.
-                if (self._state.ended or sys.is_finalizing()) and not request.done:
-                    raise ClosedError(self._state.closed)
-            return request.result()
+            return self.answer(request)
         except BaseException:
             if to_end and not (second or request.done):
                 self.drain()
             raise
         finally:
             del request  # a traceback that is kept must not keep the claim that an answer may hold
+
+    def begin(self, work: Callable[..., Value], *args: Any) -> Future[Value]:
+        """Have `work(*args)` done; `answer` waits for what comes of it."""
+        request: _Request[Value] = _Request(work, args)
+        self._requests.put(request)
+        return request
+
+    def answer(self, begun: Future[Value]) -> Value:
+        """Wait for what was begun here; its value, once.
+
+        Raises:
+            ClosedError: The thread has ended before it.
+        """
+        try:
+            wait_s = 0.0 if self._state.ended else SLICE_S
+            while not begun.wait(wait_s):
+                # It came too late to be answered, or when the program ends and no thread runs.
+                if (self._state.ended or sys.is_finalizing()) and not begun.done:
+                    raise ClosedError(self._state.closed)
+            return begun.result()
+        finally:
+            del begun  # a traceback that is kept must not keep the claim that an answer may hold
 
     async def async_call(self, work: Callable[..., Value], *args: Any) -> Value:
         """`call`, awaited; a cancelled task goes on at once, and the work is done."""
@@ -191,6 +208,7 @@ class _Request(Future[Value]):
                 self.error = failed
         del work, args
         self._end()
+        del self  # the error's traceback has this frame: else they would keep each other
 
     def refuse(self, message: str) -> None:
         self._work, self._args = None, ()

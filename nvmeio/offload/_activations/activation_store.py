@@ -8,7 +8,7 @@ that autograd has saved, its bytes cannot change any more. So they are written f
 and its memory is free when they are. What somebody still holds (a parameter, a buffer, the input)
 takes its memory all the same, and stays. The oldest go first: what was saved last is needed first.
 
-*What is read*: see `_activation_reads`.
+*What is read*: see `activation_reads`.
 
 One half of the budget is for what forward has saved, the other for what is read.
 """

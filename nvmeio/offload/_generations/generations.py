@@ -210,7 +210,7 @@ class Generations:
         self._sync.settle()
 
     def snapshot(self, directory: Paths, transaction: Transaction) -> None:
-        """Copy the last generation; see `_file_copies.copy`."""
+        """Copy the last generation; see `file_copies.copy`."""
         self.settle()
         path = self._directory.path
         manifest = manifests.newest(path)

@@ -24,6 +24,7 @@ import torch
 
 from nvmeio._io.drives import DriveHandles
 from nvmeio._memory.devices import Mark
+from nvmeio._threads.future import Future
 from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import ClosedError
 from nvmeio.files import File
@@ -179,12 +180,9 @@ class Pipeline:
         device = self._device if on_device else None
         helper = self._helper if self._read_ahead and len(turns) > 1 else None
         filled = _Filled(self._handles, self.slots, turns, helper)
-        behind = None
-        if device is not None and self._writer is not None:
-            behind = _Behind(self._writer, lambda computed: self._write(computed, filled, times))
-            behind.begin(filled.stop)
+        writer = None if device is None else self._writer
+        written: deque[Future[None]] = deque()  # by the writer
         failure: BaseException | None = None
-        is_whole = False
         try:
             for turn in turns:
                 start = time.perf_counter()
@@ -199,41 +197,53 @@ class Pipeline:
                 else:
                     computed = _asked(device, turn, slot)
                 times.compute_s += time.perf_counter() - start
-                if behind is None:
+                if writer is None:
                     self._write(computed, filled, times)
                 else:
-                    behind.results.put(computed)
-            is_whole = True
+                    written.append(writer.begin(self._write, computed, filled, times))
         except _Stopped:
             pass  # writing failed, which is raised below
+        except BaseException:
+            filled.stop()
+            raise
         finally:
             start = time.perf_counter()
-            if behind is not None:
-                failure = behind.end(is_whole)
+            if writer is not None:
+                writer.drain()
             if device is not None:
                 device.settle()
-            failed = filled.end()
-            failure = failure or failed
+            failure = filled.end()
             times.write_wait_s += time.perf_counter() - start
+        while writer is not None and written:
+            writer.answer(written.popleft())
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # it and its traceback would keep each other, and the slots
         self.read_bytes += times.read_bytes
         self.written_bytes += times.written_bytes
         times.total_s = time.perf_counter() - began
         return times
 
     def _write(self, computed: _Computed, filled: _Filled, times: Times) -> None:
-        """Begin a turn's writes, and look at what is written meanwhile."""
+        """Begin a turn's writes, and look at what is written meanwhile; nothing once stopped."""
+        if filled.stopped:
+            return
         turn, slot, moves, mark = computed
-        if mark is not None:
-            mark.wait()
-        writes = started(self._handles, slot, moves, writing=True)
-        times.written_bytes += sum(move.nbytes for move in moves)
         try:
-            if turn.seal is not None:
-                turn.seal(slot)
-        finally:
-            filled.written.put((slot, writes))
+            if mark is not None:
+                mark.wait()
+            writes = started(self._handles, slot, moves, writing=True)
+            times.written_bytes += sum(move.nbytes for move in moves)
+            try:
+                if turn.seal is not None:
+                    turn.seal(slot)
+            finally:
+                filled.written.put((slot, writes))
+        except BaseException:
+            filled.stop()
+            raise
         if not self._write_behind:
             times.write_wait_s += _waited(writes)
 
@@ -273,49 +283,12 @@ class _Stopped(Exception):
     """There are no more slots, since writing what was computed failed."""
 
 
-class _Behind:
-    """Takes what a device computed to the drive as it arrives, in the writer's thread.
-
-    Attributes:
-        results: What comes, in order; None at the end.
-    """
-
-    def __init__(self, writer: OwnerThread, write: Callable[[_Computed], None]) -> None:
-        self.results: SimpleQueue[_Computed | None] = SimpleQueue()
-        self._writer = writer
-        self._write = write
-        self._stopping = False
-        self._failure: BaseException | None = None
-
-    def begin(self, failed: Callable[[], None]) -> None:
-        """Wait for results; `failed` is called where one cannot be written."""
-        self._writer.post(self._write_all, failed)
-
-    def end(self, is_whole: bool) -> BaseException | None:
-        """Wait until all that came is being written, or, of a run that failed, nothing more is.
-
-        Returns:
-            Why it was not.
-        """
-        self._stopping = not is_whole
-        self.results.put(None)
-        self._writer.drain()
-        return self._failure
-
-    def _write_all(self, failed: Callable[[], None]) -> None:
-        try:
-            while (computed := self.results.get()) is not None and not self._stopping:
-                self._write(computed)
-        except BaseException as failure:
-            self._failure = failure
-            failed()
-
-
 class _Filled:
     """The slots as the turns' reads fill them, one after the other; ahead where a helper does it.
 
     Attributes:
         written: Slots whose turn is over, with the writes that are under way in them.
+        stopped: Nothing more is read, and what was computed is not written.
     """
 
     def __init__(
@@ -328,31 +301,32 @@ class _Filled:
         self._handles = handles
         self._free = deque(slots)
         self.written: SimpleQueue[tuple[torch.Tensor, list[Operation]] | None] = SimpleQueue()
-        self._stopping = False
-        self._ahead = helper is not None
-        self._ready: SimpleQueue[torch.Tensor | None] = SimpleQueue()  # None at the end
-        self._failure: BaseException | None = None
+        self.stopped = False
+        self._helper = helper
+        self._ahead: deque[Future[torch.Tensor | None]] = deque()
         if helper is not None:
-            helper.post(self._read_all, turns)
+            self._ahead.extend(helper.begin(self._read, turn) for turn in turns)
 
     def next(self, turn: SlotTurn) -> torch.Tensor:
         """The slot of the next turn, once it is read."""
-        slot = self._ready.get() if self._ahead else self._read(turn)
+        if self._helper is None:
+            slot = self._read(turn)
+        else:
+            slot = self._helper.answer(self._ahead.popleft())
         if slot is None:
-            self._ahead = False
-            raise _Stopped if self._failure is None else self._failure
+            raise _Stopped
         return slot
 
     def stop(self) -> None:
         """Read no more; from any thread."""
-        self._stopping = True
+        self.stopped = True
         self.written.put(None)
 
     def end(self) -> BaseException | None:
         """Wait until nothing is in flight; the first failure of a write that nobody was told of."""
         self.stop()
-        while self._ahead:
-            self._ahead = self._ready.get() is not None
+        if self._helper is not None:
+            self._helper.drain()
         failure: BaseException | None = None
         while not self.written.empty():
             left = self.written.get()
@@ -361,35 +335,29 @@ class _Filled:
                 failure = failure or failed
         return failure
 
-    def _read_all(self, turns: Sequence[SlotTurn]) -> None:
-        try:
-            for turn in turns:
-                slot = self._read(turn)
-                if slot is None:
-                    break
-                self._ready.put(slot)
-        except BaseException as failed:
-            self._failure = failed
-        self._ready.put(None)
-
     def _read(self, turn: SlotTurn) -> torch.Tensor | None:
         """A slot with what the turn reads; None if the run ends."""
-        slot = self._free.popleft() if self._free else self._next_free()
-        if slot is None or self._stopping:
+        if self.stopped:
             return None
-        finish(started(self._handles, slot, turn.reads, writing=False))
-        if turn.verify is not None:
-            turn.verify(slot)
+        try:
+            slot = self._free.popleft() if self._free else self._next_free()
+            if slot is None or self.stopped:
+                return None
+            finish(started(self._handles, slot, turn.reads, writing=False))
+            if turn.verify is not None:
+                turn.verify(slot)
+        except BaseException:
+            self.stopped = True
+            raise
         return slot
 
     def _next_free(self) -> torch.Tensor | None:
         """The slot whose turn was over first; None if the run ends."""
-        found = self.written.get()
-        if found is None:
+        ended = self.written.get()
+        if ended is None:
             return None
-        slot, writes = found
-        finish(writes)
-        return slot
+        finish(ended[1])
+        return ended[0]
 
 
 def started(
@@ -426,11 +394,15 @@ def failure_of(operation: Operation) -> BaseException | None:
         return RuntimeError(str(cancelled))
 
 
-def finish(operations: Sequence[Operation]) -> None:
-    """Wait for all of them; the first failure is raised then."""
-    failures = [failed for each in operations if (failed := failure_of(each)) is not None]
+def finish(operations: list[Operation]) -> None:
+    """Wait for all of them; the first failure is raised then.
+
+    The list is empty after: an operation keeps its error, whose traceback would keep the operation.
+    """
+    failures = [failed for failed in map(failure_of, operations) if failed is not None]
+    operations.clear()
     if failures:
-        raise failures[0]
+        raise failures.pop(0)
 
 
 def _waited(operations: Sequence[Operation]) -> float:

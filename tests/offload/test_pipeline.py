@@ -1,0 +1,115 @@
+"""The pipeline of a step whose helping threads have ended, and what a failed run leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support import thread
+
+from nvmeio._io.drives import DriveHandles
+from nvmeio._threads.owner import OwnerThread
+from nvmeio.errors import ClosedError, TransferError
+from nvmeio.files import File
+from nvmeio.handle import AioHandle
+from nvmeio.offload._step.device_turns import DeviceTurns
+from nvmeio.offload._step.pipeline import Move, Pipeline, SlotTurn
+
+NBYTES = 4096
+
+
+@pytest.fixture
+def handles() -> Iterator[DriveHandles]:
+    with AioHandle() as handle:
+        yield DriveHandles(handle, [])
+
+
+@pytest.fixture
+def helper() -> Iterator[OwnerThread]:
+    owner = OwnerThread("helper")
+    yield owner
+    owner.close()
+
+
+def ended(owner: OwnerThread) -> None:
+    owner.close()
+    owner.drain()
+
+
+def idle(slot: torch.Tensor) -> list[Move]:
+    return []
+
+
+def test_a_run_whose_reading_thread_has_ended_says_so(
+    handles: DriveHandles, helper: OwnerThread
+) -> None:
+    """It waited for ever for a slot that nobody filled."""
+    pipeline = Pipeline(handles, read_ahead=True, write_behind=True, helper=helper)
+    pipeline.make(NBYTES, 3)
+    ended(helper)
+
+    def run() -> None:
+        with pytest.raises(ClosedError):
+            pipeline.run([SlotTurn([], idle), SlotTurn([], idle)])
+
+    with thread(run):
+        pass
+    pipeline.close()
+
+
+def test_results_that_no_thread_writes_are_not_taken_for_written(handles: DriveHandles) -> None:
+    """A run whose writing thread had ended was taken for whole, and nothing had been written."""
+    device = DeviceTurns(torch.device("cpu"))
+    pipeline = Pipeline(handles, read_ahead=False, write_behind=True, device=device)
+    pipeline.make(NBYTES, 3)
+    device.make(NBYTES, 2)
+    assert pipeline._writer is not None
+    ended(pipeline._writer)
+    sealed: list[bool] = []
+
+    def run() -> None:
+        with pytest.raises(ClosedError):
+            turn = SlotTurn([], idle, seal=lambda slot: sealed.append(True))
+            pipeline.run([turn], on_device=True)
+
+    with thread(run):
+        pass
+    assert not sealed
+    pipeline.close()
+
+
+@pytest.mark.parametrize("fails", ["read", "look", "write"])
+def test_a_failed_run_keeps_no_memory_alive(
+    fails: str, handles: DriveHandles, helper: OwnerThread, tmp_path: Path
+) -> None:
+    """The failure of a read and its traceback held each other, and the slots with them."""
+    (tmp_path / "empty").touch()
+    pipeline = Pipeline(handles, read_ahead=True, write_behind=True, helper=helper)
+
+    def look(slot: torch.Tensor) -> None:
+        if fails == "look":
+            raise ValueError("not what was written")
+
+    with File(tmp_path / "empty") as file:
+        move = Move(file, 0, 0, NBYTES)
+        first = SlotTurn(
+            [move] if fails == "read" else [],
+            lambda slot: [move] if fails == "write" else [],
+            verify=look,
+        )
+        gc.collect()
+        gc.disable()
+        try:
+            pipeline.make(NBYTES, 3)
+            slots = [weakref.ref(slot.untyped_storage()) for slot in pipeline.slots]
+            with pytest.raises(ValueError if fails == "look" else TransferError):
+                pipeline.run([first, *[SlotTurn([], idle)] * 5])
+            helper.drain()
+            pipeline.close()
+            assert [each() for each in slots] == [None] * 3
+        finally:
+            gc.enable()
