@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
-import logging
 import time
 from collections.abc import Callable, Generator
 from typing import Any, NoReturn
@@ -19,8 +18,7 @@ from nvmeio._core.records import Record
 from nvmeio._core.settling import Watchers
 from nvmeio._threads.future import Begun
 from nvmeio._threads.running_loop import not_running
-
-logger = logging.getLogger("nvmeio")
+from nvmeio._threads.threads import log_failure
 
 _running_loop = asyncio._get_running_loop
 
@@ -201,8 +199,8 @@ class Operation(Begun[int]):
     def _call(self, callback: Callable[[Operation], object]) -> None:
         try:
             callback(self)
-        except Exception:
-            logger.exception("a done callback of %r failed", self)
+        except Exception as failed:
+            log_failure(failed, "a done callback of %r failed", self)
 
 
 class _OperationFuture(concurrent.futures.Future[int]):

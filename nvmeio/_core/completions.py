@@ -243,9 +243,14 @@ class QueueThread:
         """Have something worked off. No interrupt comes between the call and its being handed."""
         self._handed.put(item)
         with self._lock:
-            if not self._begun:  # an interrupt in between: one is begun too many, and ends too
+            if self._begun:
+                return
+            try:
+                self._begun = True  # before it may be undone, where no thread can be had
                 start(self._run, self._name, self._work_off)
-                self._begun = True
+            except BaseException:  # an interrupt: one is begun too many, and ends too
+                self._begun = False
+                raise
 
     def close(self) -> None:
         """End once all is done; may be called again."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import logging
 import threading
 import time
 import warnings
@@ -22,10 +21,9 @@ from collections.abc import Callable
 from nvmeio._core.completions import CompletionQueues, QueueThread, wake
 from nvmeio._core.records import LiveRecords, Record, let_go_plain
 from nvmeio._threads.running_loop import running_loop
+from nvmeio._threads.threads import log_failure
 from nvmeio.engines import base
 from nvmeio.engines.base import CompletionQueue, Engine, Request
-
-logger = logging.getLogger("nvmeio")
 
 _HANDED_ON = -1  # claimed by no thread in particular
 _SLICE_S = 0.1  # a blocked thread looks up this often
@@ -136,8 +134,8 @@ class Settler:
             continue  # handed on twice by an interrupt, and begun again in between
         try:
             self._finish(record, True)
-        except BaseException:  # a done callback's: it is not called a third time
-            logger.exception("a done callback of %r failed", record)
+        except BaseException as failed:  # a done callback's: it is not called a third time
+            log_failure(failed, "a done callback of %r failed", record)
             if record.callbacks:
                 record.callbacks.pop(0)
             self._finish_again(record)

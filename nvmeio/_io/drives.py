@@ -26,7 +26,7 @@ from nvmeio._io.handles import new_handle
 from nvmeio._memory.leases import FreeBlocks
 from nvmeio._storage import durable
 from nvmeio._storage.guarded import open_nameless
-from nvmeio._threads.endings import do_all
+from nvmeio._threads.serial import do_all
 from nvmeio.errors import TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

@@ -15,19 +15,17 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextlib
-import logging
 import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from nvmeio._threads.owner import OwnerThread
-from nvmeio._threads.threads import unlist
+from nvmeio._threads.serial import do_all
+from nvmeio._threads.threads import log_failure, unlist
 from nvmeio.errors import ClosedError, NvmeioError
-
-logger = logging.getLogger("nvmeio")
 
 Opened = TypeVar("Opened")
 
@@ -57,11 +55,9 @@ class Ending:
         An interrupt is raised when it has ended, a second one at once (and so is the first where
         one is on its way already); then it goes on, and who calls this again waits for it.
         """
-        if os.getpid() != self._pid:
-            return  # in a forked child everything is the parent's
-        self._closing.asked = True
-        with contextlib.suppress(ClosedError):
-            self._owner.call(self._closing.run, to_end=True)
+        if os.getpid() == self._pid:  # in a forked child everything is the parent's
+            self._closing.asked = True
+            self._closing.end(to_end=True)
 
     def begin(self) -> None:
         """End it soon; waits for nothing."""
@@ -96,28 +92,38 @@ class _Closing:
         self.asked = False
         self.done = False
 
-    def run(self) -> None:
+    def run(self) -> BaseException | None:
+        """End it; returns what that raised, for a `ClosedError` of the owner says that it has."""
         if self.done:
-            return
+            return None
         self.done = True
         try:
             self._end()
+        except BaseException as failed:
+            return failed
         finally:
             _open.pop(id(self), None)
             self.owner.close()
             if self.owner.is_here:
                 unlist()  # who waits for this is the last to be answered
+        return None
 
     def run_dropped(self) -> None:
-        try:
-            self.run()
-        except BaseException as failed:
+        failed = self.run()
+        if failed is not None:
             nobody_was_told(failed)
 
-    def run_at_exit(self) -> None:
-        if os.getpid() == self._pid:
-            with contextlib.suppress(ClosedError):
-                self.owner.call(self.run)
+    def end(self, to_end: bool = False) -> None:
+        if os.getpid() != self._pid:
+            return
+        failed = None
+        with contextlib.suppress(ClosedError):
+            failed = self.owner.call(self.run, to_end=to_end)
+        if failed is not None:
+            try:
+                raise failed
+            finally:
+                del failed  # no cycle with the traceback: what it holds goes at once
 
 
 _open: dict[int, _Closing] = {}  # in the order in which they were made
@@ -163,8 +169,8 @@ def wait_for_those_that_end() -> bool:
 
 def nobody_was_told(failure: BaseException) -> None:
     """Something was lost, and whoever it belonged to has gone: the program's exit will say so."""
-    logger.error("what a dropped object had still to do has failed", exc_info=failure)
     _untold.append((os.getpid(), f"{type(failure).__name__}: {failure}"))
+    log_failure(failure, "what a dropped object had still to do has failed")
 
 
 _untold: deque[tuple[int, str]] = deque(maxlen=64)  # no errors: their frames keep memory alive
@@ -214,37 +220,14 @@ class _FailsAtLast:
             raise OSError("what was to be saved at the end of the program is lost")
 
 
-def do_all(
-    steps: Iterable[Callable[[], object]], caught: type[BaseException] = BaseException
-) -> None:
-    """Do each of these, whatever the ones before failed of, and raise the first failure.
-
-    Args:
-        steps: In their order.
-        caught: What does not keep the others from being done.
-    """
-    failure: BaseException | None = None
-    for step in steps:
-        try:
-            step()
-        except caught as failed:
-            failure = failure or failed
-    if failure is not None:
-        raise failure
-
-
 def _at_exit() -> None:
-    failure: BaseException | None = None
-    for closing in reversed(list(_open.values())):
-        try:
-            closing.run_at_exit()
-        except BaseException as failed:
-            failure = failure or failed
+    do_all([*(closing.end for closing in reversed(list(_open.values()))), _say_what_was_lost])
+
+
+def _say_what_was_lost() -> None:
     for pid, untold in _untold:
         if pid == os.getpid():  # not in a forked child: its parent says so
-            failure = failure or NvmeioError(f"nobody has seen this failure: {untold}")
-    if failure is not None:
-        raise failure
+            raise NvmeioError(f"nobody has seen this failure: {untold}")
 
 
 at_exit(_at_exit)

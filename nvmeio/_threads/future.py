@@ -16,10 +16,11 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from typing import Any, TypeVar
 
 from nvmeio._threads.running_loop import running_loop
+from nvmeio._threads.serial import do_all
 
 Value = TypeVar("Value")
 
@@ -140,12 +141,16 @@ class Future(Begun[Value]):
     def _end(self) -> None:
         self.done = True
         self._gate.release()
-        self._call_all()
+        if self._calls:
+            self._call_all()
 
     def _call_all(self) -> None:
+        do_all(self._taken())
+
+    def _taken(self) -> Iterator[Callable[[], object]]:
         with contextlib.suppress(IndexError):
             while True:
-                self._calls.popleft()()
+                yield self._calls.popleft()
 
     # By who waits for it
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import logging
 import os
 import sys
 import threading
@@ -33,9 +32,8 @@ from typing import Any, TypeVar
 
 from nvmeio._threads import threads
 from nvmeio._threads.future import SLICE_S, Future, being_interrupted
+from nvmeio._threads.threads import log_failure
 from nvmeio.errors import ClosedError
-
-logger = logging.getLogger("nvmeio")
 
 Value = TypeVar("Value")
 
@@ -203,7 +201,7 @@ class _Request(Future[Value]):
             self._value = work(*args)
         except BaseException as failed:
             if self._posted:
-                logger.exception("unexpected error in %s", threading.current_thread().name)
+                _log(failed)
             else:
                 self.error = failed
         del work, args
@@ -233,16 +231,18 @@ class _State:
 
     def serve(self) -> None:
         self.ident = _thread.get_ident()
-        while True:
-            request = self._next()
-            if request is None or request is self.dropped:
-                break
-            if isinstance(request, _Request):
-                request.carry_out()
-            else:
-                self._release(*request)
-            request = None  # the answer is its caller's alone
-        self.end()
+        try:
+            while True:
+                request = self._next()
+                if request is None or request is self.dropped:
+                    break
+                if isinstance(request, _Request):
+                    request.carry_out()
+                else:
+                    self._release(*request)
+                request = None  # the answer is its caller's alone
+        finally:  # whoever asks is told, whatever ended this
+            self.end()
 
     def _next(self) -> Any:
         """The next request; claims that died go first.
@@ -278,5 +278,9 @@ class _State:
     def _quietly(self, release: Callable[..., object], args: tuple[Any, ...]) -> None:
         try:
             release(*args)
-        except BaseException:
-            logger.exception("unexpected error in %s", threading.current_thread().name)
+        except BaseException as failed:
+            _log(failed)
+
+
+def _log(failed: BaseException) -> None:
+    log_failure(failed, "unexpected error in %s", threading.current_thread().name)

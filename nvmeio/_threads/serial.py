@@ -1,10 +1,29 @@
-"""`Serial`: short steps that run one after another, destructors' among them."""
+"""Steps that run one after another: each whatever the others fail of, or from any thread."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+
+def do_all(
+    steps: Iterable[Callable[[], object]], caught: type[BaseException] = BaseException
+) -> None:
+    """Do each of these, whatever the ones before failed of, and raise the first failure.
+
+    Args:
+        steps: In their order.
+        caught: What does not keep the others from being done.
+    """
+    failure: BaseException | None = None
+    for step in steps:
+        try:
+            step()
+        except caught as failed:
+            failure = failure or failed
+    if failure is not None:
+        raise failure
 
 
 class Serial:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import functools
+import logging
 import os
 import sys
 import threading
@@ -21,6 +22,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from nvmeio._threads.future import Future, being_interrupted
+
+logger = logging.getLogger("nvmeio")
 
 _BIRTH_LOOK_S = 0.05  # who waits for a new thread looks this often whether it is still coming
 _BIRTH_S = 60.0  # a thread that has not begun by then counts as failed, and does nothing if it does
@@ -193,8 +196,17 @@ def _launch(queue: SimpleQueue[Any], silent: _thread.LockType) -> None:
             else:
                 _thread.start_new_thread(run, ())
         except BaseException as error:  # no thread or memory left; the interpreter is ending
-            failed(error)
+            try:
+                failed(error)
+            except BaseException as another:
+                log_failure(another, "unexpected error where %s could not begin", name)
         asked = run = failed = None
+
+
+def log_failure(failed: BaseException, message: str, *args: object) -> None:
+    """Log an error in a thread of ours: a log handler that raises must not end that."""
+    with contextlib.suppress(Exception):
+        logger.error(message, *args, exc_info=failed)
 
 
 def _forget() -> None:

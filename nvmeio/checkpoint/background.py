@@ -27,6 +27,7 @@ from nvmeio._ranks.rank_store import RankStore
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads import endings
 from nvmeio._threads.jobs import begun, run_interruptible
+from nvmeio._threads.serial import do_all
 from nvmeio.checkpoint import safetensors
 from nvmeio.checkpoint._manager.job import Plan, SaveJob, SaveReport, Setup, pickled_state
 from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots
@@ -281,7 +282,7 @@ def _at_exit() -> None:
             logger.error("a save failed, and nobody has asked for it: %s", failed)
             raise
 
-    endings.do_all(partial(end, saver) for saver in list(_savers) if saver.pid == os.getpid())
+    do_all(partial(end, saver) for saver in list(_savers) if saver.pid == os.getpid())
 
 
 endings.at_exit(_at_exit)

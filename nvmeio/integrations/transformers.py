@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from nvmeio._storage.durable import sync_directory
-from nvmeio._threads.endings import do_all
+from nvmeio._threads.serial import do_all
 from nvmeio.checkpoint import load, save
 from nvmeio.checkpoint.background import BackgroundSaver
 from nvmeio.checkpoint.safetensors import load_safetensors, save_safetensors

@@ -12,6 +12,7 @@ from support import run_python, spin_until
 from nvmeio._threads import endings
 from nvmeio._threads.endings import Ending, open_owned
 from nvmeio._threads.owner import OwnerThread
+from nvmeio.errors import ClosedError
 
 
 @pytest.fixture
@@ -78,6 +79,18 @@ def test_an_error_at_the_end_is_the_callers(owner: OwnerThread) -> None:
     ending.close()
 
 
+def test_an_end_that_something_was_closed_for_says_so(owner: OwnerThread) -> None:
+    """A ClosedError of its own counted as the owner's, which says that it has ended before."""
+
+    def fail() -> None:
+        raise ClosedError("the handle is closed")
+
+    ending = owner.call(lambda: Ending(owner, fail))
+    with pytest.raises(ClosedError, match="the handle is closed"):
+        ending.close()
+    ending.close()
+
+
 @pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError", "raise KeyboardInterrupt"])
 def test_the_last_one_made_ends_first_and_all_of_them_before_the_engines(end: str) -> None:
     """Also where somebody made a `weakref.finalize` before anything was imported."""
@@ -119,3 +132,20 @@ def test_what_was_closed_says_nothing_at_the_end_of_the_interpreter() -> None:
         """
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_the_last_end_raises_sets_the_status_of_the_program() -> None:
+    """Also a ClosedError, which said nothing there either."""
+    done = run_python(
+        """
+        from nvmeio._threads.endings import Ending
+        from nvmeio._threads.owner import OwnerThread
+        from nvmeio.errors import ClosedError
+        def fail():
+            raise ClosedError("the handle is closed")
+        owner = OwnerThread("failing")
+        kept = owner.call(lambda: Ending(owner, fail))
+        """
+    )
+    assert done.returncode == 120
+    assert "the handle is closed" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -260,6 +261,26 @@ def test_closed_owner_refuses_calls(owner: OwnerThread) -> None:
         owner.call(lambda: 1)
     assert seen == [1]
     assert owner.closed
+
+
+def test_a_log_that_raises_does_not_end_the_owner(owner: OwnerThread) -> None:
+    """Its thread died with a handler of the program's, and every later call waited for ever."""
+
+    class Refusing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise ValueError("of the handler")
+
+    def fail() -> None:
+        raise RuntimeError("of the work")
+
+    handler = Refusing()
+    logging.getLogger("nvmeio").addHandler(handler)
+    try:
+        owner.post(fail)
+        owner.call(lambda: owner.claim(fail)).end()
+        assert owner.call(lambda: 1) == 1
+    finally:
+        logging.getLogger("nvmeio").removeHandler(handler)
 
 
 async def test_closed_owner_refuses_awaited_calls(owner: OwnerThread) -> None:

@@ -9,13 +9,16 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
 import pytest
 from support import die_at_birth
 
-from nvmeio._threads import jobs
+from nvmeio._core import completions
+from nvmeio._threads import future, jobs
 from nvmeio._threads import threads as threads_module
 from nvmeio._threads.future import being_interrupted
 from nvmeio._threads.jobs import in_thread, run_interruptible
@@ -280,6 +283,69 @@ def test_an_interrupt_of_the_wait_for_the_first_thread_stays_one(
         queue.put(None)
         return
     raise AssertionError("it never got through")
+
+
+def test_who_is_told_that_no_thread_can_be_had_may_raise(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread that starts the others ended by it, and no thread was ever begun again."""
+    begin = threads_module.Thread.start
+
+    def refuse_one(thread: threads_module.Thread) -> None:
+        if thread.name == "refused":
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    def failed(error: BaseException) -> None:
+        raise ValueError("of the one who was told")
+
+    monkeypatch.setattr(threads_module.Thread, "start", refuse_one)
+    begun = threading.Event()
+    threads_module.start(begun.clear, "refused", failed)
+    threads_module.start(begun.set, "begun", failed)
+    assert begun.wait(100)
+    assert "of the one who was told" in caplog.text
+
+
+def test_what_is_handed_is_worked_off_though_no_thread_can_be_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Refused before its caller went on, it counted as begun, and the next item stayed for ever."""
+
+    def refuse(run: object, name: str, failed: Callable[[BaseException], object]) -> None:
+        failed(RuntimeError("can't start new thread"))
+
+    monkeypatch.setattr(completions, "start", refuse)
+    worked_off: list[object] = []
+    handing = completions.QueueThread("refused", worked_off.append)
+    handing.hand(1)
+    handing.hand(2)
+    assert worked_off == [1, 2]
+
+
+def test_an_interrupted_start_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    worked_off = SimpleQueue[int]()
+    handing = completions.QueueThread("late", worked_off.put)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(completions, "start", interrupt)
+        handing.hand(1)
+    handing.hand(2)
+    assert [worked_off.get(timeout=100), worked_off.get(timeout=100)] == [1, 2]
+    handing.close()
+
+
+def test_a_callback_that_raises_keeps_no_other_from_being_called() -> None:
+    """An IndexError of one counted as the end of the list; who waited behind it did for ever."""
+    ended: future.Future[None] = future.Future()
+    called: list[int] = []
+    ended.then(list[int]().pop)
+    ended.then(lambda: called.append(2))
+    with pytest.raises(IndexError, match="pop from empty list"):
+        ended.set(None)
+    assert called == [2]
 
 
 def test_an_interrupt_is_on_its_way_though_something_failed_meanwhile() -> None:

@@ -25,6 +25,7 @@ from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
 from nvmeio._storage.replace import check_writable
 from nvmeio._threads import endings, jobs, threads
 from nvmeio._threads.future import Future
+from nvmeio._threads.serial import do_all
 from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.job import Plan, SaveJob, SaveReport, Setup, pickled_state
 from nvmeio.checkpoint._manager.job_files import FileOfEachRank, OneFile
@@ -321,7 +322,7 @@ class Saver:
         """
         for each in self.under_way:
             each.wait()
-        endings.do_all(each.result for each in self.under_way if not each.seen)
+        do_all(each.result for each in self.under_way if not each.seen)
 
     def _close(self) -> None:
         with self._turn:
@@ -357,8 +358,8 @@ class Saver:
         try:
             job.result()
         except Exception as failed:
-            logger.error("step %d was not saved, and nobody has asked for it", job.step)
             endings.nobody_was_told(failed)
+            logger.error("step %d was not saved, and nobody has asked for it", job.step)
         finally:
             self._release()
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import _thread
 import errno
-import logging
 import threading
 import time
 import weakref
@@ -38,12 +37,10 @@ from nvmeio._io.drives import DriveHandles
 from nvmeio._ranks.exchange import Exchange
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._threads.future import SLICE_S
-from nvmeio._threads.threads import Thread
+from nvmeio._threads.threads import Thread, log_failure
 from nvmeio.errors import ClosedError, TransferError, with_context
 from nvmeio.files import File
 from nvmeio.inference._plan.slot_layout import Read
-
-logger = logging.getLogger("nvmeio")
 
 # Who is in a pass says so this often, while it computes and wants nothing.
 _BEAT_S = 0.1
@@ -245,7 +242,7 @@ class RankReader(Reader):
         if failed is None:
             failed = ClosedError("the stream of weights is closed")
         elif not isinstance(failed, TransferError):
-            logger.error("unexpected error in nvmeio-ranks", exc_info=failed)
+            log_failure(failed, "unexpected error in nvmeio-ranks")
         self._break(failed)
         self._ended.release()
 

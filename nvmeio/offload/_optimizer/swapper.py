@@ -15,7 +15,8 @@ from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._io.drives import DriveHandles
 from nvmeio._memory import devices
 from nvmeio._ranks.rank_store import several
-from nvmeio._threads.endings import Ending, do_all
+from nvmeio._threads.endings import Ending
+from nvmeio._threads.serial import do_all
 from nvmeio.buffers import empty_aligned
 from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
