@@ -240,7 +240,13 @@ class Checkpointer(ClosingWork):
         on small pages and less than 10 on huge ones, or one copy of the state at the speed of
         memory (of this rank's part with ``layout="one"``).
         """
-        begun = self._saver.begin(state, self._save_call(step, progress))
+        call: SaveCall | None = None
+        try:
+            call = self._save_call(step, progress)
+            begun = self._saver.begin(state, call)
+        except KeyboardInterrupt as interrupt:
+            self._saver.tell_interrupt(call, interrupt)
+            raise
         if asyncio._get_running_loop() is None:
             with profiled("snapshot"):
                 begun.wait()
@@ -250,11 +256,16 @@ class Checkpointer(ClosingWork):
         self, state: object, step: int, *, progress: Progress | None = None
     ) -> SaveReport:
         """`save`, blocking: returns once the snapshot is taken. Everything else is as for that."""
-        call = self._save_call(step, progress)
-        self._saver.check_open()
-        with profiled("snapshot"):
-            call.pickle(state)  # nothing that follows asks the state's own code
-            return run_interruptible(lambda: self._saver.save(call), call.cancel)
+        call: SaveCall | None = None
+        try:
+            call = self._save_call(step, progress)
+            self._saver.check_open()
+            with profiled("snapshot"):
+                call.pickle(state)  # nothing that follows asks the state's own code
+                return run_interruptible(partial(self._saver.save, call), call.cancel)
+        except KeyboardInterrupt as interrupt:
+            self._saver.tell_interrupt(call, interrupt)
+            raise
 
     def _save_call(self, step: int, progress: Progress | None) -> SaveCall:
         try:

@@ -36,7 +36,10 @@ import nvmeio.checkpoint
 from nvmeio._formats import torch_writing
 from nvmeio._ranks import messages as ranks_module
 from nvmeio._ranks import rank_store as rank_store_module
+from nvmeio._threads import jobs as jobs_module
+from nvmeio.checkpoint import checkpointer as checkpointer_module
 from nvmeio.checkpoint._manager import job
+from nvmeio.checkpoint._manager import saver as saver_module
 from nvmeio.checkpoint._ranks import agreement
 from nvmeio.checkpoint._snapshot import copies
 from nvmeio.testing import FakeEngine
@@ -704,6 +707,54 @@ def cancel(me: Rank) -> None:
         asyncio.run(main(checkpointer))
 
 
+def interrupted(me: Rank) -> None:
+    """Ctrl-C on one rank before its thread has the save: the others are told, and do not wait."""
+
+    @contextlib.contextmanager
+    def interrupting(owner: Any, name: str, behind: bool) -> Iterator[None]:
+        real, left = getattr(owner, name), [me.rank == 0]
+
+        def interrupt(*args: Any, **options: Any) -> Any:
+            if behind and left[0]:
+                real(*args, **options)
+            if left[0]:
+                left[0] = False
+                raise KeyboardInterrupt
+            return real(*args, **options)
+
+        setattr(owner, name, interrupt)
+        yield
+        setattr(owner, name, real)
+        assert not left[0]
+
+    async def save(checkpointer: nvmeio.Checkpointer, step: int) -> None:
+        await checkpointer.save(me.state(step), step)
+
+    begins: list[tuple[Any, str, bool]] = [
+        (saver_module.SaveCall, "__init__", True),
+        (jobs_module.Job, "start", False),
+    ]
+    places = [
+        *begins,
+        (saver_module.SaveCall, "pickle", False),
+        (saver_module.SaveCall, "pickle", True),
+        (checkpointer_module, "run_interruptible", False),
+        (jobs_module.Job, "start", True),
+    ]
+    error = KeyboardInterrupt if me.rank == 0 else nvmeio.TransferError
+    with me.new(timeout_s=2 * PATIENCE_S) as checkpointer:
+        for step, (owner, name, behind) in enumerate([*places, *begins]):
+            with me.raises(error, "" if me.rank == 0 else "rank 0 of"):
+                with interrupting(owner, name, behind):
+                    if step < len(places):
+                        checkpointer.save_sync(me.state(2 * step), 2 * step)
+                    else:
+                        asyncio.run(save(checkpointer, 2 * step))
+                checkpointer.wait_sync(PATIENCE_S)
+            me.saved(checkpointer, 2 * step + 1)
+            me.meet_others()
+
+
 def killed(me: Rank, victim: int, moment: str, writers: str | int = "all") -> bool:
     """One rank is killed in the middle of a save; the others raise, and soon."""
     with contextlib.ExitStack() as stack:
@@ -934,6 +985,7 @@ WORK: dict[str, Callable[..., bool | None]] = {
         refused_calls,
         slow,
         cancel,
+        interrupted,
         killed,
         killed_sometime,
         resume,

@@ -228,6 +228,11 @@ def test_cancelling_on_one_rank(layout: str, ranks: Any, tmp_path: Path) -> None
     ranks(2, "cancel", tmp_path, layout)
 
 
+def test_interrupted_before_its_thread_has_the_save(ranks: Any, tmp_path: Path) -> None:
+    """The others waited for that rank, for as long as the time limit."""
+    ranks(2, "interrupted", tmp_path)
+
+
 def test_the_group_is_destroyed(ranks: Any, tmp_path: Path) -> None:
     ranks(2, "drop", tmp_path, store="rank 0")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from _offload_models import assert_same_weights, loss_of, model, train
-from support import run_python
+from support import PATIENCE_S, run_python
 
 import nvmeio
 from nvmeio.offload import SwappedOptimizer
@@ -98,6 +100,37 @@ def test_a_mark_that_fails_is_made_before_anything_is_overwritten(
         optimizer.step()
         engine.store.settle()
         assert (newest(optimizer).generation, newest(optimizer).durable) == (3, True)
+
+
+def test_settled_at_the_end_of_the_program_a_generation_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The helper's thread runs no more then, and what it had taken up counted as durable."""
+    made = model()
+    taken_up, gate = threading.Event(), threading.Event()
+    with swapped(made, tmp_path) as optimizer:
+        engine: Any = optimizer._swapper
+        engine.store.settle()
+        sync = engine.handles.sync_fsync
+
+        def stop(file: Any, data_only: bool) -> None:
+            if threading.current_thread() is helper:
+                taken_up.set()
+                gate.wait(PATIENCE_S)
+            sync(file, data_only)
+
+        helper = engine.store._sync._helper.call(threading.current_thread)
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.handles, "sync_fsync", stop)
+                loss_of(made, 0).backward()
+                optimizer.step()
+                assert taken_up.wait(PATIENCE_S)
+                patch.setattr(sys, "is_finalizing", lambda: True)
+                engine.store.settle()
+                assert (newest(optimizer).generation, newest(optimizer).durable) == (2, True)
+        finally:
+            gate.set()
 
 
 def test_what_was_not_durable_says_so_after_a_reboot(

@@ -6,6 +6,7 @@ thread that writes holds this, not that.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import gc
@@ -125,9 +126,25 @@ class Saver:
         self.under_way = [*self.under_way, begun]
         return begun
 
+    def tell_interrupt(self, call: SaveCall | None, interrupt: KeyboardInterrupt) -> None:
+        """Tell the other ranks, who wait for this one; not where a thread saves already."""
+        size, before = self.setup.store.size, self.under_way
+
+        def tell() -> None:
+            for each in before:
+                each.wait()
+            self.save(SaveCall(-1, None, size, interrupt))
+
+        if size > 1 and (call is None or call.take()):
+            # It raises the interrupt, and a second one ends it.
+            with contextlib.suppress(KeyboardInterrupt, ClosedError):
+                jobs.run_interruptible(tell)
+
     def save(self, call: SaveCall) -> SaveReport:
         """Take the snapshot of what was pickled, once the save before is durable."""
         self.check_open()
+        if not call.take():
+            raise Cancelled
         while not self._turn.acquire(timeout=_LOOK_S):
             if self.setup.store.size == 1:
                 call.check()
@@ -412,7 +429,12 @@ class SaveCall:
         self.progress = long_call.checked(progress)
         self.began = time.perf_counter()
         self.job: SaveJob | None = None
-        self.cancelled = False
+        self.cancelled = isinstance(refused, KeyboardInterrupt)
+        self._claim = _thread.allocate_lock()  # taken by who saves it, or tells that nobody does
+
+    def take(self) -> bool:
+        """Whether it is the caller who saves it, and nobody has begun to."""
+        return self._claim.acquire(False)
 
     def pickle(self, state: object) -> None:
         """Pickle what is saved; in the thread whose modes its own code must see."""

@@ -183,7 +183,8 @@ class Turns:
         self.closed = True
         self._mine.clear()
         for gate in self._queue:
-            gate.release()
+            if gate.locked():  # the first one's may be open: its turn has come
+                gate.release()
         self._queue.clear()
 
 

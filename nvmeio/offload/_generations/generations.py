@@ -376,7 +376,7 @@ class GenerationSync:
         self._handles = handles
         self._ranks = ranks
         self._helper = helper
-        self._begun: Manifest | None = None  # until the helper takes it up
+        self._begun: Manifest | None = None  # until it is durable, or lost
         self._lost: tuple[int, BaseException] | None = None  # what cannot be trusted, and why
         self._unmarked: Manifest | None = None  # durable, but for the mark
         self._names_to_sync = 2  # the first two generations make new files
@@ -390,9 +390,11 @@ class GenerationSync:
             self._helper.post(self._take_up)
 
     def _take_up(self) -> None:
-        manifest, self._begun = self._begun, None
+        manifest = self._begun
         if manifest is not None:
             self._sync(manifest)
+            if self._begun is manifest:
+                self._begun = None
 
     def _sync(self, manifest: Manifest) -> None:
         """Data first, then the manifest: it must not promise what a power cut could take."""
@@ -435,7 +437,7 @@ class GenerationSync:
         """
         if self._helper is not None:
             self._helper.drain()
-        self._take_up()  # if the helper has ended
+        self._take_up()  # if the helper has ended, or runs no more at the end of the program
         if self._lost is not None:
             generation, why = self._lost
             raise TransferError(
