@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -13,6 +12,7 @@ import torch
 from interrupts._inference import Generate, Net, everything_streams, saved_llama, saved_net
 from interrupts._operations import noise
 from interrupts._trials import Scenario
+from support import spin_until
 
 import nvmeio
 from nvmeio._blocks import catalog
@@ -292,11 +292,15 @@ class TierChunks(Scenario):
     def done(self, submit: Any, keys: list[bytes]) -> Any:
         self.job += 1
         submit(SimpleNamespace(job_id=self.job, keys=keys, chunk_ids=range(len(keys))))
-        while True:  # of an interrupted call there may be others; `drain_jobs` forgets all blocks
-            for result in self.tier.get_finished_jobs():
-                if result.job_id == self.job:
-                    return result.success
-            time.sleep(0.0005)
+        success: list[bool] = []
+
+        def look() -> bool:  # of an interrupted call there may be others
+            finished = self.tier.get_finished_jobs()
+            success.extend(each.success for each in finished if each.job_id == self.job)
+            return bool(success)
+
+        spin_until(look)  # `drain_jobs` forgets all blocks
+        return success[0]
 
     def work(self) -> Any:
         keys = [f"{self.job}-{n}".encode() for n in range(len(self.rows))]

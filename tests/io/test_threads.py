@@ -15,7 +15,8 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from support import die_at_birth
+from interrupting import everywhere
+from support import die_at_birth, spin_until
 
 from nvmeio._core import completions
 from nvmeio._threads import future, jobs
@@ -174,6 +175,52 @@ def test_interrupts_at_random_moments_leave_no_thread() -> None:
         signal.signal(signal.SIGALRM, before)
     assert interrupted > 0
     assert run_interruptible(lambda: 1) == 1
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_interrupted_at_any_place_the_work_has_ended_or_never_begins(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it holds has been given back when the interrupt is raised; cancelled, it ends soon."""
+    start = jobs.Job.start
+
+    def start_and_wait(job: jobs.Job[Any]) -> None:
+        start(job)
+        spin_until(lambda: job.began)
+
+    if waits:
+        monkeypatch.setattr(jobs.Job, "start", start_and_wait)
+    begun: list[int] = []
+    ended: list[int] = []
+    cancelled: list[threading.Event] = []
+
+    def work() -> None:
+        stop = threading.Event()
+
+        def hold() -> None:
+            begun.append(1)
+            try:
+                stop.wait(0.003)  # so long it lasts, and no longer once it is cancelled
+            finally:
+                ended.append(1)
+
+        def cancel() -> None:
+            cancelled.append(stop)
+            stop.set()
+
+        run_interruptible(hold, cancel)
+
+    places = 0
+    for place in everywhere(work):
+        places += 1
+        assert len(begun) == len(ended), place
+        run_interruptible(int)  # threads are started one after the other
+        spin_until(lambda: "nvmeio-work" not in [each.name for each in threading.enumerate()])
+        assert len(begun) == len(ended) <= places, place
+        assert len(set(cancelled)) == len(cancelled) <= len(begun), place
+    assert places > 20
+    assert cancelled
+    assert len(begun) < places  # some came before
 
 
 def test_a_thread_that_dies_before_its_first_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

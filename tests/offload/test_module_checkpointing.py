@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import PATIENCE_S, thread
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -187,27 +188,39 @@ def test_a_function_that_fails_when_it_runs_again(reentrant: bool, tmp_path: Pat
 
 
 def test_threads_hold_their_own(reentrant: bool, tmp_path: Path) -> None:
-    """One computes with one module while another does with another."""
-    modules = [(model(Layer, reentrant), tmp_path / name) for name in "ab"]
-    wanted = gradients(*(copy.deepcopy(modules[0][0]),) * 2)
-    found: list[list[torch.Tensor]] = []
+    """What one checkpoints while another computes does not take the other's parameters again."""
+    ours, beside = model(Layer, reentrant), model(Layer, reentrant)
+    wanted = gradients(*(copy.deepcopy(ours),) * 2)
+    inner, inside, gate = ours[4]._inner, threading.Event(), threading.Event()
+    held: list[int] = []
 
-    def run(made: nn.Module, folder: Path) -> None:
-        folder.mkdir()
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        inside.set()
+        assert gate.wait(PATIENCE_S)
+        found: torch.Tensor = inner(x)
+        return found
+
+    def compute(module: nn.Module) -> list[torch.Tensor]:
         torch.set_num_threads(1)  # of this thread; sums have other last bits with two
-        with swapped(made, folder) as module:
-            for _ in range(3):
-                for parameter in made.parameters():
-                    parameter.grad = None
-                found.append(gradients(made, module))
+        return gradients(ours, module)
 
-    threads = [threading.Thread(target=run, args=args) for args in modules]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(found) == 6
-    assert all(torch.equal(a, b) for each in found for a, b in zip(each, wanted, strict=True))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with swapped(ours, tmp_path / "a") as first, swapped(beside, tmp_path / "b") as second:
+
+        def outside(x: torch.Tensor) -> torch.Tensor:
+            held.append(len(first._store.held))
+            return x.sin()
+
+        ours[4]._inner = waits  # type: ignore[assignment]
+        with thread(compute, first) as found:
+            assert inside.wait(PATIENCE_S)
+            assert all(map(torch.equal, gradients(beside, second), wanted))
+            checkpointed = checkpoint(outside, data(), use_reentrant=reentrant)
+            gate.set()
+        assert all(map(torch.equal, found[0], wanted))
+        checkpointed.sum().backward()
+        assert held == [1, 0]
 
 
 def test_a_closed_module_is_not_computed_with(reentrant: bool, tmp_path: Path) -> None:
