@@ -18,11 +18,11 @@ from typing import Any
 
 from nvmeio._formats.pickle_values import (
     Global,
+    Keys,
     PickledCall,
     PickleError,
     Scan,
     StorageRef,
-    check_keys,
     shape_of,
     shown,
 )
@@ -83,6 +83,7 @@ class _Judge:
 
     def __init__(self, parts: int) -> None:
         self._left = parts
+        self._keys = Keys()
         # Of the calls that make texts, bytes and containers: how many parts these have. The calls
         # live as long as the scan, so no id is used twice.
         self._parts: dict[int, int] = {}
@@ -190,9 +191,8 @@ class _Judge:
     def _check_hashable(self, values: Iterable[Any]) -> None:
         try:
             for value in values:
-                if isinstance(value, (tuple, frozenset)):
-                    self.make(check_keys((value,)))
-        except PickleError as wrong:
+                self.make(self._keys.check((value,)))
+        except (PickleError, TypeError, OverflowError, RecursionError) as wrong:
             raise _Absurd(str(wrong)) from None
 
     def _length(self, value: Any) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -154,6 +156,12 @@ _MOST_DIMENSIONS = 64
 # The parts that a key of a dict, or an element of a set, may have. Real ones have a few.
 _MOST_KEY_PARTS = 1000
 
+# How many of them may have one hash. By chance, those of six numbers that are -1 or -2.
+_MOST_OF_ONE_HASH = 100
+
+# Integers below this have each a hash of their own.
+_MODULUS = sys.hash_info.modulus
+
 
 def shape_of(args: Sequence[Any]) -> tuple[int, ...]:
     """The shape that a call rebuilds a tensor with, from its arguments; () if it is none."""
@@ -173,28 +181,63 @@ _brief = reprlib.Repr()
 _brief.maxlevel = 2
 
 
-def check_keys(keys: Sequence[Any]) -> int:
-    """Refuse what Python could not hash, or compare, in bounded time and stack.
+class Keys:
+    """What a pickle has hashed: refuses what Python could not hash, or compare, in bounded time.
 
     A tuple of tuples has no hash of its own: all of it is gone through, each time, and where two of
-    its elements are one object, twice at every level.
-
-    Returns:
-        How many parts were looked at.
-
-    Raises:
-        PickleError: A key has too many.
+    its elements are one object, twice at every level. And a dict of keys that all have one hash
+    compares each of them with all before it. Whoever writes a pickle can make numbers such, and
+    tuples of them; no texts.
     """
-    parts = 0
-    for key in keys:
-        if not isinstance(key, (tuple, frozenset)):
-            continue
-        waiting, left = [key], _MOST_KEY_PARTS
-        while waiting:
-            value = waiting.pop()
-            left -= len(value)
-            if left < 0:
-                raise PickleError(f"a key of more than {_MOST_KEY_PARTS} parts")
-            waiting += [part for part in value if isinstance(part, (tuple, frozenset))]
-        parts += _MOST_KEY_PARTS - left
+
+    def __init__(self) -> None:
+        self._seen: set[Any] = set()
+        self._of_hash: Counter[int] = Counter()
+
+    def check(self, keys: Iterable[Any]) -> int:
+        """Look at keys that are about to be hashed, in one dict or set or another.
+
+        Returns:
+            How many parts were looked at.
+
+        Raises:
+            PickleError: A key has too many, or too many keys have one hash.
+            TypeError: It has no hash.
+        """
+        looked_at = 0
+        for key in keys:
+            kind = type(key)
+            if kind is str or (kind is int and -_MODULUS < key < _MODULUS):
+                continue
+            if isinstance(key, PickledCall):
+                key = _value_of(key)
+            if isinstance(key, (tuple, frozenset)):
+                looked_at += _parts_of(key)
+            if key not in self._seen:
+                self._seen.add(key)
+                self._of_hash[hash(key)] += 1
+                if self._of_hash[hash(key)] > _MOST_OF_ONE_HASH:
+                    raise PickleError(f"more than {_MOST_OF_ONE_HASH} keys of one hash")
+        return looked_at
+
+
+def _parts_of(key: Collection[Any]) -> int:
+    waiting, parts = [key], 0
+    while waiting:
+        value = waiting.pop()
+        parts += len(value)
+        if parts > _MOST_KEY_PARTS:
+            raise PickleError(f"a key of more than {_MOST_KEY_PARTS} parts")
+        waiting += [part for part in value if isinstance(part, (tuple, frozenset))]
     return parts
+
+
+def _value_of(call: PickledCall) -> object:
+    """What has the hash of a call's result: the numbers of a `torch.Size` or of a complex one."""
+    args = call.args
+    if type(args) is not tuple:
+        return call
+    numbers = args[0] if len(args) == 1 and type(args[0]) in (list, tuple) else args
+    if not all(type(number) in (int, float) for number in numbers):
+        return call
+    return complex(*numbers) if numbers is args and len(args) == 2 else tuple(numbers)

@@ -47,8 +47,10 @@ def _text(longest: int, letters: bytes = b".") -> bytes:
 
 
 @functools.cache
-def _tokens(memo_bits: int) -> re.Pattern[bytes]:
+def _tokens(memo_bits: int) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
     """What matches up to 64 parts of a plain pickle: a tensor, a text, the begin of a list, ...
+
+    And what matches a tuple of numbers, of which there may not be many.
 
     Args:
         memo_bits: How many bits a place in the memo may have, from 16 to 24.
@@ -85,8 +87,10 @@ def _tokens(memo_bits: int) -> re.Pattern[bytes]:
     parameter = named(rb"torch\._utils\n_rebuild_parameter") + tensor
     parameter += rb"[\x88\x89]" + ordered_dict + rb"\x87" + put + rb"R" + put
     begun = rb"\}%bb?|\]%b|[(ae]|[su]b?" % (put, put)
-    parts = (_text(127) + put, tensor, parameter, tuples(number), number, ordered_dict, begun)
-    return re.compile(rb"(?:%b){1,64}" % b"|".join(parts), re.DOTALL)
+    single = rb"(?!%b)(?:%b|%b)" % (tuples(number), number, begun)
+    parts = (_text(127) + put, tensor, parameter, ordered_dict, single)
+    many = re.compile(rb"(?:%b){1,64}" % b"|".join(parts), re.DOTALL)
+    return many, re.compile(tuples(number), re.DOTALL)
 
 
 _PROTOCOL_2 = pickle.PROTO + b"\x02"
@@ -94,14 +98,19 @@ _TUPLES = pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3
 _PUT = re.compile(rb"q(.)|r(....)", re.DOTALL)
 _GET = re.compile(rb"h(.)|j(....)", re.DOTALL)
 
-# Where in the memo functions and classes are, and the arguments of tensors and storages. It finds
-# too many, in texts: what only looks like one at worst takes the slow way.
-_HIDDEN = re.compile(
-    rb"c(?=[\w.]{1,40}\n\w{1,40}\n(?:q(.)|r(....)))|t(?=(?:q(.)|r(....))[QR])", re.DOTALL
+# Where in the memo names are, and the arguments of tensors and storages. They find too many, in
+# texts: what only looks like one at worst takes the slow way.
+_HIDDEN = (
+    re.compile(rb"\n(?=q(.)|r(....))", re.DOTALL),
+    re.compile(rb"t(?=(?:q(.)|r(....))[QR])", re.DOTALL),
 )
 
-# Tuples beside those of numbers: no hash of one of them goes deeper than this.
+# Tuples beside those of tensors: no hash of one of them goes deeper than this, and if all of them
+# have one hash, that is this many keys to compare.
 _MOST_TUPLES = 1000
+
+# A longer one is left to what lets other threads run meanwhile.
+_MOST_BYTES = 64 << 20
 
 
 def is_plain(data: bytes) -> bool:
@@ -112,9 +121,12 @@ def is_plain(data: bytes) -> bool:
     """
     if not data.startswith(_PROTOCOL_2) or not data.endswith(pickle.STOP):
         return False
+    if len(data) > _MOST_BYTES:
+        return False
     memo_bits = min(max(len(data).bit_length(), 16), 24)
-    match = _tokens(memo_bits).match
-    hidden = {_number(place) for place in _HIDDEN.finditer(data)}
+    many, numbers = _tokens(memo_bits)
+    match = many.match
+    hidden: set[int] = set()
     values: set[int] = set()
     tuples, at, end = 0, len(_PROTOCOL_2), len(data) - 1
     while at < end:
@@ -124,6 +136,10 @@ def is_plain(data: bytes) -> bool:
         if get := _GET.match(data, at, end):
             values.add(_number(get))
             at = get.end()
+            continue
+        if (few := numbers.match(data, at, end)) and tuples < _MOST_TUPLES:
+            tuples += 1
+            at = few.end()
             continue
         opcode = data[at]
         at += 1
@@ -139,7 +155,10 @@ def is_plain(data: bytes) -> bool:
             if _number(put) >> memo_bits:
                 return False
             at = put.end()
-    return at == end and hidden.isdisjoint(values)
+    if at != end:
+        return False
+    hidden.update(_number(place) for each in _HIDDEN for place in each.finditer(data))
+    return hidden.isdisjoint(values)
 
 
 def _number(place: re.Match[bytes]) -> int:
@@ -165,7 +184,7 @@ def scan(data: bytes) -> Scan | None:
 
 
 # What the unpickler raises where stack, memo or stubs are not as the pickle has them.
-_WRONG = (ValueError, TypeError, AttributeError, LookupError, EOFError)
+_WRONG = (ValueError, TypeError, AttributeError, LookupError, EOFError, RecursionError)
 
 
 class _Scanner(pickle.Unpickler):

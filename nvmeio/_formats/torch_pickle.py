@@ -25,12 +25,12 @@ from nvmeio._formats import plain_pickle
 from nvmeio._formats.pickle_values import (
     ORDERED_DICT,
     Global,
+    Keys,
     PickledCall,
     PickleError,
     Scan,
     StorageRef,
     as_text,
-    check_keys,
     shown,
     storage_of,
 )
@@ -52,10 +52,12 @@ def scan(data: bytes) -> Scan:
         value = machine.run()
     except PickleError:
         raise
-    except (IndexError, KeyError, ValueError, TypeError, OverflowError, struct.error) as wrong:
+    except (IndexError, KeyError, ValueError, TypeError, *_WRONG) as wrong:
         raise PickleError(f"damaged at byte {machine.at}: {wrong!r}") from wrong
     return Scan(value, machine.globals, machine.storages, machine.calls, len(data), False)
 
+
+_WRONG = (OverflowError, RecursionError, struct.error)
 
 # What an opcode does, with what it brings along.
 Step = Callable[["_Machine", Any], object]
@@ -77,6 +79,7 @@ class _Machine:
         self.globals: set[Global] = set()
         self.storages: dict[str, StorageRef] = {}
         self.calls: list[PickledCall] = []
+        self.keys = Keys()
 
     def run(self) -> object:
         """Do what all opcodes say; the object.
@@ -142,7 +145,7 @@ class _Machine:
 
     def set_items(self, target: Any, flat: list[Any]) -> None:
         keys, values = flat[::2], flat[1::2]
-        check_keys(keys)
+        self.keys.check(keys)
         if isinstance(target, dict):
             target.update(zip(keys, values, strict=True))
         elif isinstance(target, PickledCall):
@@ -155,7 +158,7 @@ class _Machine:
         if isinstance(target, list):
             target += elements
         elif isinstance(target, set):
-            check_keys(elements)
+            self.keys.check(elements)
             target.update(elements)
         elif isinstance(target, PickledCall):
             target.elements = target.elements or []
@@ -243,14 +246,15 @@ def _appends(m: _Machine, _: Any) -> None:
     m.add_elements(m.stack[-1], elements)
 
 
-def _dict_of(flat: list[Any]) -> dict[Any, Any]:
-    check_keys(flat[::2])
-    return dict(zip(flat[::2], flat[1::2], strict=True))
+def _dict(m: _Machine, _: Any) -> None:
+    flat = m.until_mark()
+    m.push({})
+    m.set_items(m.stack[-1], flat)
 
 
 def _frozenset(m: _Machine, _: Any) -> None:
     elements = m.until_mark()
-    check_keys(elements)
+    m.keys.check(elements)
     m.push(frozenset(elements))
 
 
@@ -301,7 +305,7 @@ _STEPS: dict[str, Step] = {
     "EMPTY_DICT": lambda m, _: m.push({}),
     "EMPTY_SET": lambda m, _: m.push(set()),
     "LIST": lambda m, _: m.push(m.until_mark()),
-    "DICT": lambda m, _: m.push(_dict_of(m.until_mark())),
+    "DICT": _dict,
     "TUPLE": lambda m, _: m.push(tuple(m.until_mark())),
     "TUPLE1": _tuple(1),
     "TUPLE2": _tuple(2),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import struct
+import sys
 import warnings
 import zipfile
 from collections import Counter, OrderedDict
@@ -324,6 +326,20 @@ def test_a_tensor_larger_than_its_storage(path: Path) -> None:
         nvmeio.load(path)
 
 
+EQUAL = sys.hash_info.modulus
+"""An integer whose hash is that of 0, and of all its multiples."""
+
+
+def pickled_keys(parts: int, value: bytes = b"N", before: bytes = b"", after: bytes = b"") -> bytes:
+    """Keys that all have one hash, each with a value: a dict of them takes their square."""
+    keys = itertools.product(range(300 if parts == 1 else 33), repeat=parts)
+    made = b""
+    for key in keys:
+        numbers = b"".join(b"\x8a\x0c" + (EQUAL * n).to_bytes(12, "little") for n in key)
+        made += before + numbers + (b"\x86" if parts == 2 else b"") + after + value
+    return made
+
+
 PICKLES: dict[str, bytes] = {
     "empty": b"",
     "cut off": tensor_pickle()[:-20],
@@ -349,6 +365,23 @@ PICKLES: dict[str, bytes] = {
     "a global's name that doubles": b"\x80\x04K\x01" + b"2\x86" * 45 + b"2\x93.",
     # Python's hash of these has no limit but the stack.
     "a key as deep as it is long": b"\x80\x02}K\x01" + b"\x85" * 200_000 + b"K\x01s.",
+    "keys of one hash": b"\x80\x02}(" + pickled_keys(1) + b"u.",
+    "keys of one hash that are tuples": b"\x80\x02}(" + pickled_keys(2) + b"u.",
+    "one key of one hash at a time": b"\x80\x02}"
+    + b"".join(f"I{EQUAL * n}\nNs".encode() for n in range(200))
+    + b".",
+    "elements of one hash": b"\x80\x04\x8f(" + pickled_keys(1, b"") + b"\x90.",
+    "frozen elements of one hash": b"\x80\x04(" + pickled_keys(2, b"") + b"\x91.",
+    "complex numbers of one hash": b"\x80\x02}("
+    + b"".join(
+        b"cbuiltins\ncomplex\n" + pickle.dumps((-1000003.0 * n, float(n)), 2)[2:-1] + b"RN"
+        for n in range(300)
+    )
+    + b"u.",
+    "sizes of one hash, of lists": b"\x80\x02}("
+    + pickled_keys(1, b"N", b"ctorch\nSize\n](", b"e\x85R")
+    + b"u.",
+    "sizes of one hash": b"\x80\x02}(" + pickled_keys(2, b"N", b"ctorch\nSize\n", b"\x85R") + b"u.",
     "a persistent id as deep as it is long": b"\x80\x02K\x01" + b"\x85" * 200_000 + b"Q.",
 }
 
@@ -435,6 +468,7 @@ CALLS: dict[str, bytes] = {
     "a set that hashes for weeks": b"cbuiltins\nset\n]" + DOUBLED + b"a\x85R",
     "a Counter that does": b"ccollections\nCounter\n]" + DOUBLED + b"a\x85R",
     "an OrderedDict's key": b"ccollections\nOrderedDict\n]" + DOUBLED + b"K\x01\x86a\x85R",
+    "a set of one hash": b"cbuiltins\nset\n](" + pickled_keys(2, b"") + b"e\x85R",
     "a set of a tensor": b"cbuiltins\nset\n" + SEEN + b"\x85R",
     "a shape of a tensor": b"ctorch\nSize\n" + SEEN + b"\x85R",
     "a copy of a view": b"ctorch._utils\n_rebuild_device_tensor_from_cpu_tensor\n("
@@ -507,6 +541,7 @@ IN_EARNEST: dict[str, Callable[[], Any]] = {
     "bytes": lambda: [bytes(range(256)) * 100, b"x"],
     "bytearrays": lambda: [bytearray(range(256)), bytearray()],
     "sets": lambda: [{1, "two", (3, (4,))}, set(), set(range(10_000))],
+    "keys": lambda: [{(n, -n): n, n / 7: n, torch.Size((n,)): n} for n in range(300)],
     "Counter": lambda: Counter({"a": 3, (1, 2): 4}),
     "OrderedDict": lambda: OrderedDict([("a", noise(3)), ((1, 2), 4)]),
     "complex": lambda: [1 + 2j, 3j],

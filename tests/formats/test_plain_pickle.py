@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
+import inspect
 import io
 import pickle
 import struct
+import sys
+import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -21,6 +25,7 @@ from hypothesis import strategies as st
 
 import nvmeio
 from nvmeio._formats import plain_pickle, torch_pickle
+from nvmeio._formats.pickle_values import PickleError
 from nvmeio._formats.plain_pickle import UnknownTorchError, unpickle
 from nvmeio.checkpoint._load import unpickling
 
@@ -122,6 +127,7 @@ MEMO_FAR = b"\x80\x02]r" + (1 << 30).to_bytes(4, "little") + b"."
         pytest.param(MEMO_FAR, id="a place in the memo that takes gigabytes"),
         pytest.param(b"\x80\x02]0N.", id="an opcode that torch does not read"),
         pytest.param(b"\x80\x02ccollections\nOrderedDict\n)RK\x01b.", id="a state that is no dict"),
+        pytest.param(pickled([(n, n + 1) for n in range(1001)]), id="very many tuples"),
     ],
 )
 def test_anything_else_is_not_plain(data: bytes) -> None:
@@ -231,6 +237,22 @@ def outcome(load: Callable[[Path], Any], path: Path) -> str:
         return f"raised {type(error).__name__}"
 
 
+def test_keys_that_are_compared_deeper_than_the_stack_goes_are_no_pickle() -> None:
+    """The RecursionError escaped: what is compared are two keys of one hash."""
+    equal = sys.hash_info.modulus  # hashed as 0 is
+    keys = (b"\x8a\x08" + (n * equal).to_bytes(8, "little") + b"\x85" * 490 for n in (0, 1))
+    data = b"\x80\x02}(" + b"N".join(keys) + b"Nu."
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 200)
+    try:
+        quick = plain_pickle.scan(data)
+        with contextlib.suppress(PickleError):
+            torch_pickle.scan(data)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert quick is None or sys.version_info >= (3, 12)  # has another stack for it
+
+
 def test_the_parts_of_these_attacks_are_plain_by_themselves() -> None:
     """So it is what is done to them that is not."""
     for part in (TENSOR, OD + b")R", OD + b")R}" + text("a") + b"Nsb", TENSOR + b"K\x01\x86"):
@@ -258,6 +280,30 @@ BEFORE_DAMAGE = {
     "b": [noise(3), torch.nn.Parameter(noise(2)), (1, 2.5), ("x", (None, True))],
     "c": torch.nn.Linear(2, 3).state_dict(),
 }
+
+
+def test_what_is_read_only_in_texts_costs_next_to_nothing() -> None:
+    """Where each letter could begin a name, 8 MB kept the interpreter for more than a second."""
+
+    def cpu_s(letter: bytes) -> float:
+        data = b"\x80\x02" + text(letter.decode() * 2_000_000) + b"."
+        spent: list[float] = []
+        for _ in range(5):
+            began = time.process_time()
+            assert plain_pickle.is_plain(data)
+            spent.append(time.process_time() - began)
+        return min(spent)
+
+    least = cpu_s(b"-")
+    assert all(cpu_s(letter) < 20 * least + 0.02 for letter in (b"c", b"t", b"\n"))
+
+
+def test_a_pickle_of_very_many_bytes_is_not_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython's unpickler lets no other thread run."""
+    data, _ = saved([1, 2, 3])
+    assert plain_pickle.scan(data) is not None
+    monkeypatch.setattr(plain_pickle, "_MOST_BYTES", len(data) - 1)
+    assert plain_pickle.scan(data) is None
 
 
 @pytest.mark.parametrize("where", [None, "cpu", {"cpu": "cpu"}, torch.device("cpu")])
