@@ -27,9 +27,16 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from nvmeio._formats import torch_pickling, torch_zip
-from nvmeio._formats.torch_pickling import Pickled, PickleModule, Replay, Seen, aligned_storages
+from nvmeio._formats.torch_pickling import (
+    Pickled,
+    PickleModule,
+    Replay,
+    Seen,
+    Storages,
+    aligned_storages,
+)
 from nvmeio._storage import crc32
-from nvmeio.errors import BackendUnavailableError
+from nvmeio.errors import BackendUnavailableError, IntegrityError
 
 DEFAULT_PROTOCOL = 2  # torch.save's
 
@@ -119,19 +126,25 @@ class Pickling(NamedTuple):
     Attributes:
         data: The pickle.
         storages: Those of the object, without a copy, by the key of their record.
+        sizes: How many bytes each had then, which the pickle has too.
     """
 
     data: bytes
-    storages: Seen
+    storages: Storages
+    sizes: dict[str, int]
 
     def layout(self) -> FileLayout:
         """The layout of what `torch.save` would write; not for a main thread, and once.
 
         Raises:
             UnknownWriterError: This torch's files look unlike what is known here.
+            IntegrityError: A storage was resized since it was pickled.
 
         Cost: 10 us a storage.
         """
+        for key, storage in self.storages.items():
+            if storage.nbytes() != self.sizes[key]:
+                raise resized(f"archive/data/{key}", self.sizes[key], storage.nbytes())
         replay: Any = Replay(self.data)
         storages: Any = self.storages
         with aligned_storages(), torch.serialization.skip_data():
@@ -150,7 +163,7 @@ class Pickling(NamedTuple):
         torch.serialization._save(  # type: ignore[no-untyped-call]
             first, told, replay, DEFAULT_PROTOCOL, False
         )
-        sizes = [(f"data/{key}", storage.nbytes()) for key, storage in self.storages.items()]
+        sizes = [(f"data/{key}", nbytes) for key, nbytes in self.sizes.items()]
         if first and told.sizes[-1:] != sizes[:1]:
             raise unknown_torch(f"a storage's record is {told.sizes[-1]}")
         told.sizes += sizes[1:]
@@ -170,7 +183,7 @@ def pickled(
     """
     if getattr(torch.serialization, "skip_data", None) is None:
         raise unknown_torch("torch.serialization.skip_data is missing")
-    seen: Seen = {}
+    seen = Seen({}, {})
     watching: Any = PickleModule(pickle_module, seen, ends=True)
     nowhere: Any = io.BytesIO()
     try:
@@ -181,9 +194,9 @@ def pickled(
         else:
             torch.save(obj, nowhere, watching, pickle_protocol)
     except Pickled as ended:
-        return Pickling(ended.data, dict(seen))
+        return Pickling(ended.data, dict(seen.storages), dict(seen.nbytes))
     finally:
-        seen.clear()  # as after an error, which leaves the pickler's class in a cycle
+        seen.storages.clear()  # as after an error, which leaves the pickler's class in a cycle
     raise unknown_torch("torch.save pickles nothing")
 
 
@@ -192,7 +205,7 @@ def plan_layout(obj: object) -> FileLayout:
     return pickled(obj).layout()
 
 
-def layout_of(skeleton: Skeleton, storages: Seen) -> FileLayout:
+def layout_of(skeleton: Skeleton, storages: Storages) -> FileLayout:
     """A skeleton with the memory that belongs into its holes, by the key of each."""
     records: list[StorageRecord] = []
     for name, offset, nbytes, crc_at, is_hole in skeleton.entries:
@@ -212,6 +225,16 @@ def layout_of(skeleton: Skeleton, storages: Seen) -> FileLayout:
         raise unknown_torch(f"there is no record for storage {next(iter(storages))}")
     pieces = [KnownBytes(start, piece) for start, piece in skeleton.pieces]
     return FileLayout(skeleton.nbytes, pieces, records)
+
+
+def resized(name: str, expected: int, found: int) -> IntegrityError:
+    """The error of a record whose memory is not what was pickled."""
+    return IntegrityError(
+        f"the memory of record {name!r} was given back while it was saved (resize_): keep it until "
+        "the save has returned",
+        expected=expected,
+        found=found,
+    )
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -7,7 +7,7 @@ torch.save of the object's own `__reduce__` too (skorch and others do that, into
 return: it would be a buffer of holes).
 
 A plain tensor (dense, in CPU memory, without hooks or attributes) takes torch's `__reduce_ex__` and
-what it asks of its storage some 25 us. `_Quick` answers in its place, with the same, in 4. That it
+what it asks of its storage some 25 us. `_quick` answers in its place, with the same, in 4. That it
 is the same is not believed: before it is first used, some tensors of each kind are pickled in both
 ways, and where a byte differs, torch's own way is taken for good (`_agrees`). All else, and all of
 it where modes of torch or somebody's registrations could have a say, is pickled by torch.
@@ -24,14 +24,27 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nvmeio._files.plan import PAGE_BYTES
 
-Seen = dict[str, torch.UntypedStorage]
-"""The storages that were pickled, by the key of their record."""
+Storages = dict[str, torch.UntypedStorage]
+"""Storages by the key of their record."""
+
+
+class Seen(NamedTuple):
+    """The storages that were pickled.
+
+    Attributes:
+        storages: Without a copy.
+        nbytes: The size that each had then, by its key.
+    """
+
+    storages: Storages
+    nbytes: dict[str, int]
+
 
 # The alignment is global in torch before 2.10 or so, of the context since. Two saves at once must
 # not restore each other's value; no foreign code runs while this is held.
@@ -105,7 +118,7 @@ class Replay:
             def __init__(self, file: Any, protocol: int) -> None:
                 self._file = file
 
-            def dump(self, storages: Seen) -> None:
+            def dump(self, storages: Storages) -> None:
                 for key, storage in storages.items():
                     told: Any = self.persistent_id(storage)  # type: ignore[attr-defined]
                     if told[2] != key:
@@ -134,6 +147,7 @@ _NO_STORAGES = frozenset(
 
 def _watching(base: Any, seen: Seen, ends: bool) -> Any:
     no_storages = _NO_STORAGES
+    storages, sizes = seen
 
     class Pickler(base):  # type: ignore[misc]
         def __init_subclass__(cls, **options: Any) -> None:
@@ -145,9 +159,10 @@ def _watching(base: Any, seen: Seen, ends: bool) -> Any:
                 if type(obj) in no_storages:
                     return None
                 told = answer(self, obj)
-                if told is not None:
+                if told is not None and told[2] not in storages:
                     storage = obj if isinstance(obj, torch.UntypedStorage) else obj._untyped_storage
-                    seen[told[2]] = storage
+                    sizes[told[2]] = storage.nbytes()
+                    storages[told[2]] = storage
                 return told
 
             cls.persistent_id = persistent_id
@@ -173,7 +188,7 @@ _C: Any = torch._C
 
 
 def _kinds() -> dict[torch.dtype, str]:
-    """What torch calls the storages of each dtype that `_Quick` answers for; {} of none."""
+    """What torch calls the storages of each dtype that `_quick` answers for; {} of none."""
     try:
         names: dict[torch.dtype, str] = torch.storage._dtype_to_storage_type_map()
         newer = set(torch.storage._new_dtypes())
@@ -284,7 +299,7 @@ def _agrees() -> bool:
 
 @functools.cache
 def _found_to_agree() -> bool:
-    told: Any = PickleModule(pickle, {}, ends=False)
+    told: Any = PickleModule(pickle, Seen({}, {}), ends=False)
     told.Pickler.dump = _dump_quick
     return _pickle_of(pickle) == _pickle_of(told)
 

@@ -30,11 +30,11 @@ from typing import NamedTuple
 import torch
 
 from nvmeio._files.plan import PAGE_BYTES, round_down, round_up
-from nvmeio._formats.torch_layout import FileLayout, KnownBytes, ReadOnce, StorageRecord
+from nvmeio._formats.torch_layout import FileLayout, KnownBytes, ReadOnce, StorageRecord, resized
 from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._memory import holds, mappings
 from nvmeio._storage import crc32
-from nvmeio.errors import ClosedError, IntegrityError
+from nvmeio.errors import ClosedError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
@@ -368,12 +368,8 @@ class _Writer:
         held = holds.hold(storage) if high - low >= BODY_BYTES else None
         try:
             if data.storage_offset() * data.itemsize + data.nbytes > storage.nbytes():
-                raise IntegrityError(  # the copy would read what is not there
-                    f"the memory of record {record.name!r} was given back while it was saved "
-                    "(resize_): keep it until the save has returned",
-                    expected=data.nbytes,
-                    found=storage.nbytes(),
-                )
+                # The copy would read what is not there.
+                raise resized(record.name, data.nbytes, storage.nbytes())
             self._sum(index, record, low, data, to)
         finally:
             holds.end(held)

@@ -1,7 +1,7 @@
 """safetensors files at the speed of the drive: one file, or shards with an index.
 
 Files are what the safetensors package and transformers read and write. Loading reads all tensors
-in a few large direct reads into aligned memory (`_spans`), or on to a device as they arrive.
+in a few large direct reads into aligned memory (`_io.spans`), or on to a device as they arrive.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from nvmeio._formats import torch_layout as torch_layout_module
 from nvmeio._formats.torch_layout import FileLayout, Records, plan_layout
-from nvmeio.errors import BackendUnavailableError
+from nvmeio.errors import BackendUnavailableError, IntegrityError
 
 
 def file_of(layout: FileLayout) -> bytes:
@@ -169,9 +169,8 @@ def test_every_state_is_laid_out_as_torchs_writer_does(seed: int, changes: list[
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_change_is_seen(change: str) -> None:
-    """Each alone, between two saves, the second of which would take everything as it was."""
+    """Each alone, so that one that is missed is not hidden by another."""
     training = Training(0)
-    planned(training.state())
     getattr(training, change)()
     state = training.state()
     data = planned(state)
@@ -209,9 +208,21 @@ def test_torchs_own_options_are_seen() -> None:
     try:
         without = planned(state)
         assert without == written(state)
+        assert records_of(without) == by_torch(state)
     finally:
         torch.serialization.set_crc32_options(True)
     assert without != usual == planned(state)
+
+
+@pytest.mark.parametrize("nbytes", [0, 4, 400])
+def test_a_storage_that_is_resized_after_it_was_pickled_is_told(nbytes: int) -> None:
+    """The file said one size in its pickle, and had a record of another: nothing could load it."""
+    state = [torch.ones(10), torch.ones(20)]
+    pickling = torch_layout_module.pickled(state)
+    state[1].untyped_storage().resize_(nbytes)
+    with pytest.raises(IntegrityError, match=r"archive/data/1.*was given back") as raised:
+        pickling.layout()
+    assert (raised.value.expected, raised.value.found) == (80, nbytes)
 
 
 def test_more_records_than_the_end_record_can_count() -> None:
