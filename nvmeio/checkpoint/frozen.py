@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
 import tempfile
-from collections.abc import Generator
+import weakref
+from collections.abc import Generator, Sequence
+from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.utils import _pytree
@@ -36,8 +40,9 @@ def snapshot(state: State) -> FrozenState[State]:
 
     Large tensors in host memory are write-protected, not copied, where the kernel allows that
     (see `Checkpointer`); a thread copies them beside what the program does next, and what
-    somebody writes to before that is copied first. Everything else is copied before this returns:
-    small tensors, Parameters (take a ``state_dict``), subclasses, objects.
+    somebody writes to before that is copied first. So are shards (DTensors), of which this process
+    has a part. Everything else is copied before this returns: small tensors, Parameters (take a
+    ``state_dict``), other subclasses, nested tensors, objects.
 
     Args:
         state: Tensors in dicts, lists and tuples, or anything else that `copy.deepcopy` takes.
@@ -47,6 +52,7 @@ def snapshot(state: State) -> FrozenState[State]:
 
     Raises:
         Exception: What `copy.deepcopy` raises, of a tensor that is a result of autograd, say.
+        TypeError: A nested tensor of the strided layout has a gradient.
         MemoryError: There is no room for the copy.
 
     Cost: memory of the size of the state, until the copy is dropped; protecting takes 40 ms a GiB
@@ -55,24 +61,72 @@ def snapshot(state: State) -> FrozenState[State]:
     return run_interruptible(lambda: FrozenState(state))
 
 
+class _Lent(NamedTuple):
+    mapping: Mapping
+    nbytes: int  # that it was made for
+    used: weakref.ref[memoryview]
+
+
+class CopyMemory:
+    """The memory of copies of protected tensors, kept for the next snapshot of the same sizes."""
+
+    def __init__(self) -> None:
+        self._lent: dict[int, _Lent] = {}  # by the id of what tells of its end
+        self._unused: SimpleQueue[weakref.ref[memoryview]] = SimpleQueue()  # of `_lent`
+        self._free: list[_Lent] = []
+
+    def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Memory for one snapshot, which comes back when nobody has its storage any more.
+
+        What is free beyond that is given back to the machine.
+        """
+        while not self._unused.empty():
+            with contextlib.suppress(KeyError):  # released meanwhile
+                self._free.append(self._lent.pop(id(self._unused.get())))
+        free: dict[int, list[Mapping]] = {}
+        for lent in self._free:
+            free.setdefault(lent.nbytes, []).append(lent.mapping)
+        self._free = []
+        taken = []
+        for nbytes in sizes:
+            fitting = free.get(nbytes)
+            mapping = fitting.pop() if fitting else Mapping(nbytes)
+            tensor, used = mapping.lend(0, nbytes, self._unused.put)
+            self._lent[id(used)] = _Lent(mapping, nbytes, used)
+            taken.append(tensor)
+        return taken
+
+    def release(self) -> None:
+        """Give it back; what is in use, once nobody has it."""
+        self._free.clear()
+        self._lent.clear()
+
+
 class FrozenState(Generic[State]):
     """A state as it was when `snapshot` was called.
+
+    Args:
+        state: The state.
+        memory: Where the copies of protected tensors go; None for memory of their own.
 
     Attributes:
         protected_bytes: What was not copied before `snapshot` returned.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, memory: CopyMemory | None = None) -> None:
         known: dict[Any, Any] = {}  # to deepcopy: what it has copied
-        protected, spans = _protectable(state, known)
+        protected, spans, shards = _protectable(state, known)
         self.protected_bytes = 0
         try:
-            copies = [_empty_like(span) for span in spans]
+            copies = (memory or CopyMemory()).take([tensor_of(span[0]).nbytes for span in spans])
             # deepcopy is told of these as if it had copied them; they are filled below.
             known.setdefault("torch", {}).update(
                 (_storage_of(span)._cdata, each.untyped_storage())
                 for span, each in zip(spans, copies, strict=True)
             )
+            for shard in shards:
+                if id(shard) not in known:
+                    known[id(shard)] = _with_local(shard, copy.deepcopy(_local_of(shard), known))
             self._state = copy.deepcopy(state, known)
             if spans and protected.begin(AsideMemory(), None):
                 self.protected_bytes = protected.nbytes
@@ -126,19 +180,28 @@ class FrozenState(Generic[State]):
         return f"<nvmeio.FrozenState {doing}, {self.protected_bytes} bytes were protected>"
 
 
-def _protectable(state: object, known: dict[Any, Any]) -> tuple[Protected, list[RecordSpan]]:
+def _protectable(
+    state: object, known: dict[Any, Any]
+) -> tuple[Protected, list[RecordSpan], list[torch.Tensor]]:
     """What of a state's storages can be protected, as a file's spans; none is before `begin`.
 
-    Everything else is copied here, and noted in `known`: what says itself how it is copied
-    (`__deepcopy__`) may look at the bytes of its copies, which have to be there.
+    And the shards whose local tensors are among these. Everything else is copied here, and noted in
+    `known`: what says itself how it is copied (`__deepcopy__`) may look at the bytes of its copies,
+    which have to be there.
     """
-    leaves = _pytree.tree_leaves(state) if support().kind == "any" else []
-    copy.deepcopy([leaf for leaf in leaves if not _is_plain(leaf)], known)
+    leaves = _pytree.tree_leaves(state)
+    known.update((id(leaf), _nested_copy(leaf)) for leaf in leaves if _is_nested(leaf))
+    if support().kind != "any":
+        leaves = []
+    shards = [leaf for leaf in leaves if _is_plain_shard(leaf)]
+    plain = [*filter(_is_plain, leaves), *map(_local_of, shards)]
+    others = [leaf for leaf in leaves if not (_is_plain(leaf) or _is_plain_shard(leaf))]
+    copy.deepcopy(others, known)
     copied = known.get("torch", {})
     storages = {
-        leaf.untyped_storage()._cdata: leaf.untyped_storage()
-        for leaf in leaves
-        if _is_plain(leaf) and leaf.untyped_storage()._cdata not in copied
+        tensor.untyped_storage()._cdata: tensor.untyped_storage()
+        for tensor in plain
+        if tensor.untyped_storage()._cdata not in copied
     }
     spans: list[RecordSpan] = []
     end = 0
@@ -148,7 +211,7 @@ def _protectable(state: object, known: dict[Any, Any]) -> tuple[Protected, list[
         spans.append((record, record.offset, record.end))
         end = round_up(record.end, PAGE_BYTES)
     protected = Protected(spans, tempfile.gettempdir())
-    return protected, [spans[index] for index in protected.taken]
+    return protected, [spans[index] for index in protected.taken], shards
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -159,6 +222,54 @@ def _is_plain(leaf: Any) -> bool:
         and leaf.layout is torch.strided
         and not (leaf.is_nested or leaf.is_conj() or leaf.is_neg() or vars(leaf))
     )
+
+
+def _is_plain_shard(leaf: Any) -> bool:
+    """Whether it is a DTensor around a plain tensor, of which there is nothing else to copy."""
+    return (
+        type(leaf) is getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+        and leaf.is_leaf
+        and leaf.grad is None
+        and not vars(leaf)  # of a Parameter, say
+        and _is_plain(_local_of(leaf))
+    )
+
+
+def _local_of(shard: Any) -> torch.Tensor:
+    local: torch.Tensor = shard._local_tensor
+    return local
+
+
+def _with_local(shard: Any, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor as another one, of the same mesh, around another local tensor.
+
+    deepcopy would copy that twice, and the mesh.
+    """
+    names, kind = shard.__tensor_flatten__()
+    inner = {name: getattr(shard, name) for name in names} | {"_local_tensor": local}
+    rebuilt: torch.Tensor = type(shard).__tensor_unflatten__(
+        inner, kind, shard.size(), shard.stride()
+    )
+    return rebuilt
+
+
+def _is_nested(leaf: Any) -> bool:
+    """Whether it is a nested tensor of the strided layout, which deepcopy cannot copy."""
+    return (
+        type(leaf) is torch.Tensor
+        and leaf.is_nested
+        and leaf.layout is torch.strided
+        and leaf.is_leaf  # else deepcopy says what to do
+    )
+
+
+def _nested_copy(nested: torch.Tensor) -> torch.Tensor:
+    if nested.grad is not None:
+        raise TypeError(
+            "torch gives a copy of a nested tensor of the strided layout no gradient: put its "
+            "detach() into the state, and its gradient beside it, or use layout=torch.jagged"
+        )
+    return nested.detach().clone().requires_grad_(nested.requires_grad)
 
 
 def _fill(protected: Protected, spans: list[RecordSpan], copies: list[torch.Tensor]) -> None:
@@ -174,8 +285,3 @@ def _fill(protected: Protected, spans: list[RecordSpan], copies: list[torch.Tens
 
 def _storage_of(span: RecordSpan) -> torch.UntypedStorage:
     return tensor_of(span[0]).untyped_storage()
-
-
-def _empty_like(span: RecordSpan) -> torch.Tensor:
-    nbytes = tensor_of(span[0]).nbytes
-    return Mapping(nbytes).tensor(0, (nbytes,), torch.uint8)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint._objects import assert_same, noise
-from support import needs_protection
+from support import PATIENCE_S, needs_protection
 
 import nvmeio
 from nvmeio._threads import jobs
@@ -99,13 +102,124 @@ def test_nested_tensors_and_subclasses() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_a_nested_tensor_that_torch_cannot_copy_leaves_nothing_protected() -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_nested_tensors_of_the_strided_layout(transposed: bool) -> None:
+    """deepcopy cannot copy them: it failed of a NotImplementedError."""
+    rows = [torch.randn(300, 500), torch.randn(200, 500)]
+    made = torch.nested.nested_tensor(rows, layout=torch.strided)
+    nested = made.transpose(1, 2) if transposed else made
+    wanted = [row.T if transposed else row for row in rows]
+    taken = nvmeio.snapshot({"nested": nested, "again": [nested], "plain": torch.ones(NUMEL)})
+    made.values().zero_()
+    found = taken.result()
+    assert found["again"][0] is found["nested"]
+    copied = found["nested"]
+    assert copied.is_nested and copied.layout is torch.strided
+    assert all(torch.equal(*each) for each in zip(copied.unbind(), wanted, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor_with_a_gradient() -> None:
+    rows = [torch.ones(3, 5), torch.ones(2, 5)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.strided, requires_grad=True)
+    sum(row.sum() for row in nested.unbind()).backward()  # type: ignore[union-attr]
+    with pytest.raises(TypeError, match=r"put its detach\(\) into the state"):
+        nvmeio.snapshot([nested])
+    found = nvmeio.snapshot([nested.detach().requires_grad_()]).result()[0]
+    assert found.requires_grad and found.is_leaf
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_tensor_that_torch_cannot_copy_leaves_nothing_protected() -> None:
     rows = [torch.ones(300, 500), torch.ones(200, 500)]
     plain = torch.ones(NUMEL)
-    nested = torch.nested.nested_tensor(rows, layout=torch.strided)
-    with pytest.raises(NotImplementedError, match="new_empty"):
-        nvmeio.snapshot({"plain": plain, "nested": nested})
+    nested = torch.nested.nested_tensor(rows, layout=torch.strided, requires_grad=True)
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        nvmeio.snapshot({"plain": plain, "nested": nested * 2})
     assert plain.untyped_storage().resizable()
+
+
+# Shards
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Of this process alone."""
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_shards_are_protected_and_not_copied(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """deepcopy copied each of them twice, before `snapshot` returned, and their mesh."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    whole = torch.randn(NUMEL).view(1024, -1)
+    shard = distribute_tensor(whole, mesh, [Shard(0)])
+    small = distribute_tensor(torch.ones(3, 5), mesh, [Shard(1)], src_data_rank=None)
+    wanted = whole.clone()
+    gate, fill = threading.Event(), frozen._fill
+
+    def late(*given: Any) -> None:
+        assert gate.wait(PATIENCE_S)
+        fill(*given)
+
+    monkeypatch.setattr(frozen, "_fill", late)
+    state: dict[str, Any] = {
+        "shard": shard,
+        "view": shard.to_local()[:7],
+        "again": [shard],
+        "small": small,
+    }
+    taken = nvmeio.snapshot(state)
+    assert taken.protected_bytes == whole.nbytes
+    shard.to_local().zero_()
+    small.to_local().zero_()
+    gate.set()
+    found = taken.result()
+    copied = found["shard"]
+    assert isinstance(copied, DTensor) and copied is found["again"][0]
+    assert (copied.device_mesh, copied.placements) == (mesh, shard.placements)
+    assert torch.equal(copied.to_local(), wanted) and torch.equal(found["view"], wanted[:7])
+    assert found["view"].untyped_storage().data_ptr() == copied.to_local().data_ptr()
+    assert (found["small"].to_local() == 1).all()
+
+
+def test_shards_of_fsdp_are_protected(mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(600, 600)
+    fully_shard(model, mesh=mesh)
+    wanted = {name: value.to_local().clone() for name, value in model.state_dict().items()}
+    taken = nvmeio.snapshot(model.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert taken.protected_bytes == wanted["weight"].nbytes
+    found = taken.result()
+    assert all(torch.equal(found[name].to_local(), wanted[name]) for name in wanted)
+
+
+def test_shards_that_have_more_to_copy(mesh: Any) -> None:
+    """Gradients and Parameters are deepcopy's affair, as of tensors that are no shards."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    shard = distribute_tensor(torch.ones(NUMEL), mesh, [Shard(0)])
+    shard.requires_grad_()
+    (shard * 3).sum().backward()
+    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(NUMEL), mesh, [Shard(0)]))
+    taken = nvmeio.snapshot([shard, parameter])
+    with torch.no_grad():
+        shard.zero_()
+        parameter.zero_()
+    found: list[Any] = taken.result()
+    assert taken.protected_bytes == 0
+    assert all((each.to_local() == 1).all() for each in found)
+    assert (found[0].grad.to_local() == 3).all()
+    assert isinstance(found[1], torch.nn.Parameter)
 
 
 def test_no_thread_for_the_copying(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 
 import nvmeio
+from nvmeio._memory import mappings
 from nvmeio.checkpoint import frozen
 from nvmeio.integrations.dcp import (
     GuardingStager,
@@ -35,6 +36,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
 ]
 
+NUMEL = 1 << 20
 SIDE = 640  # 1.6 MB a weight, which is written by an operation of its own
 
 
@@ -347,6 +349,81 @@ def test_a_stager_that_is_dropped_keeps_what_is_being_saved(
     copying.gate.set()
     future.result(PATIENCE_S)
     check(tmp_path, wanted)
+
+
+# Its memory
+
+
+def addresses(staged: Any) -> set[int]:
+    """Of the copies of what was protected."""
+    parts = [staged["model"], *staged.get("moments", {}).values()]
+    tensors = [tensor for part in parts for tensor in part.values()]
+    return {tensor.data_ptr() for tensor in tensors if tensor.nbytes >= SIDE * SIDE}
+
+
+@needs_protection
+def test_the_memory_of_a_save_is_that_of_the_one_before(
+    stager: SnapshotStager, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each save took new memory, which the kernel had to find and clear."""
+    made: list[int] = []
+
+    class Counted(mappings.Mapping):
+        def __new__(cls, nbytes: int) -> Counted:
+            made.append(nbytes)
+            return super().__new__(cls, nbytes)  # type: ignore[return-value]
+
+    monkeypatch.setattr(frozen, "Mapping", Counted)
+    before: set[int] = set()
+    for number in range(3):
+        wanted = copy.deepcopy(training.state())
+        staged = stager.stage(training.state())
+        by_data(training)
+        same(dict(staged.items()), wanted)
+        assert not before or addresses(staged) == before, number
+        before = addresses(staged)
+        del staged, wanted
+        gc.collect()
+        assert len(made) == 3 * 3  # three layers' weights, each with two moments
+
+
+@needs_protection
+def test_memory_that_somebody_still_has_is_left_alone(
+    stager: SnapshotStager, training: Training
+) -> None:
+    staged = stager.stage(training.state())
+    kept = staged["model"]["0.weight"]
+    wanted = kept.clone()
+    others = addresses(staged) - {kept.data_ptr()}
+    del staged
+    gc.collect()
+    by_data(training)
+    again = stager.stage(training.state())
+    assert kept.data_ptr() not in addresses(again) and others <= addresses(again)
+    assert torch.equal(kept, wanted)
+    assert torch.equal(again["model"]["0.weight"], wanted * 3)
+
+
+@needs_protection
+def test_memory_that_is_not_needed_any_more_is_given_back(
+    stager: SnapshotStager, training: Training
+) -> None:
+    """Of a save with more tensors by the next one, and all of it by `close`."""
+    staged = stager.stage({"model": training.state()["model"], "more": torch.ones(NUMEL)})
+    assert staged["more"].sum() == NUMEL
+    was, weights = staged["more"].data_ptr(), addresses(staged)
+    del staged
+    gc.collect()
+    assert mappings.owns(was, 4 * NUMEL)
+    staged = stager.stage({"model": training.state()["model"]})
+    assert addresses(staged) == weights and not mappings.owns(was, 4 * NUMEL)
+    stager.close()
+    assert all(mappings.owns(address, SIDE * SIDE) for address in weights)  # it is in use
+    del staged
+    gc.collect()
+    assert not any(mappings.owns(address, SIDE * SIDE) for address in weights)
+    stager.stage(training.state())
+    stager.close()
 
 
 def test_a_staged_state_that_is_dropped_holds_nothing(

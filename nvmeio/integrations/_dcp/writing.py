@@ -34,7 +34,8 @@ from nvmeio._formats.torch_writing import write_part
 from nvmeio._io.inflight import InFlight
 from nvmeio._memory import tensors
 from nvmeio._storage.replace import Replacement
-from nvmeio.checkpoint.frozen import FrozenState, snapshot
+from nvmeio._threads.jobs import run_interruptible
+from nvmeio.checkpoint.frozen import CopyMemory, FrozenState
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle
 
@@ -375,13 +376,15 @@ class SnapshotStager(AsyncStager):
     Attributes:
         protected_bytes: What the last `stage` did not copy before it returned.
 
-    Cost: memory of the size of the state until the checkpoint is written, as torch's own stagers.
+    Cost: memory of the size of the state, kept for the next save of tensors of the same sizes until
+    `close`. A save that begins before the one before has ended takes as much again, meanwhile.
     """
 
     _synchronize_after_execute = False
 
     def __init__(self) -> None:
         self.protected_bytes = 0
+        self._memory = CopyMemory()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state dict for one save.
@@ -389,7 +392,7 @@ class SnapshotStager(AsyncStager):
         Raises:
             MemoryError: There is no room for it.
         """
-        frozen = snapshot(dict(state_dict))
+        frozen = run_interruptible(lambda: FrozenState(dict(state_dict), self._memory))
         self.protected_bytes = frozen.protected_bytes
         return Staged(frozen)
 
@@ -397,7 +400,8 @@ class SnapshotStager(AsyncStager):
         """Nothing is to be waited for: the state may change."""
 
     def close(self) -> None:
-        """Nothing to do: each staged state has its own memory."""
+        """Give the memory back; that of what is being saved, once it is. It may stage again."""
+        self._memory.release()
 
     def __reduce__(self) -> NoReturn:
         _checks.refuse_pickling(
