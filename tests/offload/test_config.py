@@ -305,7 +305,7 @@ def test_closing_closes_the_handle_that_was_made(tmp_path: Path) -> None:
     config = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     made = offload(gpt(), torch.optim.Adam, config)
     engine: Any = made.optimizer._swapper  # type: ignore[attr-defined]
-    its = engine.handles.of(engine.store.files.opened[0])
+    its = engine.handles.of(engine.store.files.opened([0])[0])
     made.close()
     assert its.closed
     with nvmeio.AioHandle() as handle:

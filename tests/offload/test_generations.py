@@ -57,7 +57,7 @@ def test_data_that_was_lost_is_told_of_every_time(
     with monkeypatch.context() as patch:
         patch.setattr(engine.handles, "sync_fsync", lose)
         train(made, optimizer, 1, 1)
-        engine.store._sync._helper.drain()
+        engine.store._helper.drain()
     before = [p.detach().clone() for p in made.parameters()]
     for _ in range(2):
         loss_of(made, 2).backward()
@@ -119,7 +119,7 @@ def test_settled_at_the_end_of_the_program_a_generation_is_durable(
                 gate.wait(PATIENCE_S)
             sync(file, data_only)
 
-        helper = engine.store._sync._helper.call(threading.current_thread)
+        helper = engine.store._helper.call(threading.current_thread)
         try:
             with monkeypatch.context() as patch:
                 patch.setattr(engine.handles, "sync_fsync", stop)

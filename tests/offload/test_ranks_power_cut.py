@@ -22,7 +22,7 @@ from nvmeio._ranks.rank_store import RankStore
 from nvmeio.buffers import empty_aligned
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.offload._generations import manifests, rank_steps
-from nvmeio.offload._generations.generations import Generations, GenerationSync
+from nvmeio.offload._generations.generations import Generations
 from nvmeio.offload._generations.rank_steps import Agreed, DurableSteps, Made
 from nvmeio.offload._generations.state_files import NAMES, StateFiles
 from nvmeio.offload._swap_files.subgroups import Piece, Subgroup, pack, place
@@ -297,7 +297,7 @@ def test_state_of_a_killed_process_is_made_durable_when_it_is_resumed(
     killed.step(1)
     killed.store.settle()
     with monkeypatch.context() as patch:
-        patch.setattr(GenerationSync, "_sync", lambda *_: None)  # killed before
+        patch.setattr(Generations, "_sync", lambda *_: None)  # killed before
         killed.step(2)
         killed.close()
     resumed = Rank(0, tmp_path, None)

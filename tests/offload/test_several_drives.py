@@ -416,7 +416,7 @@ def test_a_drive_that_loses_data_ends_the_stepping(
         with monkeypatch.context() as patch:
             patch.setattr(engine.handles, "sync_fsync", lose)
             train(made, optimizer, 1, 1)
-            engine.store._sync._helper.drain()
+            engine.store._helper.drain()
         loss_of(made, 2).backward()
         with pytest.raises(nvmeio.TransferError, match="generation 3 may be lost"):
             optimizer.step()

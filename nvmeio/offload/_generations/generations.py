@@ -59,13 +59,19 @@ class Generations:
         helper: OwnerThread | None = None,
     ) -> None:
         self._directory = directory
+        self._handles = handles
         self._ranks = ranks if durable else None
         self._durable = durable
+        self._helper = helper
         self.files = StateFiles(directory, checksum)
         self.small: list[dict[str, Any]] = []
         self.generation = 0
         self._run = ""
-        self._sync = GenerationSync(directory, self.files, handles, self._ranks, helper)
+        self._begun: Manifest | None = None  # until it is durable, or lost
+        self._lost: tuple[int, BaseException] | None = None  # what cannot be trusted, and why
+        self._unmarked: Manifest | None = None  # durable, but for the mark
+        self._names_to_sync = 2  # the first two generations make new files
+        self._unsynced: set[int] = set()  # which of the two files may not be durable
         self._resumed: Manifest | None = None  # may have to be made durable
         self._before: list[_PieceFacts] = []  # of the generation before
         self._small_before: list[dict[str, Any]] = []
@@ -88,9 +94,10 @@ class Generations:
         """
         self._join()
         self.files.open()
+        self._unsynced = {0, 1}  # their lengths
         resumed, self._resumed = self._resumed, None
         if resumed is not None:
-            self._start_syncing(resumed)
+            self._begin_sync(resumed)
 
     # Generations
 
@@ -164,7 +171,10 @@ class Generations:
         self._small_before, self.small = self.small, values
         self._before = [(p.current, p.begun, p.sums, p.spans) for p in self.files.pieces]
         self._be(zip(current, map(bool, started), summed, spans, strict=True))
-        self._start_syncing(manifest)
+        self._unsynced.update(current[number] for number in moved)
+        if any(piece.lent for piece in self.files.pieces):
+            self._unsynced = {0, 1}  # the module writes to what is current
+        self._begin_sync(manifest)
 
     @property
     def lockstep(self) -> bool:
@@ -185,11 +195,6 @@ class Generations:
         if self._ranks is not None:
             self._ranks.undo_stay()
 
-    def _start_syncing(self, manifest: Manifest) -> None:
-        """Make a generation durable, beside what comes next."""
-        if self._durable:
-            self._sync.start(manifest)
-
     def revert(self) -> None:
         """Let the last commit not have been; only until the next `prepare`, and once.
 
@@ -201,13 +206,6 @@ class Generations:
         self.generation -= 1
         self.small = self._small_before
         self._be(self._before)
-
-    def settle(self) -> None:
-        """Wait until the last generation is durable: the next overwrites the one before it.
-
-        Raises: As `GenerationSync.settle`.
-        """
-        self._sync.settle()
 
     def snapshot(self, directory: Paths, transaction: Transaction) -> None:
         """Copy the last generation; see `file_copies.copy`."""
@@ -306,6 +304,84 @@ class Generations:
             )
         self.files.check_there()
 
+    # Durability
+
+    def _begin_sync(self, manifest: Manifest) -> None:
+        """Make a generation durable, beside what comes next; the one before is settled."""
+        if not self._durable:
+            return
+        self._begun = manifest
+        if self._helper is None:
+            self._take_up()
+        else:
+            self._helper.post(self._take_up)
+
+    def _take_up(self) -> None:
+        manifest = self._begun
+        if manifest is not None:
+            self._sync(manifest)
+            if self._begun is manifest:
+                self._begun = None
+
+    def _sync(self, manifest: Manifest) -> None:
+        """Data first, then the manifest: it must not promise what a power cut could take."""
+        try:
+            for file in self.files.opened(self._unsynced):
+                self._sync_file(file)
+            self._unsynced.clear()
+            if self._names_to_sync:
+                self._directory.sync_names()
+                self._names_to_sync -= 1
+        except BaseException as failed:
+            self._lost = manifest.generation, failed
+            if self._ranks is not None:
+                self._ranks.lose(manifest.generation, str(failed))
+            with contextlib.suppress(TransferError):  # who resumes must not rely on it
+                manifests.drop(self._directory.path, manifest.generation)
+            return
+        try:
+            if not manifest.durable:
+                manifests.mark_durable(self._directory.path, manifest)
+            self._tell_ranks(manifest)
+        except BaseException:
+            self._unmarked = manifest  # `settle` tries again, and tells
+
+    def _tell_ranks(self, manifest: Manifest) -> None:
+        if self._ranks is not None:
+            self._ranks.tell(manifest.generation)
+
+    def _sync_file(self, file: File) -> None:
+        try:
+            self._handles.sync_fsync(file, data_only=True)
+        except ClosedError:  # the handle's owner closed it first: what was written is there
+            sync_data(file)
+
+    def settle(self) -> None:
+        """Wait until the last generation is durable: the next overwrites the one before it.
+
+        Raises:
+            TransferError: It is not. Where its data was lost, every further call raises: the
+                kernel reports that once, and forgets what it could not write (man 2 fsync).
+        """
+        if self._begun is not None and self._helper is not None:
+            self._helper.drain()
+        self._take_up()  # if the helper has ended, or runs no more at the end of the program
+        if self._lost is not None:
+            generation, why = self._lost
+            raise TransferError(
+                getattr(why, "errno", None) or errno.EIO,
+                operation="fsync",
+                path=self._directory.path,
+                detail=f"generation {generation} may be lost ({why}): load a "
+                "checkpoint, or make the optimizer anew with resume=True, which goes on from the "
+                "last step that is durable",
+            ) from why
+        if self._unmarked is not None:
+            manifests.store(self._directory.path, self._unmarked)
+            manifests.mark_durable(self._directory.path, self._unmarked)
+            self._tell_ranks(self._unmarked)
+            self._unmarked = None
+
     def close(self) -> None:
         """Wait for what is being made durable, and close the files."""
         try:
@@ -350,106 +426,3 @@ def _tell_of(unusable: Sequence[Unusable], resumed: Manifest) -> None:
         else:
             continue  # an older one, which nobody needs
         logger.warning("%s (%s) %s: resumed from %s instead", path, which, why, resumed)
-
-
-class GenerationSync:
-    """Makes one generation after the other durable, beside what comes next.
-
-    Args:
-        directory: Of the files; locked by this process.
-        files: The files.
-        handles: For fsync.
-        ranks: What several ranks tell each other of their generations.
-        helper: The thread that does it; None where there is none: it is done at once.
-    """
-
-    def __init__(
-        self,
-        directory: SwapDirs,
-        files: StateFiles,
-        handles: DriveHandles,
-        ranks: DurableSteps | None,
-        helper: OwnerThread | None,
-    ) -> None:
-        self._directory = directory
-        self._files = files
-        self._handles = handles
-        self._ranks = ranks
-        self._helper = helper
-        self._begun: Manifest | None = None  # until it is durable, or lost
-        self._lost: tuple[int, BaseException] | None = None  # what cannot be trusted, and why
-        self._unmarked: Manifest | None = None  # durable, but for the mark
-        self._names_to_sync = 2  # the first two generations make new files
-
-    def start(self, manifest: Manifest) -> None:
-        """Begin to make a generation durable; the one before is settled."""
-        self._begun = manifest
-        if self._helper is None:
-            self._take_up()
-        else:
-            self._helper.post(self._take_up)
-
-    def _take_up(self) -> None:
-        manifest = self._begun
-        if manifest is not None:
-            self._sync(manifest)
-            if self._begun is manifest:
-                self._begun = None
-
-    def _sync(self, manifest: Manifest) -> None:
-        """Data first, then the manifest: it must not promise what a power cut could take."""
-        try:
-            for file in self._files.opened:
-                self._sync_file(file)
-            if self._names_to_sync:
-                self._directory.sync_names()
-                self._names_to_sync -= 1
-        except BaseException as failed:
-            self._lost = manifest.generation, failed
-            if self._ranks is not None:
-                self._ranks.lose(manifest.generation, str(failed))
-            with contextlib.suppress(TransferError):  # who resumes must not rely on it
-                manifests.drop(self._directory.path, manifest.generation)
-            return
-        try:
-            if not manifest.durable:
-                manifests.mark_durable(self._directory.path, manifest)
-            self._tell(manifest)
-        except BaseException:
-            self._unmarked = manifest  # `settle` tries again, and tells
-
-    def _tell(self, manifest: Manifest) -> None:
-        if self._ranks is not None:
-            self._ranks.tell(manifest.generation)
-
-    def _sync_file(self, file: File) -> None:
-        try:
-            self._handles.sync_fsync(file, data_only=True)
-        except ClosedError:  # the handle's owner closed it first: what was written is there
-            sync_data(file)
-
-    def settle(self) -> None:
-        """Wait until the generation that was begun is durable.
-
-        Raises:
-            TransferError: It is not. Where its data was lost, every further call raises: the
-                kernel reports that once, and forgets what it could not write (man 2 fsync).
-        """
-        if self._helper is not None:
-            self._helper.drain()
-        self._take_up()  # if the helper has ended, or runs no more at the end of the program
-        if self._lost is not None:
-            generation, why = self._lost
-            raise TransferError(
-                getattr(why, "errno", None) or errno.EIO,
-                operation="fsync",
-                path=self._directory.path,
-                detail=f"generation {generation} may be lost ({why}): load a "
-                "checkpoint, or make the optimizer anew with resume=True, which goes on from the "
-                "last step that is durable",
-            ) from why
-        if self._unmarked is not None:
-            manifests.store(self._directory.path, self._unmarked)
-            manifests.mark_durable(self._directory.path, self._unmarked)
-            self._tell(self._unmarked)
-            self._unmarked = None

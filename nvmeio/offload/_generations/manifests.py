@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import io
 import json
 import os
@@ -82,6 +83,7 @@ def _counts(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
+@functools.cache
 def boot_id() -> str:
     """Which boot of the machine this is; "" where the kernel does not tell."""
     try:

@@ -245,10 +245,9 @@ class StateFiles:
         """Length of each of the two."""
         return self._nbytes
 
-    @property
-    def opened(self) -> list[File]:
-        """The open files, of all drives."""
-        return [file for striped in self._files for file in striped.files]
+    def opened(self, places: Iterable[int]) -> list[File]:
+        """The open files of the first place, the second or both, of all drives."""
+        return [file for which in places for file in self._files[which].files]
 
     def close(self) -> None:
         """Close the files."""
