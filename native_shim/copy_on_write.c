@@ -3,8 +3,8 @@
  * Whole pages of the caller's memory are write-protected with userfaultfd(2). A thread that writes to
  * one stops, whatever code it runs; a handler thread of ours copies the cell around it aside, lifts the
  * protection, and the write goes on. Meanwhile a reader takes the bytes of the moment of protection,
- * from where they lie or from aside. A cell that was read to its end is done: its protection is lifted
- * ahead of any writer.
+ * from where they lie or from aside. A cell that was read to its end is done. Neighbours that are done
+ * are let go of together, ahead of any writer; one who comes before that is let through at once.
  *
  *     LIVE ──a write──▶ COPYING ──▶ ASIDE or SPILLED ──read──▶ DONE
  *       └──────────────────read───────────────────────────────▶ DONE
@@ -38,6 +38,9 @@
 /* What is copied on one write. Overwriting 1 GiB on small pages takes 2.2 s with 4 KiB at a time and
  * 0.4 s with 2 MiB (0.08 s without protection); and huge pages stay whole. */
 #define CELL ((uint64_t)2 << 20)
+/* How much of an area is let go of at once. To lift each cell's protection and unregister all of them
+ * in the end walks over the pages' entries twice: 0.13 s for 1.6 GB on small pages, for 0.06. */
+#define LET_GO (8 * CELL)
 #define MOST_HANDLERS 4
 #define GET_MEMORY_MERGE 68 /* linux/prctl.h, since Linux 6.4 */
 
@@ -84,6 +87,8 @@ typedef struct {
   char *edges;         /* copies of [start, low) and [high, end) */
   uint8_t *states;     /* of each cell that [low, high) touches */
   uint64_t *places;    /* ASIDE: its copy's offset in the arena; SPILLED: in the file */
+  uint64_t next;       /* the first cell that is not done */
+  uint64_t held;       /* where what is still registered begins */
 } nv_area;
 
 struct nv_snapshot {
@@ -142,6 +147,12 @@ static void lift(uint64_t low, uint64_t high) {
   struct protection wanted = {{low, high - low}, 0};
   if (!ioctl(descriptor, UFFD_WRITEPROTECT, &wanted)) return;
   ioctl(descriptor, UFFD_WAKE, &wanted.range); /* it is not registered any more: they try again */
+}
+
+/* Nothing there is protected any more, and whoever waits to write goes on. */
+static void unregister(uint64_t low, uint64_t high) {
+  struct range range = {low, high - low};
+  ioctl(descriptor, UFFD_UNREGISTER, &range);
 }
 
 static int open_descriptor(int which) {
@@ -370,6 +381,7 @@ static int area_init(nv_area *area, uint64_t address, uint64_t nbytes) {
   *area = (nv_area){.start = address, .end = address + nbytes};
   area->low = (address + PAGE - 1) / PAGE * PAGE;
   area->high = area->end / PAGE * PAGE;
+  area->held = area->low;
   if (area->high <= area->low) return -EINVAL;
   area->states = calloc(cells_of(area), sizeof *area->states);
   area->places = calloc(cells_of(area), sizeof *area->places);
@@ -462,10 +474,9 @@ void nv_snapshot_end(nv_snapshot *snapshot) {
   if (*at) { /* else somebody else has ended it meanwhile */
     *at = snapshot->next;
     atomic_fetch_sub(&active, 1);
-    for (uint32_t i = 0; i < snapshot->count; i++) { /* which lifts, and wakes whoever waits */
+    for (uint32_t i = 0; i < snapshot->count; i++) { /* what is left */
       nv_area *area = &snapshot->areas[i];
-      struct range range = {area->low, area->high - area->low};
-      ioctl(descriptor, UFFD_UNREGISTER, &range);
+      if (area->held < area->high) unregister(area->held, area->high);
     }
     if (snapshot->spill_fd >= 0) close(snapshot->spill_fd); /* its room is the file system's again */
     snapshot->spill_fd = -1;
@@ -496,6 +507,18 @@ static void take(char *to, const char *from, uint64_t nbytes, uint32_t *crc) {
     *crc = nv_copy_crc32((uintptr_t)to, (uintptr_t)from, nbytes, *crc);
   else
     memcpy(to, from, nbytes);
+}
+
+/* With the mutex held, which is let go of meanwhile: a cell of the area is done. */
+static void let_go(nv_area *area) {
+  uint64_t cells = cells_of(area), from = area->held, to = area->high;
+  while (area->next < cells && area->states[area->next] == DONE) area->next++;
+  if (area->next < cells) to = (area->low / CELL + area->next) * CELL;
+  if (to <= from || (to - from < LET_GO && to < area->high)) return;
+  area->held = to;
+  pthread_mutex_unlock(&mutex);
+  unregister(from, to);
+  pthread_mutex_lock(&mutex);
 }
 
 /* [from, until) of a cell; 0 or -errno. */
@@ -533,11 +556,7 @@ static int read_cell(nv_snapshot *snapshot, nv_area *area, uint64_t from, uint64
     area->states[cell] = DONE;
     if (was == ASIDE && high - low == CELL)
       snapshot->free_cells[snapshot->nfree++] = area->places[cell];
-    if (was == LIVE) {
-      pthread_mutex_unlock(&mutex);
-      lift(low, high);
-      pthread_mutex_lock(&mutex);
-    }
+    let_go(area);
   } while (again);
   if (!--snapshot->busy) pthread_cond_broadcast(&changed);
   pthread_mutex_unlock(&mutex);

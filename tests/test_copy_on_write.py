@@ -120,6 +120,41 @@ def test_what_was_read_is_free_for_writers() -> None:
     assert protection.aside_bytes == 0
 
 
+def registered(tensor: torch.Tensor) -> list[bool]:
+    """Of each MiB, whether the kernel still watches it (``uw``; man 5 proc, smaps)."""
+    watched: list[tuple[int, int]] = []
+    span = (0, 0)
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            first, *rest = line.split()
+            if first == "VmFlags:" and "uw" in rest:
+                watched.append(span)
+            elif not first.endswith(":"):
+                start, end = first.split("-")
+                span = int(start, 16), int(end, 16)
+    places = range(tensor.data_ptr() + PAGE_BYTES, tensor.data_ptr() + tensor.nbytes, MIB)
+    return [any(low <= place < high for low, high in watched) for place in places]
+
+
+def test_what_was_read_is_let_go_of_before_the_end() -> None:
+    """All of it was registered until then, and its pages were gone through once more."""
+    mapping = Mapping(40 * MIB)
+    tensor = mapping.tensor(0, (40 * MIB,), torch.uint8).fill_(1)
+    protection = protect(tensor)
+    copy = torch.empty_like(tensor)
+    assert registered(tensor) == [True] * 40
+    for offset in range(0, 30 * MIB, MIB):
+        at = tensor.data_ptr() + offset
+        if offset == 25 * MIB:
+            tensor[: 30 * MIB] = 2  # let go of, read but not let go of, and not read
+        protection.read(at, MIB, copy.data_ptr() + offset, None)
+    assert registered(tensor) == [False] * 16 + [True] * 24
+    protection.read(tensor.data_ptr() + 30 * MIB, 10 * MIB, copy.data_ptr() + 30 * MIB, None)
+    assert not any(registered(tensor))
+    assert (copy == 1).all() and protection.aside_bytes == 6 * MIB
+    protection.end()
+
+
 def test_memory_that_was_never_touched_is_zero() -> None:
     """Its pages do not exist yet, and their first write has to be seen all the same."""
     tensor = Mapping(6 * MIB).tensor(0, (6 * MIB,), torch.uint8)
