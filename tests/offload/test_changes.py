@@ -156,7 +156,7 @@ def test_masters_that_cannot_be_brought_back_break_it(
         def fail(*args: Any) -> None:
             raise nvmeio.TransferError(errno.EIO, operation="read", path="state.0")
 
-        monkeypatch.setattr(turns.StoredWeights, "give_back", fail)
+        monkeypatch.setattr(turns.Swapped, "give_back", fail)
         with pytest.raises(nvmeio.TransferError):
             two.load_state_dict(one.state_dict())
         with pytest.raises(nvmeio.NvmeioError, match="load again"):

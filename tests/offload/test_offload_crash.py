@@ -21,6 +21,7 @@ from support import die_at_birth, run_python, spin_until
 import nvmeio
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.offload._generations import manifests
+from nvmeio.offload._generations.generations import Change
 from nvmeio.testing import FakeEngine
 
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10}
@@ -510,7 +511,7 @@ def test_without_room_for_a_thread_the_step_makes_itself_durable(
         optimizer = resumed(made, tmp_path)
     with optimizer:
         engine: Any = optimizer._swapper
-        engine.store.commit(set(), {}, {}, [], {})
+        engine.store.commit(Change(), [])
         found = manifests.newest(optimizer.swap_dir)
         assert found is not None
         assert (found.generation, found.durable) == (2, True)

@@ -22,7 +22,7 @@ from nvmeio._ranks.rank_store import RankStore
 from nvmeio.buffers import empty_aligned
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.offload._generations import manifests, rank_steps
-from nvmeio.offload._generations.generations import Generations
+from nvmeio.offload._generations.generations import Change, Generations
 from nvmeio.offload._generations.rank_steps import Agreed, DurableSteps, Made
 from nvmeio.offload._generations.state_files import NAMES, StateFiles
 from nvmeio.offload._swap_files.subgroups import Piece, Subgroup, pack, place
@@ -67,7 +67,8 @@ class Rank:
                 self.handle.sync_pwrite(part, move.file, move.file_offset)
             moved |= {piece.number for piece in subgroup.pieces}
         small = {number: {"step": torch.tensor(float(generation))} for number in moved}
-        self.store.commit(moved, dict.fromkeys(moved, True), small, [{"lr": 0.5}], {})
+        change = Change(moved, dict.fromkeys(moved, True), small)
+        self.store.commit(change, [{"lr": 0.5}])
 
     def value(self, generation: int) -> float:
         return 100.0 * self.number + generation

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from nvmeio._checks import Paths
@@ -30,6 +31,25 @@ from nvmeio.offload._swap_files.tensors import fits
 logger = logging.getLogger("nvmeio")
 
 _PieceFacts = tuple[int, bool, dict[str, int], dict[str, SlotSpan]]  # current, begun, sums, spans
+
+
+@dataclass
+class Change:
+    """What has changed since a generation, by the numbers of the pieces.
+
+    Attributes:
+        moved: Those that were written to their other place.
+        begun: Of those whose state exists now, or does not, which it is.
+        small: What changed of the state outside of the files.
+        sums: The checksums of what was written.
+        strides: The order of state elements where it changes, by name too.
+    """
+
+    moved: set[int] = field(default_factory=set)
+    begun: dict[int, bool] = field(default_factory=dict)
+    small: dict[int, dict[str, Any]] = field(default_factory=dict)
+    sums: dict[int, dict[str, int]] = field(default_factory=dict)
+    strides: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
 class Generations:
@@ -117,62 +137,44 @@ class Generations:
             self._ranks.wait(self.generation)
         manifests.drop(self._directory.path, self.generation + 1, durable=self._durable)
 
-    def commit(
-        self,
-        moved: set[int],
-        begun: dict[int, bool],
-        small: dict[int, dict[str, Any]],
-        groups: list[dict[str, Any]],
-        sums: Mapping[int, dict[str, int]],
-        strides: Mapping[int, Mapping[str, tuple[int, ...]]] | None = None,
-    ) -> None:
+    def commit(self, change: Change, groups: list[dict[str, Any]]) -> None:
         """What was written since `prepare` is current from now on.
 
         Args:
-            moved: The pieces that were written to their other place, by number.
-            begun: Of those whose state exists now, or does not, which it is.
-            small: What changed of the state outside of the files, by number.
+            change: What that is.
             groups: The options of the parameter groups.
-            sums: The checksums of what was written, by number.
-            strides: The order of state elements where it changes, by number and name.
 
         Raises:
             TransferError: The manifest could not be written: the generation before is current.
         """
-        current = [piece.current ^ (piece.number in moved) for piece in self.files.pieces]
-        started = [int(begun.get(piece.number, piece.begun)) for piece in self.files.pieces]
-        values = list(self.small)
-        for number, value in small.items():
-            values[number] = value
-        summed = [
-            sums.get(piece.number, {}) if piece.number in moved else piece.sums
-            for piece in self.files.pieces
-        ]
-        flat = [
-            one.get(name, -1)
-            for piece, one in zip(self.files.pieces, summed, strict=True)
-            for name in piece.spans
-        ]
-        relaid = strides or {}
-        spans = [_laid(piece.spans, relaid.get(piece.number)) for piece in self.files.pieces]
+        pieces, moved = self.files.pieces, change.moved
+        current = [piece.current ^ (piece.number in moved) for piece in pieces]
+        begun = [int(change.begun.get(piece.number, piece.begun)) for piece in pieces]
+        small = [change.small.get(number, before) for number, before in enumerate(self.small)]
+        sums = [change.sums.get(p.number, {}) if p.number in moved else p.sums for p in pieces]
+        spans = [_laid(piece.spans, change.strides.get(piece.number)) for piece in pieces]
         manifest = Manifest(
             generation=self.generation + 1,
             signature=self.files.signature(),
             current=current,
-            begun=started,
-            small=values,
+            begun=begun,
+            small=small,
             groups=groups,
-            sums=flat,
+            sums=[
+                one.get(name, -1)
+                for piece, one in zip(pieces, sums, strict=True)
+                for name in piece.spans
+            ],
             strides=_strides_of(spans),
             run=self._run,
         )
         manifests.store(self._directory.path, manifest)
         self.generation += 1
-        self._small_before, self.small = self.small, values
-        self._before = [(p.current, p.begun, p.sums, p.spans) for p in self.files.pieces]
-        self._be(zip(current, map(bool, started), summed, spans, strict=True))
+        self._small_before, self.small = self.small, small
+        self._before = [(p.current, p.begun, p.sums, p.spans) for p in pieces]
+        self._be(zip(current, map(bool, begun), sums, spans, strict=True))
         self._unsynced.update(current[number] for number in moved)
-        if any(piece.lent for piece in self.files.pieces):
+        if any(piece.lent for piece in pieces):
             self._unsynced = {0, 1}  # the module writes to what is current
         self._begin_sync(manifest)
 

@@ -6,7 +6,7 @@ import errno
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -120,24 +120,33 @@ class StateFiles:
             found += self._moves(subgroup, which, spans, whole)
         return found
 
-    def writes(self, subgroup: Subgroup, pieces: Sequence[Piece], begun: bool = True) -> list[Move]:
+    def writes(
+        self,
+        subgroup: Subgroup,
+        pieces: Sequence[Piece],
+        begun: Mapping[int, bool] | None = None,
+    ) -> list[Move]:
         """The moves that take pieces to the place that is not current.
 
         Args:
             subgroup: Theirs.
             pieces: Some of it.
-            begun: Weights and state; False for the weights alone.
+            begun: Whether state is written beside the weights, by number; None: of all.
         """
         found: list[Move] = []
         for which in (0, 1):
             mine = [piece for piece in pieces if piece.current != which]
+            has_state = [begun is None or begun[piece.number] for piece in mine]
             spans = [
                 span
-                for piece in mine
+                for piece, state in zip(mine, has_state, strict=True)
                 for name, span in piece.spans.items()
-                if begun or name == WEIGHTS
+                if state or name == WEIGHTS
             ]
-            found += self._moves(subgroup, which, spans, len(mine) == len(subgroup.pieces))
+            alike = len(set(has_state)) <= 1
+            found += self._moves(
+                subgroup, which, spans, alike and len(mine) == len(subgroup.pieces)
+            )
         return found
 
     def verifying(

@@ -29,11 +29,9 @@ from nvmeio.offload._optimizer.arguments import OptimizerSettings
 from nvmeio.offload._optimizer.gradients import GradientSwapper
 from nvmeio.offload._optimizer.memory_plans import Cuts, MemoryPlan, plan_of
 from nvmeio.offload._optimizer.params import StepInputs, SwappedParam, grads_of
-from nvmeio.offload._optimizer.swapped import Swapped
-from nvmeio.offload._step.device_turns import DeviceTurns
-from nvmeio.offload._step.pipeline import Pipeline, Times, new_helper
+from nvmeio.offload._step.pipeline import DeviceTurns, Pipeline, Times, new_helper
 from nvmeio.offload._step.stepping import Stepper, placed
-from nvmeio.offload._step.turns import StateLoad, Step, StoredWeights
+from nvmeio.offload._step.turns import StateLoad, Step, Swapped
 from nvmeio.offload._swap_files.extents import Extent
 from nvmeio.offload._swap_files.subgroups import Piece, Subgroup
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
@@ -44,7 +42,7 @@ logger = logging.getLogger("nvmeio")
 Groups = Sequence[dict[str, Any]]
 
 
-class StateSwapper:
+class StateSwapper(Swapped):
     """Takes the state of one optimizer to the drive and back.
 
     One thread makes it and calls all that changes something: that of `transactions`.
@@ -57,8 +55,6 @@ class StateSwapper:
         settings: How.
 
     Attributes:
-        store: The generations of the state, and their files.
-        gradients: Has the gradients, where those are on the drive.
         broken: Why no further step can be made, or "".
         closed: `close` was called.
     """
@@ -71,27 +67,25 @@ class StateSwapper:
         stepper: Stepper,
         settings: OptimizerSettings,
     ) -> None:
-        self.directory = directory
-        self.handles = DriveHandles(handle, directory.paths)
-        self._helper = helper = new_helper("nvmeio-offload-help")
+        handles = DriveHandles(handle, directory.paths)
+        helper = new_helper("nvmeio-offload-help")
         durable, checksum = settings.durable, settings.checksum
         ranks = DurableSteps.of_default_group(directory.path) if durable else None
-        self.store = Generations(directory, self.handles, durable, checksum, ranks, helper)
-        self.gradients: GradientSwapper | None = None
-        if settings.on_disk:
-            self.gradients = GradientSwapper(directory, self.handles, transactions)
+        device = None if settings.device.type == "cpu" else DeviceTurns(settings.device)
+        super().__init__(
+            handles,
+            Generations(directory, handles, durable, checksum, ranks, helper),
+            Pipeline(handles, settings.read_ahead, settings.write_behind, helper, device),
+            GradientSwapper(directory, handles, transactions) if settings.on_disk else None,
+            device,
+        )
+        self.directory = directory
         self.broken = ""
         self.closed = False
+        self._helper = helper
         self._settings = settings
         self._stepper = stepper
         self._cuts = Cuts(stepper, settings)
-        self._device = None if settings.device.type == "cpu" else DeviceTurns(settings.device)
-        ahead, behind = settings.read_ahead, settings.write_behind
-        self._pipeline = Pipeline(self.handles, ahead, behind, helper, self._device)
-        self._swapped = Swapped(
-            self.handles, self.store, self._pipeline, self.gradients, device=self._device
-        )
-        self._weights = StoredWeights(self._swapped)
 
     # Making
 
@@ -126,12 +120,12 @@ class StateSwapper:
                 f"begin with resume=True{hint}",
             )
         self.store.open()
-        self._swapped.make_buffers()
+        self.make_buffers()
         if manifest is None:
             self.store_weights(groups, transaction)
         else:
-            self._swapped.make_way()
-            self._weights.give_back(subgroups)
+            self.make_way()
+            self.give_back(subgroups)
             self.store.small = [
                 self._placed(piece, small, manifest.groups)
                 for piece, small in zip(self.store.files.pieces, self.store.small, strict=True)
@@ -143,29 +137,28 @@ class StateSwapper:
 
     def _placed(self, piece: Piece, small: dict[str, Any], groups: Groups) -> dict[str, Any]:
         """A piece's state outside of the files where its step wants it."""
-        return placed(small, groups[self._swapped.param_of(piece).group], self._settings.device)
+        return placed(small, groups[self.param_of(piece).group], self._settings.device)
 
     def extend(self, groups: Groups) -> None:
         """Take on the parameters of the last group, which is new; if it fails, none of them."""
-        swapped = self._swapped
-        params = self._cuts.params(len(swapped.params), len(groups) - 1, groups[-1])
+        params = self._cuts.params(len(self.params), len(groups) - 1, groups[-1])
         subgroups = self._cuts.subgroups(params)
         if self.gradients is not None:
             self.gradients.reserve(params, subgroups)
         self.store.settle()
-        before = len(swapped.params), len(swapped.subgroups), self.store.files.nbytes
+        before = len(self.params), len(self.subgroups), self.store.files.nbytes
         try:
             self._add(params, subgroups)
             self.store.open()
-            swapped.make_buffers()
-            self._weights.take(subgroups, options_of(groups))
+            self.make_buffers()
+            self.take_weights(subgroups, options_of(groups))
         except BaseException as failed:
-            del swapped.params[before[0] :], swapped.subgroups[before[1] :]
+            del self.params[before[0] :], self.subgroups[before[1] :]
             for subgroup in subgroups:
-                swapped.resident.pop(id(subgroup), None)
+                self.resident.pop(id(subgroup), None)
             self.store.forget(subgroups, before[2])
             try:
-                swapped.make_buffers()  # none are left if there was no memory for larger ones
+                self.make_buffers()  # none are left if there was no memory for larger ones
             except BaseException as again:
                 self.broken = f"adding a group failed ({failed}), and then its buffers: {again}"
             raise
@@ -176,18 +169,17 @@ class StateSwapper:
     def _add(self, params: Sequence[SwappedParam], subgroups: Sequence[Subgroup]) -> None:
         """Take parameters on: places in the files, and memory for what stays there."""
         self.store.place(subgroups)
-        self._swapped.params += params
-        self._swapped.subgroups += subgroups
+        self.params += params
+        self.subgroups += subgroups
         for subgroup in subgroups:
             if subgroup.resident:
-                nbytes = max(1, subgroup.slot_nbytes(self._swapped.with_grads))
-                memory = self._memory(nbytes)
-                self._swapped.resident[id(subgroup)] = memory
+                nbytes = max(1, subgroup.slot_nbytes(self.with_grads))
+                self.resident[id(subgroup)] = self._memory(nbytes)
 
     def _memory(self, nbytes: int) -> torch.Tensor:
         """For state that stays; page-locked where a device copies it."""
         where = self._settings.device
-        if self._device is None:
+        if self.device is None:
             return empty_aligned(nbytes, dtype=torch.uint8)
         return devices.new_copier().page_locked(round_up(nbytes, PAGE_BYTES), where)[:nbytes]
 
@@ -224,16 +216,16 @@ class StateSwapper:
             gradients.restore()
         groups, grads = inputs.groups, inputs.grads
         if grads is None:
-            grads = grads_of(self._swapped.params)
-        for param in self._swapped.params:
+            grads = grads_of(self.params)
+        for param in self.params:
             param.check_unchanged()
-        self._swapped.make_way()
+        self.make_way()
         if gradients is not None:
             gradients.flush()
             factor = before = gradients.factor
             if inverse is not None:
                 factor = inverse if before is None else before * inverse
-        step = Step(self._swapped, self._stepper, groups, grads, factor)
+        step = Step(self, self._stepper, groups, grads, factor)
         if step.is_empty and not self.store.lockstep:
             return Times()
 
@@ -243,12 +235,11 @@ class StateSwapper:
 
         self.store.prepare()
         try:
-            times = self._pipeline.run(step.turns, check, on_device=True)
+            times = self.pipeline.run(step.turns, check, on_device=True)
             check()
             # What stays in memory cannot be undone, and cannot fail: it is stepped last.
             step.step_resident()
-            options = options_of(groups)
-            self.store.commit(step.moved, step.begun, step.small, options, step.sums, step.strides)
+            self.store.commit(step.change, options_of(groups))
         except BaseException as failed:
             self._undo(step, failed)
             raise
@@ -265,7 +256,7 @@ class StateSwapper:
         why = _why_no_undo(step)
         if not why:
             try:
-                self._weights.give_back(step.touched)
+                self.give_back(step.touched)
                 return
             except BaseException as again:
                 why = f"bringing back the weights failed: {again}"
@@ -278,9 +269,9 @@ class StateSwapper:
     def _roll_back(self, step: Step, factor: torch.Tensor | None) -> None:
         """The last step is complete, and who asked for it was interrupted: as if it were not."""
         try:
-            self._swapped.evict_params()
+            self.evict_params()
             self.store.revert()
-            self._weights.give_back(step.touched)
+            self.give_back(step.touched)
             self._tell_changed(step)
             if self.gradients is not None:
                 self.gradients.factor = factor
@@ -300,23 +291,24 @@ class StateSwapper:
 
     def store_weights(self, groups: Groups, transaction: Transaction) -> None:
         """Take the parameters as they are now for the weights on the drive."""
-        self._weights.take(self._swapped.subgroups, options_of(groups), transaction.check)
+        self.take_weights(self.subgroups, options_of(groups), transaction.check)
 
     def load(
         self, states: Mapping[int, dict[str, Any] | None], groups: Groups, transaction: Transaction
     ) -> None:
         """Take over states by parameter number; None for one without."""
         self.store.prepare()
-        load = StateLoad(self._swapped, states)
-        self._swapped.make_way()
-        self._pipeline.run(load.turns, transaction.check)
+        load = StateLoad(self, states)
+        self.make_way()
+        self.pipeline.run(load.turns, transaction.check)
         load.load_resident()
         pieces = self.store.files.pieces
-        small = {n: self._placed(pieces[n], each, groups) for n, each in load.small.items()}
-        self.store.commit(load.moved, load.begun, small, list(groups), load.sums, load.strides)
+        for number, small in load.change.small.items():
+            load.change.small[number] = self._placed(pieces[number], small, groups)
+        self.store.commit(load.change, list(groups))
         if load.has_masters:
             try:
-                self._weights.give_back(self._swapped.subgroups)
+                self.give_back(self.subgroups)
                 load.follow_resident_masters()
             except BaseException as failed:
                 self.broken = (
@@ -328,14 +320,9 @@ class StateSwapper:
 
     # Looking
 
-    @property
-    def params(self) -> list[SwappedParam]:
-        """The parameters, by number."""
-        return self._swapped.params
-
     def snapshot(self, directory: Paths, transaction: Transaction) -> None:
         """See `SwappedOptimizer.snapshot`."""
-        if self._swapped.resident:
+        if self.resident:
             raise ValueError(
                 "with ratio below 1 a part of the state is in memory: use state_dict()"
             )
@@ -343,38 +330,38 @@ class StateSwapper:
 
     def resident_view(self, piece: Piece, name: str) -> torch.Tensor | None:
         """A piece's state where it is in memory; None where it is on the drive."""
-        memory = self._swapped.resident.get(id(self.store.files.subgroup_of(piece)))
+        memory = self.resident.get(id(self.store.files.subgroup_of(piece)))
         return None if memory is None else view(memory, piece.spans[name])
 
     def memory_plan(self) -> MemoryPlan:
         """See `SwappedOptimizer.plan`."""
         gradients = self.gradients
         return plan_of(
-            self._swapped.params,
-            self._swapped.subgroups,
-            self._pipeline.slots,
+            self.params,
+            self.subgroups,
+            self.pipeline.slots,
             0 if gradients is None else gradients.file_bytes,
-            sum(memory.nbytes for memory in self._swapped.resident.values())
+            sum(memory.nbytes for memory in self.resident.values())
             + (0 if gradients is None else gradients.memory_bytes),
-            0 if self._device is None else self._device.nbytes,
+            0 if self.device is None else self.device.nbytes,
         )
 
     @property
     def pinned(self) -> bool:
         """Whether the buffers are page-locked, or there are none."""
-        return self._pipeline.pinned
+        return self.pipeline.pinned
 
     @property
     def read_bytes(self) -> int:
         """Read from the drive since this was made, gradients included."""
         grads = 0 if self.gradients is None else self.gradients.read_bytes
-        return self._pipeline.read_bytes + grads
+        return self.pipeline.read_bytes + grads
 
     @property
     def written_bytes(self) -> int:
         """Written to the drive since this was made, gradients included."""
         grads = 0 if self.gradients is None else self.gradients.written_bytes
-        return self._pipeline.written_bytes + grads
+        return self.pipeline.written_bytes + grads
 
     # The end
 
@@ -393,12 +380,12 @@ class StateSwapper:
         do_all(ends)
 
     def _free(self) -> None:
-        self._pipeline.close()
+        self.pipeline.close()
         if self._helper is not None:
             self._helper.close()
-        if self._device is not None:
-            self._device.free()
-        self._swapped.resident.clear()
+        if self.device is not None:
+            self.device.free()
+        self.resident.clear()
 
 
 def options_of(groups: Groups) -> list[dict[str, Any]]:

@@ -1,23 +1,239 @@
-"""What the pipeline's turns do: a step; weights to the drive and back; a state dict to it."""
+"""What a swapped optimizer passes through, and what the pipeline's turns do with it.
+
+A step; weights to the drive and back; a state dict to it. And the weights of a piece between its
+slot, its parameter in memory, and the parameter's store.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from nvmeio._io.drives import DriveHandles
 from nvmeio._memory import devices
+from nvmeio.offload._generations.generations import Change, Generations
+from nvmeio.offload._generations.state_files import StateFiles
+from nvmeio.offload._module.param_store import ParamStore
+from nvmeio.offload._optimizer.gradients import GradientSwapper
 from nvmeio.offload._optimizer.params import SwappedParam
-from nvmeio.offload._optimizer.swapped import Swapped, weights_in, weights_out
-from nvmeio.offload._step.device_turns import DeviceTurns
-from nvmeio.offload._step.pipeline import Move, SlotTurn
+from nvmeio.offload._step.pipeline import DeviceTurns, Move, Pipeline, SlotTurn, move_all
 from nvmeio.offload._step.stepping import Stepper, Work
 from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, SlotRun, Subgroup
 from nvmeio.offload._swap_files.tensors import laid, local, part, strides_of, view
 
+logger = logging.getLogger("nvmeio")
+
 MASTER = "master"
+
+
+class Swapped:
+    """The state of one optimizer, where it is and what it passes through.
+
+    Args:
+        handles: Move the bytes.
+        store: The generations, and their files.
+        pipeline: Over the slots that subgroups pass through.
+        gradients: Has the gradients, where those are on the drive.
+        device: Computes the steps; None for the CPU.
+
+    Attributes:
+        params: The parameters, by number.
+        subgroups: In the order of the parameters.
+        resident: By id of a subgroup: its memory, where it stays there (`ratio`).
+    """
+
+    def __init__(
+        self,
+        handles: DriveHandles,
+        store: Generations,
+        pipeline: Pipeline,
+        gradients: GradientSwapper | None,
+        device: DeviceTurns | None,
+    ) -> None:
+        self.handles = handles
+        self.store = store
+        self.pipeline = pipeline
+        self.gradients = gradients
+        self.device = device
+        self.params: list[SwappedParam] = []
+        self.subgroups: list[Subgroup] = []
+        self.resident: dict[int, torch.Tensor] = {}
+
+    @property
+    def files(self) -> StateFiles:
+        """Where the pieces lie, and what moves them."""
+        return self.store.files
+
+    @property
+    def with_grads(self) -> bool:
+        """Whether a buffer has room for gradients: of the drive, or rounded weights to it."""
+        return self.gradients is not None or any(param.stores_rounded for param in self.params)
+
+    def make_buffers(self) -> None:
+        """Have buffers for the largest subgroup; a line in the log where they hold all of it."""
+        swapped = [each for each in self.subgroups if not each.resident]
+        need = max((each.slot_nbytes(self.with_grads) for each in swapped), default=0)
+        self.pipeline.make(need, len(swapped))
+        if self.device is not None:
+            there = [each.slot_nbytes(self.with_grads) for each in self.subgroups]
+            self.device.make(max(there, default=0), len(there))
+        if swapped and len(swapped) <= len(self.pipeline.slots):
+            logger.info(
+                "the state on the drive is %.1f MB, and the buffers it passes through %.1f MB: "
+                "without swapping it would need no more memory; a smaller subgroup_bytes makes the "
+                "buffers smaller",
+                sum(each.slot_nbytes(self.with_grads) for each in swapped) / 1e6,
+                sum(slot.nbytes for slot in self.pipeline.slots) / 1e6,
+            )
+
+    def param_of(self, piece: Piece) -> SwappedParam:
+        """The parameter that a piece is of."""
+        return self.params[piece.param]
+
+    def evict_params(self) -> None:
+        """What is in memory of parameters that live on the drive is of the past."""
+        for store in self._param_stores():
+            store.evict()
+
+    def make_way(self) -> None:
+        """What is in memory of parameters that live on the drive is about to be of the past.
+
+        Raises:
+            RuntimeError: A block of `SwappedModule.gather` would write them back.
+        """
+        for store, parameters in self._param_stores().items():
+            store.make_way(parameters)
+
+    def _param_stores(self) -> dict[ParamStore, list[torch.Tensor]]:
+        stores: dict[ParamStore, list[torch.Tensor]] = {}
+        for param in self.params:
+            if param.param_store is not None:
+                stores.setdefault(param.param_store, []).append(param.parameter)
+        return stores
+
+    def param_reads(self, pieces: Iterable[Piece], subgroup: Subgroup) -> list[Move]:
+        """The moves that bring the weights of parameters that live on the drive."""
+        return [m for p in pieces for m in _param_moves(subgroup, p, self.param_of(p))]
+
+    def param_writes(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> list[Move]:
+        """The moves that take rounded weights to parameters that live on the drive."""
+        return self.param_reads((p for p in pieces if self.param_of(p).stores_rounded), subgroup)
+
+    # Weights to the drive, and back
+
+    def take_weights(
+        self,
+        subgroups: Sequence[Subgroup],
+        groups: list[dict[str, Any]],
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """Take parameters as they are now for the weights on the drive: a generation of its own.
+
+        Args:
+            subgroups: Those of the parameters.
+            groups: The options of all parameter groups.
+            check: Raises if nobody wants it any more.
+        """
+        self.store.prepare()
+        turns, change = [], Change()
+
+        def seal(pieces: Sequence[Piece], slot: torch.Tensor) -> None:
+            for piece in pieces:
+                change.sums.update(self.files.sum_up(slot, [piece], piece.begun))
+
+        for subgroup in subgroups:
+            pieces = [p for p in subgroup.pieces if p.stored and self._can_differ(p)]
+            reads = self.param_reads(pieces, subgroup)
+            compute = functools.partial(self._take, subgroup, pieces)
+            if subgroup.resident:
+                memory = self.resident[id(subgroup)]
+                move_all(self.handles, memory, reads, writing=False)
+                compute(memory)
+                continue
+            begun = [piece for piece in pieces if piece.begun]
+            reads += self.files.reads(subgroup, begun, weights=False)
+            verify = self.files.verifying([], begun)
+            turns.append(SlotTurn(reads, compute, verify, functools.partial(seal, pieces)))
+            change.begun.update({piece.number: piece.begun for piece in pieces})
+        self.pipeline.run(turns, check)
+        change.moved.update(change.begun)
+        self.store.commit(change, groups)
+
+    def _can_differ(self, piece: Piece) -> bool:
+        """Whether the parameter can differ from the drive: one that lives there does not."""
+        param = self.param_of(piece)
+        return param.param_store is None or param.stores_rounded or not self.store.generation
+
+    def _take(self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor) -> list[Move]:
+        for piece in pieces:
+            weights_in(subgroup, piece, self.param_of(piece), slot)
+        return self.files.writes(subgroup, pieces, {p.number: p.begun for p in pieces})
+
+    def give_back(self, subgroups: Sequence[Subgroup]) -> None:
+        """Bring the weights of the last complete step back into the parameters."""
+        turns = []
+        for subgroup in subgroups:
+            if not subgroup.resident:
+                pieces = [piece for piece in subgroup.pieces if piece.stored]
+                compute = functools.partial(self.to_params, subgroup, pieces)
+                verify = self.files.verifying(pieces, [])
+                turns.append(SlotTurn(self.files.weights(subgroup, pieces), compute, verify))
+        self.pipeline.run(turns)
+
+    def to_params(
+        self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
+    ) -> list[Move]:
+        """Bring weights of a slot into their parameters; what is to be written for that."""
+        for piece in pieces:
+            weights_out(subgroup, piece, self.param_of(piece), slot)
+        return self.param_writes(subgroup, pieces)
+
+
+def weights_out(subgroup: Subgroup, piece: Piece, param: SwappedParam, slot: torch.Tensor) -> None:
+    """From the slot into the parameter, or, rounded, to where its store is written from."""
+    outside = _outside(subgroup, piece, param, slot)
+    if outside is not None:
+        outside.copy_(view(slot, piece.spans[WEIGHTS]))
+
+
+def weights_in(subgroup: Subgroup, piece: Piece, param: SwappedParam, slot: torch.Tensor) -> None:
+    """From the parameter (or what was read of its store) into the slot."""
+    outside = _outside(subgroup, piece, param, slot)
+    if outside is not None:
+        view(slot, piece.spans[WEIGHTS]).copy_(outside)
+
+
+def _outside(
+    subgroup: Subgroup, piece: Piece, param: SwappedParam, slot: torch.Tensor
+) -> torch.Tensor | None:
+    """A piece's weights as the parameter has them; None where those are the ones in the slot."""
+    if param.param_store is None:
+        return part(local(param.parameter), piece.start, piece.stop, piece.shape)
+    if param.stores_rounded and piece.grad is not None:
+        return view(slot, piece.grad, subgroup.grads_at)
+    return None
+
+
+def _param_moves(subgroup: Subgroup, piece: Piece, param: SwappedParam) -> list[Move]:
+    """Between a parameter's store and the slot: into the weights, or, rounded, beside them."""
+    if param.param_store is None or piece.grad is None:
+        return []
+    base = subgroup.grads_at + piece.grad.offset
+    if not param.stores_rounded:
+        base = piece.spans[WEIGHTS].offset
+    size = param.dtype.itemsize
+    found = []
+    for extent in param.param_store.where(param.parameter):
+        start, stop = max(piece.start, extent.start), min(piece.stop, extent.stop)
+        if start < stop:
+            offset = extent.file_offset + (start - extent.start) * size
+            into = base + (start - piece.start) * size
+            found.append(Move(extent.file, offset, into, (stop - start) * size))
+    return found
 
 
 class Step:
@@ -34,9 +250,7 @@ class Step:
         turns: For the pipeline.
         touched: Subgroups that were computed, and whose weights may have changed in memory.
         in_memory: State that stays in memory was stepped: this cannot be undone.
-        small: The state outside of the files of the pieces that were stepped, by number.
-        sums: Their checksums, by number.
-        strides: Of the state that was made anew, by number and name.
+        change: What is to be committed.
     """
 
     def __init__(
@@ -52,23 +266,21 @@ class Step:
         self._groups = groups
         self._grads = grads
         self._factor = None if factor is None else devices.on_host(factor)
-        self._device = None if swapped.device is None else swapped.device.device
         self.turns: list[SlotTurn] = []
         self.touched: list[Subgroup] = []
         self.in_memory = False
-        self.small: dict[int, dict[str, Any]] = {}
-        self.sums: dict[int, dict[str, int]] = {}
-        self.strides: dict[int, dict[str, tuple[int, ...]]] = {}
-        self._moved: list[Piece] = []
+        self.change = Change()
         self._resident: list[tuple[Subgroup, list[Piece]]] = []
         for subgroup in swapped.subgroups:
             pieces = [p for p in subgroup.pieces if self._has_gradient(swapped.param_of(p))]
             if not pieces:
                 continue
+            numbers = [piece.number for piece in pieces]
+            self.change.begun.update(dict.fromkeys(numbers, True))
             if subgroup.resident:
                 self._resident.append((subgroup, pieces))
                 continue
-            self._moved += pieces
+            self.change.moved.update(numbers)
             self.turns.append(
                 SlotTurn(
                     self._reads(subgroup, pieces),
@@ -83,17 +295,6 @@ class Step:
         """Whether no parameter has a gradient."""
         return not self.turns and not self._resident
 
-    @property
-    def moved(self) -> set[int]:
-        """The numbers of the pieces that are written to their other place."""
-        return {piece.number for piece in self._moved}
-
-    @property
-    def begun(self) -> dict[int, bool]:
-        """The numbers of the pieces whose state exists after this step."""
-        resident = [piece for _, pieces in self._resident for piece in pieces]
-        return {piece.number: True for piece in [*self._moved, *resident]}
-
     def stepped_params(self) -> list[SwappedParam]:
         """The parameters whose weights are others after this step."""
         touched = [*self.touched, *(subgroup for subgroup, _ in self._resident)]
@@ -103,25 +304,22 @@ class Step:
 
     def step_resident(self) -> None:
         """Step what stays in memory: last, for it cannot be undone."""
-        device = self._swapped.device
+        swapped = self._swapped
         for subgroup, pieces in self._resident:
-            slot = self._swapped.resident[id(subgroup)]
-            if self._swapped.gradients is not None:
-                base = subgroup.nbytes + subgroup.scratch_nbytes
-                moves = self._swapped.gradients.reads(subgroup, pieces, base)
-                self._swapped.read_now(slot, moves)
+            slot = swapped.resident[id(subgroup)]
+            move_all(swapped.handles, slot, self._grad_reads(subgroup, pieces), writing=False)
             self.in_memory = True
-            if device is None:
+            if swapped.device is None:
                 self._compute(subgroup, pieces, slot)
             else:
-                self._compute_there(device, subgroup, pieces, slot)
-            self._swapped.write_now(slot, self._swapped.param_writes(subgroup, pieces))
+                self._compute_there(swapped.device, subgroup, pieces, slot)
+            move_all(swapped.handles, slot, swapped.param_writes(subgroup, pieces), writing=True)
 
     def _compute_there(
         self, device: DeviceTurns, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
     ) -> None:
         """Step pieces that stay in host memory on a device; they are back when it returns."""
-        base = subgroup.nbytes + subgroup.scratch_nbytes
+        base = subgroup.grads_at
         whole = [SlotRun(0, subgroup.nbytes), SlotRun(base, slot.nbytes - base)]
 
         def compute(memory: torch.Tensor) -> list[SlotRun]:
@@ -153,10 +351,11 @@ class Step:
             reads += files.reads(subgroup, staged, weights=True)
         if plain:
             reads += files.reads(subgroup, [p for p in plain if p.begun], weights=False)
-        if self._swapped.gradients is not None:
-            base = subgroup.nbytes + subgroup.scratch_nbytes
-            reads += self._swapped.gradients.reads(subgroup, pieces, base)
-        return reads
+        return reads + self._grad_reads(subgroup, pieces)
+
+    def _grad_reads(self, subgroup: Subgroup, pieces: Sequence[Piece]) -> list[Move]:
+        gradients = self._swapped.gradients
+        return [] if gradients is None else gradients.reads(subgroup, pieces, subgroup.grads_at)
 
     def _turn(self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor) -> list[Move]:
         self.touched.append(subgroup)
@@ -165,7 +364,7 @@ class Step:
         return writes + self._swapped.param_writes(subgroup, pieces)
 
     def _seal(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
-        self.sums.update(self._swapped.files.sum_up(slot, pieces))
+        self.change.sums.update(self._swapped.files.sum_up(slot, pieces))
 
     def _compute(self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
         """Step some pieces of a subgroup in a slot."""
@@ -188,24 +387,22 @@ class Step:
             places.append(None if weights is place else place)
         small = self._stepper.step(works, self._groups, self._swapped.store.small)
         for work, copied_to in zip(works, places, strict=True):
-            self.strides[work.piece.number] = work.strides
-            param = self._swapped.param_of(work.piece)
+            self.change.strides[work.piece.number] = work.strides
             if copied_to is not None:
                 copied_to.copy_(work.weights.detach())
             if work.piece.staged:
-                weights_out(subgroup, work.piece, param, slot)
+                weights_out(subgroup, work.piece, self._swapped.param_of(work.piece), slot)
             elif work.piece.stored:
                 view(slot, work.piece.spans[WEIGHTS]).copy_(work.weights.detach())
-        self.small.update(small)
+        self.change.small.update(small)
 
     def _gradient(
         self, subgroup: Subgroup, piece: Piece, param: SwappedParam, slot: torch.Tensor
     ) -> torch.Tensor:
         """The piece's gradient, in the dtype of the step."""
-        base = subgroup.nbytes + subgroup.scratch_nbytes
         gradients, factor = self._swapped.gradients, self._factor
         if gradients is not None and gradients.has(param.number) and piece.grad is not None:
-            gradient = view(slot, piece.grad, base)
+            gradient = view(slot, piece.grad, subgroup.grads_at)
             if factor is not None:
                 gradient.mul_(factor)
         else:
@@ -216,7 +413,7 @@ class Step:
                     "can be stepped (an embedding wants sparse=False)"
                 )
             mine = part(local(given), piece.start, piece.stop, piece.shape)
-            gradient = devices.on_host(mine) if self._device is None else mine
+            gradient = devices.on_host(mine) if self._swapped.device is None else mine
             if param.param_store is not None:  # backward saw no strides where it was on the drive
                 gradient = laid(gradient, piece.grad_strides)
             if factor is not None:
@@ -231,88 +428,6 @@ class Step:
         return wide
 
 
-class StoredWeights:
-    """Takes the weights of parameters to the drive, and gives them back.
-
-    Args:
-        swapped: The state that they are a part of.
-    """
-
-    def __init__(self, swapped: Swapped) -> None:
-        self._swapped = swapped
-
-    def take(
-        self,
-        subgroups: Sequence[Subgroup],
-        groups: list[dict[str, Any]],
-        check: Callable[[], None] | None = None,
-    ) -> None:
-        """Take parameters as they are now for the weights on the drive: a generation of its own.
-
-        Args:
-            subgroups: Those of the parameters.
-            groups: The options of all parameter groups.
-            check: Raises if nobody wants it any more.
-        """
-        swapped = self._swapped
-        swapped.store.prepare()
-        turns, moved = [], {}
-        sums: dict[int, dict[str, int]] = {}
-
-        def seal(pieces: Sequence[Piece], slot: torch.Tensor) -> None:
-            for piece in pieces:
-                sums.update(swapped.files.sum_up(slot, [piece], piece.begun))
-
-        for subgroup in subgroups:
-            pieces = [p for p in subgroup.pieces if p.stored and self._can_differ(p)]
-            reads = swapped.param_reads(pieces, subgroup)
-            compute = functools.partial(self._take, subgroup, pieces)
-            if subgroup.resident:
-                memory = swapped.resident[id(subgroup)]
-                swapped.read_now(memory, reads)
-                compute(memory)
-                continue
-            begun = [piece for piece in pieces if piece.begun]
-            reads += swapped.files.reads(subgroup, begun, weights=False)
-            verify = swapped.files.verifying([], begun)
-            turns.append(SlotTurn(reads, compute, verify, functools.partial(seal, pieces)))
-            moved.update({piece.number: piece.begun for piece in pieces})
-        swapped.pipeline.run(turns, check)
-        swapped.store.commit(set(moved), moved, {}, groups, sums)
-
-    def _can_differ(self, piece: Piece) -> bool:
-        """Whether the parameter can differ from the drive: one that lives there does not."""
-        param = self._swapped.param_of(piece)
-        at_first = not self._swapped.store.generation
-        return param.param_store is None or param.stores_rounded or at_first
-
-    def _take(self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor) -> list[Move]:
-        for piece in pieces:
-            weights_in(subgroup, piece, self._swapped.param_of(piece), slot)
-        old = [piece for piece in pieces if piece.begun]
-        new = [piece for piece in pieces if not piece.begun]
-        files = self._swapped.files
-        return files.writes(subgroup, old) + files.writes(subgroup, new, False)
-
-    def give_back(self, subgroups: Sequence[Subgroup]) -> None:
-        """Bring the weights of the last complete step back into the parameters."""
-        files, turns = self._swapped.files, []
-        for subgroup in subgroups:
-            if not subgroup.resident:
-                pieces = [piece for piece in subgroup.pieces if piece.stored]
-                compute = functools.partial(self._give_back, subgroup, pieces)
-                verify = files.verifying(pieces, [])
-                turns.append(SlotTurn(files.weights(subgroup, pieces), compute, verify))
-        self._swapped.pipeline.run(turns)
-
-    def _give_back(
-        self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
-    ) -> list[Move]:
-        for piece in pieces:
-            weights_out(subgroup, piece, self._swapped.param_of(piece), slot)
-        return self._swapped.param_writes(subgroup, pieces)
-
-
 class StateLoad:
     """Takes over states by parameter number; None for one without.
 
@@ -322,38 +437,28 @@ class StateLoad:
 
     Attributes:
         turns: For the pipeline.
-        moved: The numbers of the pieces that are written to their other place.
-        small: The state outside of the files, by piece number.
-        begun: Whether the state of a piece exists, by its number.
-        sums: The checksums of the pieces, by number.
-        strides: Of their state, by number and name.
+        change: What is to be committed.
     """
 
     def __init__(self, swapped: Swapped, states: Mapping[int, dict[str, Any] | None]) -> None:
         self._swapped = swapped
         self._states = states
         self.turns: list[SlotTurn] = []
-        self.moved: set[int] = set()
-        self.small: dict[int, dict[str, Any]] = {}
-        self.begun: dict[int, bool] = {}
-        self.sums: dict[int, dict[str, int]] = {}
-        self.strides: dict[int, dict[str, tuple[int, ...]]] = {}
-        self._resident: list[Subgroup] = []
+        self.change = Change()
+        self._resident = [subgroup for subgroup in swapped.subgroups if subgroup.resident]
         for subgroup in swapped.subgroups:
             if subgroup.resident:
-                self._resident.append(subgroup)
                 continue
             in_stores = [p for p in subgroup.pieces if swapped.param_of(p).param_store is not None]
-            reads = swapped.files.weights(subgroup, in_stores)
             self.turns.append(
                 SlotTurn(
-                    reads,
+                    swapped.files.weights(subgroup, in_stores),
                     functools.partial(self._take_over, subgroup),
                     swapped.files.verifying(in_stores, []),
                     functools.partial(self._seal, subgroup),
                 )
             )
-            self.moved.update(piece.number for piece in subgroup.pieces if piece.spans)
+            self.change.moved.update(p.number for p in subgroup.pieces if p.spans)
 
     @property
     def has_masters(self) -> bool:
@@ -370,27 +475,23 @@ class StateLoad:
         for subgroup in self._resident:
             slot = self._swapped.resident[id(subgroup)]
             stored = [piece for piece in subgroup.pieces if piece.stored]
-            for piece in stored:
-                weights_out(subgroup, piece, self._swapped.param_of(piece), slot)
-            self._swapped.write_now(slot, self._swapped.param_writes(subgroup, stored))
+            writes = self._swapped.to_params(subgroup, stored, slot)
+            move_all(self._swapped.handles, slot, writes, writing=True)
 
     def _take_over(self, subgroup: Subgroup, slot: torch.Tensor) -> list[Move]:
         for piece in subgroup.pieces:
             entry = self._states.get(piece.param)
             if piece.stored:
                 self._take_weights(subgroup, piece, entry, slot)
-            self.begun[piece.number] = bool(entry)
-            self.small[piece.number] = self._take_state(piece, entry, slot) if entry else {}
+            self.change.begun[piece.number] = bool(entry)
+            self.change.small[piece.number] = self._take_state(piece, entry, slot) if entry else {}
         # Both sorts move, or a piece without state would be left behind by its weights.
-        old = [p for p in subgroup.pieces if self.begun[p.number]]
-        new = [p for p in subgroup.pieces if not self.begun[p.number]]
-        files = self._swapped.files
-        return files.writes(subgroup, old) + files.writes(subgroup, new, False)
+        return self._swapped.files.writes(subgroup, subgroup.pieces, self.change.begun)
 
     def _seal(self, subgroup: Subgroup, slot: torch.Tensor) -> None:
         for piece in subgroup.pieces:
-            begun = self.begun[piece.number]
-            self.sums.update(self._swapped.files.sum_up(slot, [piece], begun))
+            begun = self.change.begun[piece.number]
+            self.change.sums.update(self._swapped.files.sum_up(slot, [piece], begun))
 
     def _take_weights(
         self, subgroup: Subgroup, piece: Piece, entry: dict[str, Any] | None, slot: torch.Tensor
@@ -407,7 +508,7 @@ class StateLoad:
     ) -> dict[str, Any]:
         """Copy what is swapped into the slot; what is not."""
         small: dict[str, Any] = {}
-        strides = self.strides[piece.number] = {}
+        strides = self.change.strides[piece.number] = {}
         for name, value in entry.items():
             if name in piece.spans:
                 kind = next(kind for kind in piece.kinds if kind.name == name)

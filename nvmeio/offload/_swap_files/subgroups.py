@@ -144,9 +144,14 @@ class Subgroup:
     scratch_nbytes: int = 0
     resident: bool = False
 
+    @property
+    def grads_at(self) -> int:
+        """Where its gradients begin in memory, behind state and scratch room."""
+        return self.nbytes + self.scratch_nbytes
+
     def slot_nbytes(self, gradients: bool) -> int:
         """What it takes in memory."""
-        return self.nbytes + self.scratch_nbytes + (self.grad_nbytes if gradients else 0)
+        return self.grads_at + (self.grad_nbytes if gradients else 0)
 
 
 def cut(numel: int, record_bytes_per_element: float, most_bytes: int) -> list[tuple[int, int]]:
