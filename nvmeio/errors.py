@@ -109,6 +109,7 @@ class TransferError(NvmeioError, OSError):
     file_offset: int
     nbytes: int
     transferred: int
+    _detail: str
     _FIELDS: ClassVar[tuple[str, ...]] = (
         "operation",
         "path",
@@ -127,39 +128,31 @@ class TransferError(NvmeioError, OSError):
         nbytes: int = 0,
         transferred: int = 0,
         detail: str = "",
+        _text: str = "",
     ) -> TransferError:
-        """An instance that is also the built-in OSError subclass for this errno."""
+        """An instance that is also the built-in OSError subclass for this errno.
+
+        `_text` says what `detail`, the remedy and the range would.
+        """
         name = _errno.errorcode.get(errno, str(errno))
         where = f"{operation} {path}"
-        if nbytes and operation not in ("open", "fsync", "register"):
+        if nbytes and not _text and operation not in ("open", "fsync", "register"):
             where += f" [{file_offset}, {file_offset + nbytes}): {transferred} of {nbytes} bytes"
-        remedy = "" if detail else _REMEDIES.get(errno, "")
-        text = f"{name}: {detail or os.strerror(errno)}; {where}" + (
+        remedy = "" if _text or detail else _REMEDIES.get(errno, "")
+        text = f"{name}: {_text or detail or os.strerror(errno)}; {where}" + (
             f" ({remedy})" if remedy else ""
         )
-        # A class with a __new__ of its own gets errno and strerror set here: OSError.__init__
-        # ignores its arguments then. The file name is left out, for OSError would print it twice.
+        # A class with a __new__ of its own gets everything set here: OSError.__init__ ignores its
+        # arguments then. The file name is left out of them, for OSError would print it twice.
         self = super().__new__(_matching_class(cls, errno), errno, text)
         self.filename = path
-        return self
-
-    def __init__(
-        self,
-        errno: int,
-        *,
-        operation: str,
-        path: str,
-        file_offset: int = 0,
-        nbytes: int = 0,
-        transferred: int = 0,
-        detail: str = "",
-    ) -> None:
         self.operation = operation
         self.path = path
         self.file_offset = file_offset
         self.nbytes = nbytes
         self.transferred = transferred
         self._detail = detail
+        return self
 
     def __str__(self) -> str:
         return f"[Errno {self.errno}] {self.strerror}"
@@ -240,11 +233,9 @@ class RowsError(TransferError):
         rows: int,
         whole: int,
         _whole_rows: bytes,
-        operation: str,
-        path: str,
         file_offset: int = 0,
         detail: str = "",
-        **_: Any,
+        **about: Any,
     ) -> RowsError:
         """As `TransferError`; `_whole_rows` has a byte for each row, which is 1 if it is whole."""
         why = detail or os.strerror(errno)
@@ -253,18 +244,14 @@ class RowsError(TransferError):
         elif errno in _REMEDIES and not detail:
             why += f" ({_REMEDIES[errno]})"
         text = f"{why}; row {row} at byte {file_offset}, {whole} of {rows} rows are whole"
-        made = super().__new__(cls, errno, operation=operation, path=path, detail=text)
-        assert isinstance(made, RowsError)
-        return made
-
-    def __init__(
-        self, errno: int, *, row: int, rows: int, whole: int, _whole_rows: bytes, **about: Any
-    ) -> None:
-        super().__init__(errno, **about)
+        about = {**about, "file_offset": file_offset, "detail": detail}
+        self = super().__new__(cls, errno, _text=text, **about)
+        assert isinstance(self, RowsError)
         self.row = row
         self.rows = rows
         self.whole = whole
         self._whole_rows = _whole_rows
+        return self
 
     def mask(self) -> torch.Tensor:
         """Which rows are whole: a tensor of `rows` bools."""
@@ -301,12 +288,10 @@ class BatchError(TransferError):
         items: int,
         whole: int,
         failures: Sequence[tuple[int, BaseException]],
-        operation: str,
-        path: str,
         file_offset: int = 0,
         nbytes: int = 0,
         detail: str = "",
-        **_: Any,
+        **about: Any,
     ) -> BatchError:
         """As `TransferError`; the first of `failures` is the one that it tells of."""
         item = failures[0][0]
@@ -315,26 +300,16 @@ class BatchError(TransferError):
             text += f" ({_REMEDIES[errno]})"
         span = f" [{file_offset}, {file_offset + nbytes})" if nbytes else ""
         text += f"; item {item}{span}, {whole} of {items} items are whole"
-        made = super().__new__(cls, errno, operation=operation, path=path, detail=text)
-        assert isinstance(made, BatchError)
-        return made
-
-    def __init__(
-        self,
-        errno: int,
-        *,
-        items: int,
-        whole: int,
-        failures: Sequence[tuple[int, BaseException]],
-        **about: Any,
-    ) -> None:
-        super().__init__(errno, **about)
+        about = {**about, "file_offset": file_offset, "nbytes": nbytes, "detail": detail}
+        self = super().__new__(cls, errno, _text=text, **about)
+        assert isinstance(self, BatchError)
         self.items = items
         self.whole = whole
         self.failures = tuple(failures)
-        self.item = self.failures[0][0]
+        self.item = item
         self.others = tuple(error for _, error in self.failures[1:])
         self.__cause__ = self.failures[0][1]
+        return self
 
 
 class CuFileError(TransferError):
@@ -355,16 +330,11 @@ class CuFileError(TransferError):
         cls, errno: int, *, cufile_status: int = 0, cuda_status: int = 0, **about: Any
     ) -> CuFileError:
         """As `TransferError`, with cuFile's own words in `detail`."""
-        made = super().__new__(cls, errno, **about)
-        assert isinstance(made, CuFileError)
-        return made
-
-    def __init__(
-        self, errno: int, *, cufile_status: int = 0, cuda_status: int = 0, **about: Any
-    ) -> None:
-        super().__init__(errno, **about)
+        self = super().__new__(cls, errno, **about)
+        assert isinstance(self, CuFileError)
         self.cufile_status = cufile_status
         self.cuda_status = cuda_status
+        return self
 
 
 class BackendUnavailableError(NvmeioError, RuntimeError):
@@ -403,7 +373,7 @@ class IntegrityError(NvmeioError):
 def with_context(failed: TransferError, what: str) -> TransferError:
     """The same failure, saying also for what the bytes were, such as "read for weight 'a'"."""
     arguments = {name: getattr(failed, name) for name in failed._FIELDS}
-    code = failed.errno or _errno.EIO
+    code = errno_of(failed)
     words, remedy = failed._detail or os.strerror(code), _REMEDIES.get(code)
     if remedy and not failed._detail:
         what += f"; {remedy}"
@@ -414,7 +384,7 @@ def as_kind(failed: TransferError, kind: type[BaseException]) -> TransferError:
     """The same failure, which is an error of another kind as well."""
     arguments = {name: getattr(failed, name) for name in failed._FIELDS}
     cls = joined(_public_class(type(failed)), kind)
-    same = _rebuild(cls, failed.errno or _errno.EIO, arguments | {"detail": failed._detail})
+    same = _rebuild(cls, errno_of(failed), arguments | {"detail": failed._detail})
     same.__dict__.update(failed.__dict__)
     return same
 

@@ -22,7 +22,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import NoReturn
 
 import torch
@@ -31,6 +30,7 @@ from nvmeio import _checks
 from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._memory.leases import LeaseQueue, Waiter
 from nvmeio._memory.mappings import Mapping
+from nvmeio._threads.closing import Closing
 from nvmeio._threads.running_loop import running_loop
 from nvmeio.errors import ClosedError
 
@@ -43,7 +43,7 @@ _COLLECT_AFTER_S = 1.0
 _COLLECT_EVERY_S = 10.0
 
 
-class PinnedPool:
+class PinnedPool(Closing):
     """A fixed budget of aligned huge-page memory from which byte tensors are leased.
 
     ::
@@ -166,23 +166,10 @@ class PinnedPool:
         self._check_open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     async def __aenter__(self) -> PinnedPool:
         return self.__enter__()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     # State
@@ -273,12 +260,7 @@ class Lease:
             self._pool._withdraw(waiter)
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._waiter is not None:
             try:
                 self._pool._withdraw(self._waiter)
@@ -306,13 +288,8 @@ class Lease:
             self._pool._withdraw(waiter)
             raise
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.__exit__(kind, error, traceback)
+    async def __aexit__(self, *_: object) -> None:
+        self.__exit__()
 
     def _start(self, wake: Callable[[], bool]) -> Waiter:
         if self._waiter is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from types import TracebackType
 from typing import Protocol, TypeVar
 
 from nvmeio._threads.running_loop import running_loop
@@ -31,24 +30,14 @@ class Closing:
     def __enter__(self: Me) -> Me:
         return self
 
-    def __exit__(
-        self: _Closes,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self: _Closes, *_: object) -> None:
         self.close()
 
 
 class Discarding(Closing):
     """Closed at the end of a with statement, and given up where an error ends it."""
 
-    def __exit__(
-        self: _ClosesOrDiscards,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self: _ClosesOrDiscards, _: object, exc: BaseException | None, __: object) -> None:
         if exc is None:
             self.close()
         else:
@@ -63,12 +52,7 @@ class ClosingWork(Closing):
 
     _work = "an operation"  # what may have failed
 
-    def __exit__(
-        self: _ClosesWork,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self: _ClosesWork, _: object, exc: BaseException | None, __: object) -> None:
         try:
             self.close()
         except Exception as failed:
@@ -79,10 +63,7 @@ class ClosingWork(Closing):
         return self
 
     async def __aexit__(
-        self: _ClosesWork,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
+        self: _ClosesWork, _: object, exc: BaseException | None, __: object
     ) -> None:
         try:
             await self.aclose()
