@@ -30,7 +30,7 @@ class Closing:
     def __enter__(self: Me) -> Me:
         return self
 
-    def __exit__(self: _Closes, *_: object) -> None:
+    def __exit__(self: _Closes, _: object, exc: BaseException | None, __: object) -> None:
         self.close()
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Generic, TypeVar
 
+from nvmeio._memory.devices import Mark
 from nvmeio._threads.future import Future
 from nvmeio.engines.base import (
     BatchRequest,
@@ -218,6 +219,14 @@ class DeviceRequest(QueuedRequest):
     ) -> None:
         assert isinstance(transfer, DeviceTransfer)
         super().__init__(engine, token, transfer, cq)
+
+    def reached(self, mark: Mark | None) -> bool:
+        """Whether the device is done with what was asked before; it fails of the device's error."""
+        try:
+            return mark is None or mark.done()
+        except Exception as failed:
+            self.fail(errno.EIO, failed)
+            return True
 
     def let_go(self) -> None:
         """Memory and file are their owners' alone again; the numbers stay."""

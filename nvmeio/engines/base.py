@@ -238,13 +238,6 @@ class CompletionQueue(Protocol):
         """Transfers still in flight for this completion queue will report nowhere."""
 
 
-class TellingQueue(CompletionQueue, Protocol):
-    """A completion queue that also tells how transfers ended: one call for many of them."""
-
-    def peek_ends(self) -> tuple[list[int], list[int]]:
-        """`peek`, and what `Request.moved` says of each."""
-
-
 class Engine(Protocol):
     """Moves transfers between memory and files. Made by its user, started by one handle."""
 
@@ -285,13 +278,6 @@ class RowsEngine(Engine, Protocol):
         """As `prepare`, for rows: `transfer` tells of memory and file, its span says nothing."""
 
 
-class ShortEngine(Engine, Protocol):
-    """An engine with a shorter way for short transfers of one file."""
-
-    def short_place(self, opcode: int, fd: int, direct: bool, unit: int, memory: int) -> ShortPlace:
-        """A descriptor, with its alignments; the caller's to keep open."""
-
-
 class BatchEngine(Engine, Protocol):
     """An engine that moves many transfers as one request as well."""
 
@@ -302,7 +288,7 @@ class BatchEngine(Engine, Protocol):
 
 
 def peek_ends(cq: CompletionQueue) -> tuple[list[int], Sequence[int | None]]:
-    """Tokens at a queue, and how the transfers ended where it tells."""
+    """Tokens at a queue; and what `Request.moved` says of each, where its `peek_ends` tells."""
     telling: Any = getattr(cq, "peek_ends", None)
     if telling is not None:
         found: tuple[list[int], list[int]] = telling()
@@ -319,12 +305,7 @@ def prepare_batch(
     Raises:
         BackendUnavailableError: The engine moves no batches.
     """
-    # Asked like this, and not with isinstance, which takes 30 us for a protocol.
-    if getattr(engine, "prepare_batch", None) is None:
-        raise BackendUnavailableError(
-            f"the engine {engine.name!r} moves no batches",
-            remedy="give it a prepare_batch (nvmeio.engines.base.BatchEngine), or use 'libaio'",
-        )
+    _check_has(engine, "prepare_batch", "batches", "BatchEngine")
     return cast("BatchEngine", engine).prepare_batch(cq, token, transfers)
 
 
@@ -363,10 +344,15 @@ def check_rows(engine: Engine) -> None:
     Raises:
         BackendUnavailableError: It does not.
     """
-    if getattr(engine, "prepare_rows", None) is None:
+    _check_has(engine, "prepare_rows", "rows", "RowsEngine")
+
+
+def _check_has(engine: Engine, method: str, moved: str, protocol: str) -> None:
+    # Asked like this, and not with isinstance, which takes 30 us for a protocol.
+    if getattr(engine, method, None) is None:
         raise BackendUnavailableError(
-            f"the engine {engine.name!r} moves no rows",
-            remedy="give it a prepare_rows (nvmeio.engines.base.RowsEngine), or use 'libaio'",
+            f"the engine {engine.name!r} moves no {moved}",
+            remedy=f"give it a {method} (nvmeio.engines.base.{protocol}), or use 'libaio'",
         )
 
 

@@ -27,7 +27,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -86,7 +85,7 @@ class RingEngine(QueuedEngine[DeviceRequest]):
         self.chunks = ring_bytes // chunk
         self._pump: Thread | None = None
         self._closed = False
-        self._wake_fd = -1
+        self.wake_fd = -1  # readable while there is something new
         self._inside = Counters()
 
     def start(self, options: Options) -> None:
@@ -94,7 +93,7 @@ class RingEngine(QueuedEngine[DeviceRequest]):
         if self._pump is not None:
             raise RuntimeError("this engine was started before: one engine serves one handle")
         cq = self._host.open_completion_queue()
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         pump = Thread(_Pump(self, self._host, self._copier, cq).run, "nvmeio-ring")
         try:
             pump.start()
@@ -124,16 +123,16 @@ class RingEngine(QueuedEngine[DeviceRequest]):
         """Count a request out; of rows, what the host engine has not counted."""
         if isinstance(request, DeviceRowsRequest) and request.pieces:
             rows, blocks = request.large_rows, request.pieces
-            counted = self._counters
-            self._counters = counted._replace(
-                rows=counted.rows + rows, row_blocks=counted.row_blocks + blocks
+            before = self._counters
+            self._counters = before._replace(
+                rows=before.rows + rows, row_blocks=before.row_blocks + blocks
             )
         super().conclude(request)
 
     def nudge(self) -> None:
         with self.lock:
             if not self._closed:
-                os.eventfd_write(self._wake_fd, 1)
+                os.eventfd_write(self.wake_fd, 1)
 
     def stop(self) -> None:
         """Tell the pump to return once nothing is in flight."""
@@ -157,24 +156,14 @@ class RingEngine(QueuedEngine[DeviceRequest]):
         with self.lock:
             self._inside = counted(self._inside, opcode, nbytes, outcome)
 
-    def arrived(self) -> list[DeviceRequest]:
-        """What was enqueued since the last call."""
-        with self.lock:
-            return self.admitted()
-
     def finished(self) -> bool:
         """Whether the pump may return; the eventfd goes with it."""
         with self.lock:
             if not self.stopping or self.in_flight or self.arrivals:
                 return False
             self._closed = True
-            os.close(self._wake_fd)
+            os.close(self.wake_fd)
             return True
-
-    @property
-    def wake_fd(self) -> int:
-        """Readable while there is something new."""
-        return self._wake_fd
 
 
 @dataclass(eq=False)
@@ -220,7 +209,8 @@ class _Pump:
 
     def _step(self) -> bool:
         """Move everything on that can be; whether anything was."""
-        arrived = self.engine.arrived()
+        with self.engine.lock:
+            arrived = self.engine.admitted()
         self.unready += map(taken_up, arrived)
         moved = bool(arrived)
         moved |= self._look_at_unready()
@@ -235,7 +225,7 @@ class _Pump:
             ready = active.transfer.memory.ready
             if not active.checked():
                 continue
-            if not active.exhausted and not self._reached(active, ready):
+            if not active.exhausted and not active.request.reached(ready):
                 continue
             self.unready.remove(active)
             self.ready.append(active)
@@ -258,7 +248,7 @@ class _Pump:
     def _look_at_device(self) -> bool:
         moved = False
         for part in list(self.at_device):
-            if self._reached(part.active, part.mark):
+            if part.active.request.reached(part.mark):
                 self.at_device.remove(part)
                 self._guard(part, self._after_device)
                 moved = True
@@ -407,11 +397,3 @@ class _Pump:
             part.active.request.fail(errno.EIO, failed)
             if part not in self.at_drive and part not in self.at_device:
                 self._drop(part)
-
-    @staticmethod
-    def _reached(active: ActiveTransfer, mark: Any) -> bool:
-        try:
-            return mark is None or bool(mark.done())
-        except Exception as failed:
-            active.request.fail(errno.EIO, failed)
-            return True

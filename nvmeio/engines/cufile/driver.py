@@ -19,52 +19,48 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from nvmeio._memory import devices
-from nvmeio._threads.threads import Thread
+from nvmeio._threads.jobs import begun
 from nvmeio.engines.cufile import library
-from nvmeio.engines.cufile import library as library_module
 from nvmeio.engines.cufile.library import Library, Properties
 from nvmeio.engines.cufile.registry import Files
 from nvmeio.errors import BackendUnavailableError
+
+logger = logging.getLogger("nvmeio")
+
+Value = TypeVar("Value")
+
+OPEN_LIMIT_S = 30.0
+CLOSE_LIMIT_S = 10.0
+
+MODULES = Path("/proc/modules")
+UDEV = Path("/run/udev/data")
+NVIDIA_FS = Path("/proc/driver/nvidia-fs")
+DEVICES = Path("/dev")
+
+# CUfileDriverStatusFlags, CUfileDriverControlFlags, CUfileFeatureFlags
+_NVME, _NVME_P2P = 1 << 4, 1 << 11
+_P2P_FEATURE = 1 << 4
 
 
 class HangsError(Exception):
     """The call has not returned in time; it may be running still."""
 
 
-def call_limited(step: Callable[[], Any], limit_s: float, name: str) -> Any:
+def call_limited(step: Callable[[], Value], limit_s: float, name: str) -> Value:
     """Call in a thread of its own; what it returns or raises.
 
     Raises:
         HangsError: Not back after `limit_s` seconds.
     """
-    answers: list[Any] = []
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answers.append(step())
-        except BaseException as failed:
-            failures.append(failed)
-
-    runner = Thread(run, name)
-    runner.start()
-    runner.join(limit_s)
-    if runner.is_alive():
+    job = begun(step, name)
+    if not job.wait(limit_s):
         raise HangsError(f"not back after {limit_s} s")
-    if failures:
-        raise failures[0]
-    return answers[0]
-
-
-MODULES = Path("/proc/modules")
-UDEV = Path("/run/udev/data")
-NVIDIA_FS = Path("/proc/driver/nvidia-fs")
-DEVICES = Path("/dev")
+    return job.result()
 
 
 def preflight_problem() -> tuple[str, str, str]:
@@ -126,16 +122,6 @@ def preflight(needs_cuda: bool) -> None:
             remedy='nvmeio.AioHandle for CPU tensors; GdsHandle(cpu_tensors="cufile") has cuFile '
             "move host memory, which is good for trying it out",
         )
-
-
-logger = logging.getLogger("nvmeio")
-
-OPEN_LIMIT_S = 30.0
-CLOSE_LIMIT_S = 10.0
-
-# CUfileDriverStatusFlags, CUfileDriverControlFlags, CUfileFeatureFlags
-_NVME, _NVME_P2P = 1 << 4, 1 << 11
-_P2P_FEATURE = 1 << 4
 
 
 @dataclass(frozen=True)
@@ -213,7 +199,7 @@ class _Driver:
                 logger.error("%s", self._stuck)
                 return
             if code:
-                logger.warning("%s", library_module.failure("cuFileDriverClose", code).detail)
+                logger.warning("%s", library.failure("cuFileDriverClose", code).detail)
 
     def hangs(self, what: str) -> None:
         """A call has not come back: nobody closes the driver below it, or opens it again."""
@@ -269,9 +255,9 @@ class _Driver:
             raise _refused(self._stuck, "start a new process; `nvmeio report` may tell why") from (
                 hangs
             )
-        if code and code != library_module.ALREADY_OPEN:
+        if code and code != library.ALREADY_OPEN:
             raise _refused(
-                library_module.failure("cuFileDriverOpen", code, cuda).detail,
+                library.failure("cuFileDriverOpen", code, cuda).detail,
                 "nvmeio.AioHandle moves CUDA tensors through host memory",
             )
         self._mine = not code
@@ -296,7 +282,7 @@ class _Driver:
                 settings.max_direct_io_bytes // 1024
             )
         for name, code in answers.items():
-            if code and code != library_module.ALREADY_OPEN:
+            if code and code != library.ALREADY_OPEN:
                 logger.info("cuFile does not take the parameter %s: status %d", name, code)
         return environment
 

@@ -227,7 +227,7 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
     def _next_task(self) -> CuFileTask | None:
         for _ in range(len(self._turns)):
             request = self._turns.popleft()
-            if not request.exhausted and not self._is_ready(request):
+            if not request.exhausted and not request.reached(request.transfer.memory.ready):
                 self._turns.append(request)
                 continue
             if request.exhausted:  # cancelled, or failed meanwhile
@@ -240,14 +240,6 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
                 self._turns.append(request)
             return task
         return None
-
-    def _is_ready(self, request: CuFileRequest) -> bool:
-        ready = request.transfer.memory.ready
-        try:
-            return ready is None or ready.done()
-        except Exception as failed:  # the device's error
-            request.fail(errno.EIO, failed)
-            return True
 
     def done(self, worker: _Worker, task: CuFileTask) -> None:
         """A thread is through with a task."""

@@ -403,10 +403,6 @@ class Library:
             props.fflags,
         )
 
-    def use_count(self) -> int:
-        """How often the driver is open in this process; tests ask for it."""
-        return int(self._lib.cuFileUseCount())
-
     # --- files and memory -------------------------------------------------------------------
 
     def register_file(self, fd: int) -> Any:
@@ -447,18 +443,16 @@ class Library:
         Raises:
             CuFileFailure: As it says.
         """
-        pointer = self.ffi.cast("void *", base)
-        moved = int(self._lib.cuFileRead(handle, pointer, nbytes, file_offset, at))
-        if moved < 0:  # errno stays as it was on success: asked only now
-            raise transfer_failure("cuFileRead", moved, self.ffi.errno)
-        return moved
+        return self._move("cuFileRead", handle, base, nbytes, file_offset, at)
 
     def write(self, handle: Any, base: int, nbytes: int, file_offset: int, at: int) -> int:
         """Bytes written from `base + at`; raises as `read`."""
-        pointer = self.ffi.cast("void *", base)
-        moved = int(self._lib.cuFileWrite(handle, pointer, nbytes, file_offset, at))
-        if moved < 0:
-            raise transfer_failure("cuFileWrite", moved, self.ffi.errno)
+        return self._move("cuFileWrite", handle, base, nbytes, file_offset, at)
+
+    def _move(self, call: str, handle: Any, base: int, *span: int) -> int:
+        moved = int(getattr(self._lib, call)(handle, self.ffi.cast("void *", base), *span))
+        if moved < 0:  # errno stays as it was on success: asked only now
+            raise transfer_failure(call, moved, self.ffi.errno)
         return moved
 
     @staticmethod
