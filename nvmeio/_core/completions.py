@@ -1,4 +1,4 @@
-"""Where completions arrive, who watches there, and how event loops are woken from any thread.
+"""Where completions arrive, who watches there, how event loops are woken, what a thread takes over.
 
 - The *default* completion queue takes the operations that were started with no event loop running.
   Nobody watches it until somebody asks to be told; then a dispatcher thread does.
@@ -18,9 +18,12 @@ from queue import SimpleQueue
 from typing import Any
 
 from nvmeio._threads.jobs import run_interruptible
-from nvmeio._threads.running_loop import running_loop
-from nvmeio._threads.threads import Thread, start, unlist
+from nvmeio._threads.threads import Thread, start
 from nvmeio.engines.base import CompletionQueue, Engine
+
+logger = logging.getLogger("nvmeio")
+
+_running_loop = asyncio._get_running_loop
 
 
 class CompletionQueues:
@@ -183,11 +186,6 @@ class _LoopQueue:
             self._closed = True
 
 
-logger = logging.getLogger("nvmeio")
-
-_running_loop = asyncio._get_running_loop
-
-
 def wake(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
     """Resolve a future of this loop; nobody is left to be woken if the loop is closed."""
     if _running_loop() is loop:
@@ -203,25 +201,6 @@ def wake(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
 def _resolve(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
-
-
-async def in_a_thread(step: Callable[[], None]) -> None:
-    """Run a step beside the loop, which goes on if whoever awaits it is cancelled.
-
-    In a thread of its own: the loop's executor may be full of work that waits for this step.
-    """
-    loop = running_loop()
-    done = loop.create_future()
-
-    def run() -> None:
-        try:
-            step()
-        finally:
-            unlist()
-            wake(loop, done)
-
-    start(run, "nvmeio-step", lambda _: run())
-    await done
 
 
 class QueueThread:

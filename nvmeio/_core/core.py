@@ -19,19 +19,20 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from nvmeio import files
 from nvmeio._core.batches import Batch, BatchRecord, Planner
-from nvmeio._core.completions import in_a_thread
 from nvmeio._core.records import LiveRecords, Record
 from nvmeio._core.settling import Settler, Watchers
 from nvmeio._files.descriptors import Descriptors
 from nvmeio._memory import holds
 from nvmeio._memory.devices import Copier
 from nvmeio._memory.tensors import Memory
-from nvmeio._threads.jobs import run_interruptible
+from nvmeio._threads.jobs import begun, run_interruptible
 from nvmeio._threads.running_loop import running_loop
+from nvmeio._threads.serial import do_all
 from nvmeio._threads.threads import start
 from nvmeio.engines import transfers
 from nvmeio.engines.base import Counters, Engine, Opcode, Options, Transfer
@@ -188,7 +189,13 @@ class Core:
         self.live.refuse()
         await self.watchers.settle_live()
         self.release()
-        await in_a_thread(self.engine.join)
+        # Beside the loop, and to its end if whoever awaits it is cancelled.
+        joining = begun(self.engine.join, "nvmeio-step")
+        await joining.ended()
+        if joining.began:
+            joining.result()
+        else:  # no thread can be had
+            self.engine.join()
 
     def close_quietly(self) -> None:
         """`close`, of a dropped handle or at the end of the program: nobody is left to be told."""
@@ -242,7 +249,7 @@ class Core:
 
 # Strong references. In a cycle, the collector finalises the shim's objects together with the handle
 # whose `__del__` hands them on; what is reachable from here it leaves alone until it is released.
-unreleased: set[Core] = set()  # of `_core.core.Core`, which stands on this
+unreleased: set[Core] = set()
 
 # The collector may release a core while it is held, or while some core's own lock is: whoever holds
 # this one waits for no core.
@@ -278,17 +285,15 @@ def totals() -> tuple[Counters, int]:
 
 
 def _added_up(counters: Iterable[Counters]) -> Counters:
-    """The sum of each."""
     return Counters(*map(sum, zip(Counters(), *counters, strict=True)))
 
 
 def _counted(core: Core) -> Counters:
     """A core's own: what a ring's pieces were is counted by the host's engine."""
-    counters: Counters = core.counters()
+    counters = core.counters()
     if not isinstance(core.engine, RingEngine):
         return counters
-    inside = core.engine.inside()._replace(in_flight=0)
-    return Counters(*(both - once for both, once in zip(counters, inside, strict=True)))
+    return counters.since(core.engine.inside())
 
 
 def counted_by(cores: Iterable[Core]) -> Counters:
@@ -306,9 +311,8 @@ def _after_fork_in_child() -> None:
 
 
 def _at_exit() -> None:
-    # What works through another core's engine comes first.
-    for core in sorted(unreleased, key=lambda core: core.below is None):
-        core.at_exit()
+    # What works through another core's engine comes first. Warnings may be errors.
+    do_all(core.at_exit for core in sorted(unreleased, key=lambda core: core.below is None))
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -334,8 +338,7 @@ class Cores:
         self.host = host
         self._make_device = make_device
         self._make_rows = make_rows
-        self._device: Core | None = None
-        self._device_rows: Core | None = None
+        self._above: dict[str, Core] = {}  # of device memory, and of its rows
         self._lock = threading.Lock()
 
     @property
@@ -345,18 +348,18 @@ class Cores:
         Raises:
             ClosedError: The handle is closed.
         """
-        return self._device or self.make_device()
+        return self._above.get("device") or self.make_device()
 
     def make_device(self) -> Core:
         """The same, for the sake of making it."""
-        return run_interruptible(self._device_made)
+        return run_interruptible(partial(self._made, "device", self._make_device))
 
-    def _device_made(self) -> Core:
+    def _made(self, moves: str, make: Callable[[Core], Core]) -> Core:
         with self._lock:
             self.host.live.check_open()
-            if self._device is None:
-                self._device = self._make_device(self.host)
-            return self._device
+            if moves not in self._above:
+                self._above[moves] = make(self.host)
+            return self._above[moves]
 
     @property
     def device_rows(self) -> Core:
@@ -367,19 +370,11 @@ class Cores:
         """
         if self._make_rows is None:
             return self.device
-        return self._device_rows or run_interruptible(self._device_rows_made)
-
-    def _device_rows_made(self) -> Core:
-        with self._lock:
-            self.host.live.check_open()
-            if self._device_rows is None:
-                assert self._make_rows is not None
-                self._device_rows = self._make_rows(self.host)
-            return self._device_rows
+        make = partial(self._made, "rows", self._make_rows)
+        return self._above.get("rows") or run_interruptible(make)
 
     def _all(self) -> list[Core]:
-        above = (self._device_rows, self._device)
-        return [*(core for core in above if core is not None), self.host]
+        return [*self._above.copy().values(), self.host]
 
     def check_open(self) -> None:
         """Raise `ClosedError` once operations are refused."""
@@ -459,8 +454,7 @@ class Cores:
             return
 
         def close() -> None:  # nothing of the handle: in a cycle, it would live on
-            for core in cores:
-                core.close_quietly()
+            do_all(core.close_quietly for core in cores)
 
         start(close, "nvmeio-close", lambda _: close())
 
@@ -495,11 +489,8 @@ def ring_core(copier: Copier, ring_bytes: int, options: Options, host: Core) -> 
 
 def _user_of(storage: int) -> Record | None:
     """What is in flight in a storage, given its `_cdata`."""
-    cores: list[Core] = list(unreleased)
-    for core in cores:
-        if (record := core.live.user_of(storage)) is not None:
-            return record
-    return None
+    users = (core.live.user_of(storage) for core in list(unreleased))
+    return next((user for user in users if user is not None), None)
 
 
 holds.refuse_sharing(_user_of)

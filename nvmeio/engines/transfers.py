@@ -1,4 +1,7 @@
-"""Policy: from memory, rows and an open file to the transfer that an engine is given."""
+"""Policy: from memory, rows and an open file to the transfer that an engine is given.
+
+And what was moved, compared with the file, for who asks for that.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from nvmeio._files.plan import PAGE_BYTES, Plan, plan_read, plan_write
 from nvmeio._memory import holds, mappings
 from nvmeio._memory.tensors import Memory
 from nvmeio.engines.base import DeviceTransfer, Opcode, Rows, Transfer
-from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.errors import IntegrityError, TransferError, transfer_error
 
 if TYPE_CHECKING:
     import numpy
@@ -24,6 +27,15 @@ if TYPE_CHECKING:
 # happened to lie; through a ring of huge-page blocks at 2.5 and 4.7, always. Short transfers are
 # better off without the copy.
 BOUNCE_FROM_BYTES = 1 << 20
+
+FileOffsets = Union[torch.Tensor, "numpy.ndarray[Any, Any]", Sequence[int]]
+
+_MOST_ROWS = (1 << 32) - 1
+_INTEGERS = frozenset(
+    (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
+)
+
+_COMPARED_BYTES = 4 << 20  # at once
 
 _new = tuple.__new__
 _WRITE = Opcode.WRITE  # a look at a class of enums costs as much as a step of the plan
@@ -83,24 +95,25 @@ def plan_all(
         if not unit or nbytes >= BOUNCE_FROM_BYTES or (offset | nbytes) % whole or not nbytes:
             planned.append(plan(opcode, memory, opened, offset)[1])
             continue
-        planned.append(
-            Transfer(
-                opcode,
-                opened.direct_fd,
-                -1,
-                memory.address,
-                nbytes,
-                offset,
-                offset,
-                offset + nbytes,
-                unit,
-                memory_unit or 1,
-                False,
-                writing,
-                memory.foreign,
-            )
-        )
+        span = offset, offset + nbytes, unit, memory_unit or 1
+        planned.append(_transfer(opcode, memory, offset, (opened.direct_fd, -1), span, writing))
     return planned
+
+
+def _transfer(
+    opcode: Opcode,
+    memory: Memory,
+    file_offset: int,
+    fds: tuple[int, int],
+    span: tuple[int, int, int, int],
+    preallocate: bool = False,
+) -> Transfer:
+    """One that needs no bounce memory, through a direct and a plain descriptor.
+
+    `span` is its start and end in the file, and the alignments of offsets and of memory.
+    """
+    where = memory.address, memory.nbytes, file_offset
+    return Transfer(opcode, *fds, *where, *span, False, preallocate, memory.foreign)
 
 
 def plan_device(
@@ -115,7 +128,12 @@ def plan_device(
     Raises:
         TransferError: The file's second descriptor is needed and cannot be opened.
     """
-    planned, transfer = plan(opcode, memory, opened, file_offset)
+    return _on_device(*plan(opcode, memory, opened, file_offset), memory, opened)
+
+
+def _on_device(
+    planned: Plan, transfer: Transfer, memory: Memory, opened: Descriptors
+) -> tuple[Plan, Transfer]:
     return planned._replace(direct=False), DeviceTransfer.make(transfer, memory, opened)
 
 
@@ -135,25 +153,14 @@ def plan_rows(
     """
     direct = opened.direct_fd >= 0 and opened.alignment.offset > 0
     buffered = opcode is Opcode.WRITE or not direct
-    start = file_offset
-    transfer = Transfer(
-        opcode,
-        opened.direct_fd if direct else -1,
-        opened.buffered_fd() if buffered else -1,
-        memory.address,
-        memory.nbytes,
-        file_offset,
-        start,
-        start,
-        opened.alignment.offset or 1,
-        opened.alignment.memory or 1,
-        False,
-        False,
-        memory.foreign,
-    )
-    if memory.device is not None:  # as for `plan_device`
-        return Plan(start, start, False, buffered), DeviceTransfer.make(transfer, memory, opened)
-    return Plan(start, start, direct, buffered), transfer
+    fds = opened.direct_fd if direct else -1, opened.buffered_fd() if buffered else -1
+    unit, memory_unit = opened.alignment
+    span = file_offset, file_offset, unit or 1, memory_unit or 1
+    planned = Plan(file_offset, file_offset, direct, buffered)
+    transfer = _transfer(opcode, memory, file_offset, fds, span)
+    if memory.device is not None:
+        return _on_device(planned, transfer, memory, opened)
+    return planned, transfer
 
 
 def plan_buffered(
@@ -166,21 +173,9 @@ def plan_buffered(
     """
     opened.demote()
     end = file_offset + memory.nbytes
-    return Plan(file_offset, end, False, True), Transfer(
-        opcode,
-        -1,
-        opened.buffered_fd(),
-        memory.address,
-        memory.nbytes,
-        file_offset,
-        file_offset,
-        end,
-        1,
-        1,
-        False,
-        False,
-        memory.foreign,
-    )
+    fds = -1, opened.buffered_fd()
+    transfer = _transfer(opcode, memory, file_offset, fds, (file_offset, end, 1, 1))
+    return Plan(file_offset, end, False, True), transfer
 
 
 def plan_sync(opcode: Opcode, opened: Descriptors) -> tuple[Plan, Transfer]:
@@ -188,14 +183,6 @@ def plan_sync(opcode: Opcode, opened: Descriptors) -> tuple[Plan, Transfer]:
     return Plan(0, 0, False, True), Transfer(
         opcode, -1, opened.any_fd(), 0, 0, 0, 0, 0, 1, 1, False, False
     )
-
-
-FileOffsets = Union[torch.Tensor, "numpy.ndarray[Any, Any]", Sequence[int]]
-
-_MOST_ROWS = (1 << 32) - 1
-_INTEGERS = frozenset(
-    (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
-)
 
 
 class RowPlaces(NamedTuple):
@@ -294,9 +281,6 @@ def as_integers(name: str, given: FileOffsets) -> torch.Tensor:
     return found.detach().to("cpu", torch.int64).contiguous()
 
 
-_CHUNK_BYTES = 4 << 20
-
-
 def comparison(
     memory: Memory, file: str | os.PathLike[str] | int | files.File, file_offset: int
 ) -> Callable[[], None]:
@@ -322,20 +306,14 @@ def comparison(
 
 def _compare(memory: Memory, opened: Descriptors, file_offset: int) -> None:
     fd = opened.buffered_fd()
-    for start in range(0, memory.nbytes, _CHUNK_BYTES):
-        wanted = min(_CHUNK_BYTES, memory.nbytes - start)
+    for start in range(0, memory.nbytes, _COMPARED_BYTES):
+        wanted = min(_COMPARED_BYTES, memory.nbytes - start)
         mine = memory.read(start, wanted)
         try:
             found = os.pread(fd, wanted, file_offset + start)
         except OSError as failed:
-            raise TransferError(
-                failed.errno or 5,
-                operation="pread",
-                path=opened.path,
-                file_offset=file_offset,
-                nbytes=memory.nbytes,
-                transferred=start,
-            ) from failed
+            span = {"file_offset": file_offset, "nbytes": memory.nbytes, "transferred": start}
+            raise transfer_error(failed, "pread", opened.path, **span) from failed
         if found == mine:
             continue
         at = next((i for i, (a, b) in enumerate(zip(mine, found, strict=False)) if a != b), None)
