@@ -95,9 +95,7 @@ def copy_foreign(ours: Any, theirs: int, nbytes: int, into: bool) -> None:
         OSError: EFAULT: the kernel may not touch it either.
     """
     here = ffi.from_buffer("char[]", ours, require_writable=not into)
-    failure = lib.nv_copy_foreign(here, ffi.cast("char *", theirs), nbytes, into)
-    if failure:
-        raise OSError(-failure, os.strerror(-failure))
+    _checked(lib.nv_copy_foreign(here, ffi.cast("char *", theirs), nbytes, into))
 
 
 def memory_at(address: int, nbytes: int, keep: object = None) -> memoryview:
@@ -187,9 +185,7 @@ def file_facts(fd: int) -> FileFacts:
         OSError: EBADF and friends.
     """
     facts = ffi.new(_FACTS)
-    failure = lib.nv_file_facts(fd, facts)
-    if failure:
-        raise OSError(-failure, os.strerror(-failure))
+    _checked(lib.nv_file_facts(fd, facts))
     mode, block_size, size, device, inode, known, memory, offset = ffi.unpack(facts, lib.NV_FACTS)
     if not known:
         memory = offset = None

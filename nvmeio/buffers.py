@@ -22,6 +22,7 @@ import torch
 from nvmeio import _checks
 from nvmeio._memory import mappings
 from nvmeio._memory.mappings import on_huge_pages, owns, span
+from nvmeio._memory.tensors import check_tensor
 
 __all__ = [
     "empty_aligned",
@@ -127,12 +128,19 @@ def new_locked(num_elem: int, example_tensor_or_dtype: torch.Tensor | torch.dtyp
         OSError, MemoryError: As for `empty_pinned`.
     """
     count = _checks.integer("num_elem", num_elem, 0)
-    dtype = example_tensor_or_dtype
-    if isinstance(dtype, torch.Tensor):
-        dtype = dtype.dtype
+    return empty_pinned(count, dtype=dtype_of(example_tensor_or_dtype))
+
+
+def dtype_of(example: torch.Tensor | torch.dtype) -> torch.dtype:
+    """A dtype, or that of a tensor.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    dtype = example.dtype if isinstance(example, torch.Tensor) else example
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"example must be a torch.Tensor or a torch.dtype, not {dtype!r:.80}")
-    return empty_pinned(count, dtype=dtype)
+    return dtype
 
 
 def free_pinned(tensor: torch.Tensor) -> None:
@@ -150,7 +158,7 @@ def free_pinned(tensor: torch.Tensor) -> None:
         OSError: CUDA refused to let go of the memory (EIO).
         TypeError: It is no tensor.
     """
-    _check_tensor(tensor)
+    check_tensor(tensor)
     address = span(tensor)[0]
     if not mappings.unpin(address):
         raise ValueError(_why_not_freeable(tensor, address))
@@ -173,7 +181,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     Cost:
         3 us.
     """
-    _check_tensor(tensor)
+    check_tensor(tensor)
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return False
     if mappings.locked.covers(*span(tensor)):
@@ -202,11 +210,6 @@ def _nbytes(sizes: tuple[int, ...], dtype: torch.dtype) -> int:
             "or its integers (torch.int8, torch.int32) instead"
         )
     return max(math.prod(sizes), 1) * dtype.itemsize
-
-
-def _check_tensor(tensor: object) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"expected a torch.Tensor, not {type(tensor).__name__}")
 
 
 def _why_not_freeable(tensor: torch.Tensor, address: int) -> str:

@@ -164,9 +164,7 @@ class GdsHandle(AioHandle):
         """
         count = _checks.integer("num_elem", num_elem, 0)
         example = example_tensor_or_dtype
-        dtype = example.dtype if isinstance(example, torch.Tensor) else example
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"example must be a torch.Tensor or a torch.dtype, not {dtype!r:.80}")
+        dtype = buffers.dtype_of(example)
         if self.mode == "host":
             whole = buffers.empty_aligned(max(count, 1), dtype=dtype)
         else:
@@ -224,9 +222,8 @@ class GdsHandle(AioHandle):
         as_bytes = tensors.cast_to_byte_tensor(tensor)
         self._gds.register(_start_of(tensor), as_bytes.numel(), as_bytes)
 
-    def _check_device(self, tensor: object) -> None:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"expected a torch.Tensor, not {type(tensor).__name__}")
+    def _check_device(self, tensor: torch.Tensor) -> None:
+        tensors.check_tensor(tensor)
         if not devices.is_device(tensor) and not (tensor.is_cpu and self._host_too):
             raise TypeError(
                 f"a tensor on {tensor.device} is no CUDA tensor: page-lock CPU tensors with "

@@ -31,7 +31,7 @@ from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._memory.leases import LeaseQueue, Waiter
 from nvmeio._memory.mappings import Mapping
 from nvmeio._threads.closing import Closing
-from nvmeio._threads.running_loop import running_loop
+from nvmeio._threads.running_loop import resolve, running_loop
 from nvmeio.errors import ClosedError
 
 __all__ = ["Lease", "PinnedPool"]
@@ -345,26 +345,7 @@ class _Patience:
 
 def _wake(reached: weakref.ref[asyncio.Future[None]]) -> bool:
     served = reached()
-    if served is None:
-        return False
-    loop = served.get_loop()
-
-    def set_result() -> None:
-        if not served.done():
-            served.set_result(None)
-
-    try:
-        here = asyncio.get_running_loop() is loop
-    except RuntimeError:
-        here = False
-    if here:
-        set_result()
-        return True
-    try:
-        loop.call_soon_threadsafe(set_result)
-    except RuntimeError:  # the loop is closed, and with it whoever waited there
-        return False
-    return True
+    return served is not None and resolve(served.get_loop(), served)
 
 
 def _lock_if_allowed(arena: Mapping) -> bool:

@@ -185,16 +185,14 @@ def test_loads_work_on_their_own_device(
     copies: list[int] = []
     empty = torch.empty
 
-    class Copies(span_reads.ChunkCopies):
-        def copy(self, target: torch.Tensor, chunk: torch.Tensor) -> None:
-            with torch.cuda.stream(self._stream):
-                copies.append(cuda.current_device())
-                target.copy_(chunk)
+    def begin_copy(target: torch.Tensor, chunk: torch.Tensor) -> None:
+        copies.append(cuda.current_device())
+        target.copy_(chunk)
 
     def on_host(*size: int, device: object = None, **others: Any) -> torch.Tensor:
         return empty(*size, **others)
 
-    monkeypatch.setattr(span_reads, "ChunkCopies", Copies)
+    monkeypatch.setattr(devices, "_begin_copy", begin_copy)
     monkeypatch.setattr(span_reads.torch, "empty", on_host)
     found: list[torch.Tensor] = []
     with nvmeio.AioHandle(engine="threads") as handle:

@@ -18,12 +18,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from nvmeio._threads.jobs import run_interruptible
+from nvmeio._threads.running_loop import resolve
 from nvmeio._threads.threads import Thread, start
 from nvmeio.engines.base import CompletionQueue, Engine
 
 logger = logging.getLogger("nvmeio")
-
-_running_loop = asyncio._get_running_loop
 
 
 class CompletionQueues:
@@ -188,19 +187,8 @@ class _LoopQueue:
 
 def wake(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
     """Resolve a future of this loop; nobody is left to be woken if the loop is closed."""
-    if _running_loop() is loop:
-        if not waiter.done():
-            waiter.set_result(None)
-        return
-    try:
-        loop.call_soon_threadsafe(_resolve, waiter)
-    except RuntimeError:
+    if not resolve(loop, waiter):
         logger.debug("an event loop was closed while it awaited an operation")
-
-
-def _resolve(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 class QueueThread:

@@ -21,7 +21,21 @@ from typing import Protocol
 from nvmeio._files.plan import PAGE_BYTES, Alignment
 from nvmeio._files.system import file_system_of
 from nvmeio._shim import FileFacts, OwnFds, file_facts
-from nvmeio.errors import ClosedError, TransferError, errno_of
+from nvmeio.errors import ClosedError, TransferError, errno_of, naming
+
+logger = logging.getLogger("nvmeio")
+
+NO_DIRECT = Alignment(0, 0)
+# Files of these live in memory: their O_DIRECT, where accepted, is the page cache all the same.
+MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+# What the kernel answers where a file system takes no direct I/O. Anything else (EIO, EMFILE, …) is
+# this file's or this moment's, and says nothing of the device.
+_REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+# Where the kernel does not tell (before 6.1, or the file system does not say): found by trying,
+# once a file system. Its number alone does not do: where it is no drive's (btrfs, overlay, tmpfs),
+# the next one that is mounted may have it.
+_probed: dict[tuple[int, int], Alignment] = {}
 
 # What must not be repeated when the same inode is opened a second time.
 _ONCE = os.O_CREAT | os.O_TRUNC | os.O_EXCL
@@ -98,10 +112,8 @@ class Descriptors:
                     raise open_error(errno_of(refused), path) from refused
                 # The refusal came after the file was created: with O_EXCL it would be in the way.
                 direct = False
-                try:
+                with naming("open", path):
                     fd = fds.open(False, path, flags & ~os.O_EXCL)
-                except OSError as failed:
-                    raise open_error(errno_of(failed), path) from failed
             facts = _checked_facts(fd, path)
             if direct:
                 alignment = alignment_of(fd, facts, path)
@@ -238,11 +250,9 @@ class Descriptors:
         if self._buffered_fd < 0:
             with self._lock:
                 if self._buffered_fd < 0:
-                    try:
+                    with naming("open", self.path):
                         flags = self._flags & ~_ONCE
                         self._buffered_fd = self._fds.reopen(False, self.direct_fd, flags)
-                    except OSError as failed:
-                        raise open_error(errno_of(failed), self.path) from failed
         return self._buffered_fd
 
     def any_fd(self) -> int:
@@ -261,10 +271,8 @@ class Descriptors:
 
 
 def _checked_facts(fd: int, path: str) -> FileFacts:
-    try:
+    with naming("open", path):
         facts = file_facts(fd)
-    except OSError as failed:
-        raise open_error(errno_of(failed), path) from failed
     if stat.S_ISDIR(facts.mode):
         raise open_error(errno.EISDIR, path)
     if not (stat.S_ISREG(facts.mode) or stat.S_ISBLK(facts.mode)):
@@ -275,21 +283,6 @@ def _checked_facts(fd: int, path: str) -> FileFacts:
 def open_error(code: int, path: str, detail: str = "") -> TransferError:
     """That a file could not be opened."""
     return TransferError(code, operation="open", path=path, detail=detail)
-
-
-logger = logging.getLogger("nvmeio")
-
-NO_DIRECT = Alignment(0, 0)
-# Files of these live in memory: their O_DIRECT, where accepted, is the page cache all the same.
-MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
-# What the kernel answers where a file system takes no direct I/O. Anything else (EIO, EMFILE, …) is
-# this file's or this moment's, and says nothing of the device.
-_REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
-
-# Where the kernel does not tell (before 6.1, or the file system does not say): found by trying,
-# once a file system. Its number alone does not do: where it is no drive's (btrfs, overlay, tmpfs),
-# the next one that is mounted may have it.
-_probed: dict[tuple[int, int], Alignment] = {}
 
 
 def alignment_of(fd: int, facts: FileFacts, path: str) -> Alignment:
@@ -312,19 +305,14 @@ def alignment_of(fd: int, facts: FileFacts, path: str) -> Alignment:
     except OSError as failed:
         if failed.errno in _REFUSALS:
             return NO_DIRECT
-        raise _not_tried(failed, path, "opened again to try it") from failed
+        raise open_error(errno_of(failed), path, "opened again to try it") from failed
     try:
         known = _probed[file_system] = _try_direct_read(readable.direct, facts.device)
     except OSError as failed:
-        raise _not_tried(failed, path, "a direct read was tried") from failed
+        raise open_error(errno_of(failed), path, "a direct read was tried") from failed
     finally:
         readable.close()
     return known
-
-
-def _not_tried(failed: OSError, path: str, detail: str) -> TransferError:
-    code = errno_of(failed)
-    return TransferError(code, operation="open", path=path, detail=detail)
 
 
 def _try_direct_read(fd: int, device: int) -> Alignment:

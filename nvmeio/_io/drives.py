@@ -211,6 +211,9 @@ class DriveHandles:
         handle: The caller's, for all of them; it stays open. None makes one for each drive.
         directories: On the drives; those on one device share a handle.
 
+    Attributes:
+        first: The handle of the first directory.
+
     Raises:
         BackendUnavailableError: A handle cannot be made.
     """
@@ -228,20 +231,15 @@ class DriveHandles:
             except BaseException:
                 self.close()
                 raise
-        self._first = self._own[0] if handle is None else handle
-
-    @property
-    def first(self) -> AioHandle:
-        """The handle of the first directory."""
-        return self._first
+        self.first = self._own[0] if handle is None else handle
 
     def of(self, file: File) -> AioHandle:
         """The handle of the drive that a file lies on; the first one's for a file elsewhere."""
         if len(self._by_device) < 2:
-            return self._first
+            return self.first
         opened = file.acquire(False)
         try:
-            return self._by_device.get(opened.inode[0], self._first)
+            return self._by_device.get(opened.inode[0], self.first)
         finally:
             opened.release()
 

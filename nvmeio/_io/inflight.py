@@ -15,8 +15,7 @@
 
 One thread starts and finishes. Let it not be the main one, where an interrupt could come between
 the beginning of an operation and its being noted: public calls are run by
-`threads.run_interruptible(work, flight.cancel)`, and what an `owner.OwnerThread` runs is safe as it
-is.
+`run_interruptible(work, flight.cancel)`, and what an `OwnerThread` runs is safe as it is.
 
 Where other memory is copied to or from, `Stagings` are the chunks for it: page-locked where a CUDA
 device copies and that is allowed (the copies are as fast as the bus, and run beside the drive).
@@ -42,10 +41,13 @@ from nvmeio import buffers
 from nvmeio._files.plan import PAGE_BYTES, round_down
 from nvmeio._shim import memory_at
 from nvmeio._threads.jobs import run_interruptible
+from nvmeio._threads.serial import do_all
 from nvmeio.errors import BatchError, ClosedError, TransferError, with_context
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
+
+logger = logging.getLogger("nvmeio")
 
 # Enough for the queue of a lane (128 blocks of 1 MiB), and 32 MiB more for its refill. 1 GiB was
 # read (warm, interleaved, on a busy machine) in operations of 64 KiB, 1, 32 and 128 MiB, in GB/s:
@@ -73,8 +75,7 @@ class Cancellation:
     def cancel(self) -> None:
         """Cancel it: `check` raises from now on, and everybody is told. From any thread."""
         self.cancelled = True
-        for tell in list(self._told):
-            tell()
+        do_all(list(self._told))
 
     def then(self, tell: Callable[[], object]) -> None:
         """Have this called when it is cancelled; at once if it was."""
@@ -225,9 +226,6 @@ class InFlight:
 
     def __len__(self) -> int:
         return len(self._flying)
-
-
-logger = logging.getLogger("nvmeio")
 
 
 def new_staging(nbytes: int, device: torch.device) -> torch.Tensor:

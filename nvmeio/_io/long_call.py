@@ -20,8 +20,11 @@ from nvmeio._io.inflight import Cancellation
 from nvmeio.operation import Operation
 from nvmeio.progress import Progress
 
+logger = logging.getLogger("nvmeio")
+
 _autograd: Any = torch.autograd
 _NOTHING = contextlib.nullcontext()
+_DONE = {"load": "loaded", "save": "saved", "restore": "restored", "pack": "packed"}
 
 
 def profiled(what: str, of: str = "") -> AbstractContextManager[object]:
@@ -29,11 +32,6 @@ def profiled(what: str, of: str = "") -> AbstractContextManager[object]:
     if not _autograd._profiler_enabled():
         return _NOTHING
     return torch.profiler.record_function(f"nvmeio::{what} {of}" if of else f"nvmeio::{what}")
-
-
-logger = logging.getLogger("nvmeio")
-
-_DONE = {"load": "loaded", "save": "saved", "restore": "restored", "pack": "packed"}
 
 
 class LongCall(Cancellation):

@@ -25,7 +25,16 @@ import torch
 from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._io.long_call import LongCall
-from nvmeio._io.spans import ChunkCopies, Region, Run, Span, inside, named, plan_reads
+from nvmeio._io.spans import (
+    ChunkCopies,
+    Region,
+    Run,
+    Span,
+    in_mappings,
+    inside,
+    named,
+    plan_reads,
+)
 from nvmeio._memory import devices, mappings, system
 from nvmeio._memory.mappings import Prefault
 from nvmeio._ranks.exchange import Exchange
@@ -308,15 +317,16 @@ class _InHost:
     def __exit__(self, *raised: Any) -> None:
         self._prefault.__exit__(*raised)
 
-    def to_read(self, part: SharedPart) -> torch.Tensor | None:
+    def to_read(self, part: SharedPart) -> torch.Tensor:
         """The memory to read a part to."""
-        return self._memory(part)
+        mapping = self._mappings[part.region]
+        return mapping.tensor(part.start, (part.end - part.start,), torch.uint8)
 
     def send(self, part: SharedPart) -> None:
         """Begin to send it, or to receive it."""
         while len(self._works) >= self._exchange.size + 1:
             self._exchange.wait(self._works.popleft())
-        self._works.append(self._exchange.start(self._memory(part), part.rank))
+        self._works.append(self._exchange.start(self.to_read(part), part.rank))
         self._prefault.check()
 
     def finish(self) -> None:
@@ -326,16 +336,7 @@ class _InHost:
 
     def found(self) -> list[torch.Tensor]:
         """The spans."""
-        found: dict[int, torch.Tensor] = {}
-        for region, mapping in zip(self._regions, self._mappings, strict=True):
-            for index, at in region.places:
-                found[index] = mapping.tensor(at, (self._spans[index].nbytes,), torch.uint8)
-        nothing = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in self._spans]
-        return [found.get(index, nothing[index]) for index in range(len(self._spans))]
-
-    def _memory(self, part: SharedPart) -> torch.Tensor:
-        mapping = self._mappings[part.region]
-        return mapping.tensor(part.start, (part.end - part.start,), torch.uint8)
+        return in_mappings(self._spans, self._regions, self._mappings)
 
 
 class _OnDevice:
@@ -343,14 +344,14 @@ class _OnDevice:
 
     def __init__(self, shared: _Shared, device: torch.device, at_once: int) -> None:
         spans, regions, _ = shared
-        self._spans, self._regions, self._exchange = shared
+        self._regions, self._exchange = regions, shared.exchange
         self._found = [torch.empty(s.nbytes, dtype=torch.uint8, device=device) for s in spans]
         self._is_meta = device.type == "meta"
         most = min(PART_BYTES, max((region.nbytes for region in regions), default=0))
         staged = torch.device("cpu") if self._is_meta else device
         self._reading = Stagings(most, max(_READ_CHUNKS, at_once), staged)
         self._receiving = Stagings(most, _SENT_CHUNKS, staged)
-        self._copies = ChunkCopies(device)
+        self._copies = ChunkCopies(device, spans, self._found)
         self._read: dict[SharedPart, torch.Tensor] = {}
         self._sent: deque[tuple[Any, SharedPart, torch.Tensor]] = deque()
 
@@ -400,13 +401,8 @@ class _OnDevice:
     def _pass_on(self) -> None:
         work, part, chunk = self._sent.popleft()
         self._exchange.wait(work)
-        region = self._regions[part.region]
         if not self._is_meta:
             run = Run(0, part.start, part.end, part.start)
-            for index, at in inside(run, region, self._spans):
-                start, end = max(at, part.start), min(at + self._spans[index].nbytes, part.end)
-                target = self._found[index][start - at : end - at]
-                self._copies.copy(target, chunk[start - part.start : end - part.start])
-            self._copies.mark(chunk)
+            self._copies.begin(chunk, run, self._regions[part.region])
         is_mine = part.rank == self._exchange.rank
         (self._reading if is_mine else self._receiving).give_back(chunk)

@@ -38,6 +38,7 @@ from nvmeio._files.plan import PAGE_BYTES, round_down, round_up
 from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._io.long_call import LongCall
 from nvmeio._memory import devices, system
+from nvmeio._memory.devices import Mark
 from nvmeio._memory.mappings import Mapping, Prefault
 from nvmeio.errors import ShortTransferError
 from nvmeio.files import File
@@ -372,34 +373,24 @@ class Load:
             sum(span.nbytes for span in self._spans), sum(region.nbytes for region in regions)
         )
         mappings = [Mapping(region.nbytes) for region in regions]
-        found: dict[int, torch.Tensor] = {}
         with Prefault(mappings) as prefault:
             for group in _groups(regions, mappings):
                 self._start(group)
-            for region, mapping in zip(regions, mappings, strict=True):
-                for index, at in region.places:
-                    found[index] = mapping.tensor(at, (self._spans[index].nbytes,), torch.uint8)
+            found = in_mappings(self._spans, regions, mappings)
             while self._flight:
                 self._flight.finish_first()
                 prefault.check()
-        return [
-            found[index] if span.nbytes else self._new(0) for index, span in enumerate(self._spans)
-        ]
+        return found
 
     # Through a ring of chunks to another device
 
     def _through(self, regions: list[Region]) -> list[torch.Tensor]:
         found = [self._new(span.nbytes) for span in self._spans]
-        copies = ChunkCopies(self._device)
+        copies = ChunkCopies(self._device, self._spans, found)
         stagings = Stagings(CHUNK_BYTES, CHUNKS, self._device)
 
         def pass_on(chunk: torch.Tensor, run: Run, region: Region) -> None:
-            first, last = run.at, run.at + run.end - run.start
-            for index, at in inside(run, region, self._spans):
-                start, end = max(at, first), min(at + self._spans[index].nbytes, last)
-                target = found[index][start - at : end - at]
-                copies.copy(target, chunk[start - first : end - first])
-            copies.mark(chunk)
+            copies.begin(chunk, run, region)
             stagings.give_back(chunk)
 
         try:
@@ -458,6 +449,20 @@ def _groups(regions: Sequence[Region], mappings: Sequence[Mapping]) -> Iterator[
         yield group
 
 
+def in_mappings(
+    spans: Sequence[Span], regions: Sequence[Region], mappings: Sequence[Mapping]
+) -> list[torch.Tensor]:
+    """The spans, each where it lies in the mapping of its region."""
+    found: dict[int, torch.Tensor] = {}
+    for region, mapping in zip(regions, mappings, strict=True):
+        for index, at in region.places:
+            found[index] = mapping.tensor(at, (spans[index].nbytes,), torch.uint8)
+    return [
+        found[index] if span.nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
+        for index, span in enumerate(spans)
+    ]
+
+
 def _pieces(regions: list[Region]) -> Iterator[tuple[Run, Region]]:
     """The reads of all regions, cut to the size of a chunk."""
     for region in regions:
@@ -468,37 +473,39 @@ def _pieces(regions: list[Region]) -> Iterator[tuple[Run, Region]]:
 
 
 class ChunkCopies:
-    """Copies to a device: on a CUDA stream of their own, or one after another elsewhere."""
+    """Copies of what was read to a device: on a stream of their own where it has streams.
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream: Any = None
-        self._marks: dict[int, Any] = {}
+    Args:
+        device: Which.
+        spans: What is wanted.
+        targets: Where each of them goes.
+    """
+
+    def __init__(
+        self, device: torch.device, spans: Sequence[Span], targets: Sequence[torch.Tensor]
+    ) -> None:
+        self._spans, self._targets = spans, targets
+        self._copies = devices.beside(device)
+        self._marks: dict[int, Mark] = {}
         if device.type == "cuda":
-            cuda: Any = torch.cuda
-            self._stream = cuda.Stream(device)
             # The targets' memory may still be read by work that was queued before it was freed.
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._copies.follow()
 
-    def copy(self, target: torch.Tensor, chunk: torch.Tensor) -> None:
-        """Start one copy; `chunk` must stay as it is until `wait_for`."""
-        if self._stream is None:
-            target.copy_(chunk)
-            return
-        with torch.cuda.stream(self._stream):
-            target.copy_(chunk, non_blocking=True)
-
-    def mark(self, chunk: torch.Tensor) -> None:
-        """All copies out of this chunk have been started."""
-        if self._stream is not None:
-            self._marks[chunk.data_ptr()] = self._stream.record_event()
+    def begin(self, chunk: torch.Tensor, run: Run, region: Region) -> None:
+        """Start to copy what a run brought; `chunk` must stay as it is until `wait_for`."""
+        first, last = run.at, run.at + run.end - run.start
+        for index, at in inside(run, region, self._spans):
+            start, end = max(at, first), min(at + self._spans[index].nbytes, last)
+            target = self._targets[index][start - at : end - at]
+            self._copies.copy(target, chunk[start - first : end - first])
+        self._marks[chunk.data_ptr()] = self._copies.mark()
 
     def wait_for(self, chunk: torch.Tensor) -> None:
         """Wait until the chunk may be overwritten."""
         mark = self._marks.pop(chunk.data_ptr(), None)
         if mark is not None:
-            mark.synchronize()
+            mark.wait()
 
     def finish(self) -> None:
         """Wait for all copies: their targets may be used on any stream, the chunks freed."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._copies.mark().wait()

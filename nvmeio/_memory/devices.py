@@ -157,8 +157,7 @@ class CudaCopier:
     def _stream(self, device: torch.device) -> Any:
         with self._lock:
             if device not in self._streams:
-                cuda: Any = torch.cuda
-                self._streams[device] = cuda.Stream(device)
+                self._streams[device] = new_stream(device)
             return self._streams[device]
 
 
@@ -190,7 +189,7 @@ class _SideStream:
 
     def empty(self, nbytes: int) -> torch.Tensor:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            return _empty(nbytes, self._device)
+            return empty(nbytes, self._device)
 
 
 class _InOrder:
@@ -215,7 +214,7 @@ class _InOrder:
         return _Reached()
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        return _empty(nbytes, self._device)
+        return empty(nbytes, self._device)
 
 
 class _Reached:
@@ -322,7 +321,7 @@ def empty(nbytes: int, device: torch.device) -> torch.Tensor:
     Raises:
         torch.OutOfMemoryError: The device has no more.
     """
-    return _empty(nbytes, device)
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def come_after(stream: Any, mark: Mark) -> None:
@@ -359,10 +358,6 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 def _begin_copy(target: torch.Tensor, source: torch.Tensor) -> None:
     # Not within no_grad, which Ctrl-C may leave in force in a thread of the caller's.
     target.detach().copy_(source.detach(), non_blocking=True)
-
-
-def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def new_copier() -> Copier:

@@ -77,10 +77,9 @@ _HOLD = ffi.typeof("nv_hold *")
 _gc, _new, _unhold = ffi.gc, ffi.new, lib.nv_unhold
 
 try:
-    _OFFSET = _flag_offset()
+    FLAG_OFFSET = _flag_offset()
 except (AttributeError, RuntimeError, TypeError):  # another torch than those we know
-    _OFFSET = None
-FLAG_OFFSET = _OFFSET
+    FLAG_OFFSET = None
 
 
 def hold(storage: torch.UntypedStorage) -> Any:
@@ -94,9 +93,9 @@ def hold(storage: torch.UntypedStorage) -> Any:
 
     Cost: 0.4 us.
     """
-    if _OFFSET is None:
+    if FLAG_OFFSET is None:
         return None
-    flag = storage._cdata + _OFFSET
+    flag = storage._cdata + FLAG_OFFSET
     if not lib.nv_can_hold(flag):
         return None
     # Owned before it is held, and ended by a C function: an interrupt may come between two steps.
@@ -115,10 +114,10 @@ def hold_all(storages: Sequence[torch.UntypedStorage]) -> tuple[Any, list[int]]:
     Returns:
         One hold, and the numbers of those storages that it does not hold.
     """
-    if _OFFSET is None or not storages:
+    if FLAG_OFFSET is None or not storages:
         return None, list(range(len(storages)))
     number = len(storages)
-    flags = ffi.new("uint64_t[]", [storage._cdata + _OFFSET for storage in storages])
+    flags = ffi.new("uint64_t[]", [storage._cdata + FLAG_OFFSET for storage in storages])
     holds = ffi.gc(ffi.new("nv_holds *", {"count": number, "each": number}), lib.nv_unhold_all)
     try:
         if lib.nv_hold_flags(holds, flags) == number:

@@ -440,9 +440,14 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return nbytes
 
 
-def _check(tensor: object) -> None:
+def check_tensor(tensor: object) -> None:
+    """Raise TypeError where it is no tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a torch.Tensor, not {type(tensor).__name__}")
+
+
+def _check(tensor: torch.Tensor) -> None:
+    check_tensor(tensor)
     if tensor.layout is not torch.strided:
         raise TypeError(
             f"a {tensor.layout} tensor has no single memory; transfer its indices() and values()"

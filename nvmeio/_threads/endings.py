@@ -43,7 +43,6 @@ class Ending:
     """
 
     def __init__(self, owner: OwnerThread, end: Callable[[], object]) -> None:
-        self._pid = os.getpid()
         self._owner = owner
         self._closing = closing = _Closing(owner, end)
         self._claim = owner.claim(closing.run_dropped)
@@ -55,13 +54,13 @@ class Ending:
         An interrupt is raised when it has ended, a second one at once (and so is the first where
         one is on its way already); then it goes on, and who calls this again waits for it.
         """
-        if os.getpid() == self._pid:  # in a forked child everything is the parent's
+        if not self._owner.forked:  # in a forked child everything is the parent's
             self._closing.asked = True
             self._closing.end(to_end=True)
 
     def begin(self) -> None:
         """End it soon; waits for nothing."""
-        if os.getpid() == self._pid:
+        if not self._owner.forked:
             self._closing.asked = True
             self._owner.post(self._closing.run_dropped)
 
@@ -70,9 +69,9 @@ class Ending:
         """Whether it has ended, or is about to."""
         return self._closing.asked
 
-    def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:
-        # At the end of the interpreter this module may have lost its names; all has ended by then.
-        if self._closing.done or getpid() != self._pid or self._owner.is_here:
+    def __del__(self) -> None:
+        # At the end of the interpreter modules may have lost their names; all has ended by then.
+        if self._closing.done or self._owner.forked or self._owner.is_here:
             return
         self._closing.asked = True
         # Not for long: the collector may have come here while this thread holds a lock that the
@@ -88,7 +87,6 @@ class _Closing:
     def __init__(self, owner: OwnerThread, end: Callable[[], object]) -> None:
         self.owner = owner
         self._end = end
-        self._pid = os.getpid()
         self.asked = False
         self.done = False
 
@@ -114,7 +112,7 @@ class _Closing:
             nobody_was_told(failed)
 
     def end(self, to_end: bool = False) -> None:
-        if os.getpid() != self._pid:
+        if self.owner.forked:
             return
         failed = None
         with contextlib.suppress(ClosedError):

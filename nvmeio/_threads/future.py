@@ -11,6 +11,7 @@ from __future__ import annotations
 import _thread
 import asyncio
 import contextlib
+import functools
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from typing import Any, TypeVar
 
-from nvmeio._threads.running_loop import running_loop
+from nvmeio._threads.running_loop import resolve, running_loop
 from nvmeio._threads.serial import do_all
 
 Value = TypeVar("Value")
@@ -196,14 +197,9 @@ class Future(Begun[Value]):
         if self.done:
             return
         loop = running_loop()
-        over = asyncio.Event()
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks with it
-                loop.call_soon_threadsafe(over.set)
-
-        self.then(wake)
-        await over.wait()
+        over = loop.create_future()
+        self.then(functools.partial(resolve, loop, over))
+        await over
 
     def __await__(self, thrown: BaseException | None = None) -> Generator[Any, Any, Value]:
         return self._awaited(thrown).__await__()

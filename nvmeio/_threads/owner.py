@@ -92,7 +92,7 @@ class OwnerThread:
         """
         if self.is_here:
             return work(*args)
-        self._check_pid()
+        self._check_process()
         second = to_end and being_interrupted()
         request: _Request[Value] = _Request(work, args)
         try:
@@ -129,7 +129,7 @@ class OwnerThread:
 
     async def async_call(self, work: Callable[..., Value], *args: Any) -> Value:
         """`call`, awaited; a cancelled task goes on at once, and the work is done."""
-        self._check_pid()
+        self._check_process()
         request: _Request[Value] = _Request(work, args)
         self._requests.put(request)
         if self._state.ended and not request.done:  # it came too late to be answered
@@ -175,8 +175,13 @@ class OwnerThread:
         self._closed = True
         self._requests.put(None)
 
-    def _check_pid(self) -> None:
-        if self._pid != os.getpid():
+    @property
+    def forked(self) -> bool:
+        """Whether it is another process's, from which this one was forked."""
+        return self._pid != os.getpid()
+
+    def _check_process(self) -> None:
+        if self.forked:
             raise ClosedError(_FORKED)
 
 

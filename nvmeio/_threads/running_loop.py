@@ -1,4 +1,4 @@
-"""The event loop that awaiting takes: asyncio's, which uvloop's is too.
+"""The event loop that awaiting takes: asyncio's, which uvloop's is too; and how one is woken.
 
 Under another library, or none, whoever awaits is told which one runs and what works there.
 """
@@ -39,6 +39,26 @@ def not_running() -> RuntimeError:
         "no event loop of asyncio runs here (uvloop is one), and nvmeio awaits on those. Make the "
         "call that blocks instead, such as operation.result()"
     )
+
+
+def resolve(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> bool:
+    """Resolve a future of a loop's, from any thread; False where the loop is closed.
+
+    Then nobody is left who waits for it.
+    """
+    if asyncio._get_running_loop() is loop:
+        _resolve(future)
+        return True
+    try:
+        loop.call_soon_threadsafe(_resolve, future)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _library() -> str:

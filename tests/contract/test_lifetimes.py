@@ -213,7 +213,7 @@ def share(tensor: torch.Tensor) -> None:
 
 def test_this_torch_is_known() -> None:
     """Storages can be held in every version of torch that the package supports."""
-    assert holds._OFFSET is not None
+    assert holds.FLAG_OFFSET is not None
 
 
 @pytest.mark.parametrize("writing", [False, True], ids=["read", "write"])

@@ -209,11 +209,6 @@ class _Driver:
         """One of those calls is back after all."""
         self._hanging.pop()
 
-    @property
-    def properties(self) -> Properties | None:
-        """What the driver says of itself since it was opened."""
-        return self._properties
-
     def mode(self, settings: DriverSettings) -> str:
         """Which way bytes go at best, as `GdsHandle.mode` says it."""
         if not settings.needs_cuda:
