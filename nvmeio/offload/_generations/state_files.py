@@ -7,7 +7,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -97,28 +97,18 @@ class StateFiles:
             pieces: Some of it.
             weights: The weights as well, where they are stored.
         """
-        found: list[Move] = []
-        for which in (0, 1):
-            mine = [piece for piece in pieces if piece.current == which]
-            spans = [
-                span
-                for piece in mine
-                for name, span in piece.spans.items()
-                if (weights if name == WEIGHTS else piece.begun)
-            ]
-            whole = len(mine) == len(subgroup.pieces) and all(piece.begun for piece in mine)
-            found += self._moves(subgroup, which, spans, whole)
-        return found
+        wanted = [
+            [s for n, s in piece.spans.items() if (weights if n == WEIGHTS else piece.begun)]
+            for piece in pieces
+        ]
+        here = [piece.current for piece in pieces]
+        return self._moves(subgroup, here, wanted, all(piece.begun for piece in pieces))
 
     def weights(self, subgroup: Subgroup, pieces: Sequence[Piece]) -> list[Move]:
         """The moves that bring the current weights of pieces into a slot."""
-        found: list[Move] = []
-        for which in (0, 1):
-            mine = [piece for piece in pieces if piece.current == which and piece.stored]
-            spans = [piece.spans[WEIGHTS] for piece in mine]
-            whole = len(mine) == len(subgroup.pieces)
-            found += self._moves(subgroup, which, spans, whole)
-        return found
+        stored = [piece for piece in pieces if piece.stored]
+        wanted = [[piece.spans[WEIGHTS]] for piece in stored]
+        return self._moves(subgroup, [piece.current for piece in stored], wanted)
 
     def writes(
         self,
@@ -133,21 +123,37 @@ class StateFiles:
             pieces: Some of it.
             begun: Whether state is written beside the weights, by number; None: of all.
         """
-        found: list[Move] = []
-        for which in (0, 1):
-            mine = [piece for piece in pieces if piece.current != which]
-            has_state = [begun is None or begun[piece.number] for piece in mine]
-            spans = [
-                span
-                for piece, state in zip(mine, has_state, strict=True)
-                for name, span in piece.spans.items()
-                if state or name == WEIGHTS
-            ]
-            alike = len(set(has_state)) <= 1
-            found += self._moves(
-                subgroup, which, spans, alike and len(mine) == len(subgroup.pieces)
-            )
-        return found
+        has_state = [begun is None or begun[piece.number] for piece in pieces]
+        wanted = [
+            [span for name, span in piece.spans.items() if state or name == WEIGHTS]
+            for piece, state in zip(pieces, has_state, strict=True)
+        ]
+        there = [1 - piece.current for piece in pieces]
+        return self._moves(subgroup, there, wanted, len(set(has_state)) <= 1)
+
+    def _moves(
+        self,
+        subgroup: Subgroup,
+        places: Sequence[int],
+        wanted: Sequence[Sequence[SlotSpan]],
+        alike: bool = True,
+    ) -> list[Move]:
+        """The moves of spans of pieces.
+
+        Args:
+            subgroup: Theirs.
+            places: For each piece, which of the two files.
+            wanted: For each, the spans.
+            alike: They are the same of all pieces: between them is nothing else, if these are all.
+        """
+        moves: list[Move] = []
+        for which, file in enumerate(self._files):
+            mine = [spans for place, spans in zip(places, wanted, strict=True) if place == which]
+            whole = alike and len(mine) == len(subgroup.pieces)
+            for run in runs([span for spans in mine for span in spans], subgroup.nbytes, whole):
+                at = subgroup.offset + run.offset
+                moves += moves_of(file, at, run.offset, run.nbytes)
+        return moves
 
     def verifying(
         self, weights_of: Sequence[Piece], state_of: Sequence[Piece]
@@ -187,17 +193,6 @@ class StateFiles:
         if not self._checksum:
             return {}
         return {piece.number: of_piece(slot, piece, begun) for piece in pieces}
-
-    def _moves(
-        self, subgroup: Subgroup, which: int, spans: Sequence[Any], whole: bool
-    ) -> list[Move]:
-        return [
-            move
-            for run in runs(spans, subgroup.nbytes, whole)
-            for move in moves_of(
-                self._files[which], subgroup.offset + run.offset, run.offset, run.nbytes
-            )
-        ]
 
     def extents(self, piece: Piece) -> list[Extent]:
         """Where the current weights of a piece are."""

@@ -5,7 +5,8 @@ Buffers, memory, disk, and bytes moved in each step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,59 +64,6 @@ class MemoryPlan(NamedTuple):
 
 def _mib(nbytes: int) -> str:
     return f"{nbytes / (1 << 20):.1f} MiB"
-
-
-def slot_share(pieces: Iterable[Piece], gradients: bool) -> float:
-    """How much longer a buffer is than the state in it, at most."""
-    worst = 1.0
-    for piece in pieces:
-        if piece.numel and piece.record_nbytes:
-            wide = piece.staged and piece.grad_dtype != piece.step_dtype
-            extra = piece.numel * piece.step_dtype.itemsize if wide else 0
-            extra += piece.numel * piece.grad_dtype.itemsize if gradients else 0
-            worst = max(worst, 1 + extra / piece.record_nbytes)
-    return worst
-
-
-def most_record_bytes(
-    subgroup_bytes: int, buffer_bytes: int | None, buffers: int, share: float
-) -> int:
-    """How long the records of a subgroup may be together."""
-    if buffer_bytes is None:
-        return subgroup_bytes
-    return max(4096, min(subgroup_bytes, int(buffer_bytes / buffers / share * _SPARE)))
-
-
-def make_subgroups(pieces: Sequence[Piece], most_bytes: int, gradients: bool) -> list[Subgroup]:
-    """Pieces packed and placed."""
-    subgroups = pack(pieces, most_bytes, gradients)
-    for subgroup in subgroups:
-        place(subgroup)
-    return subgroups
-
-
-def check_budget(
-    subgroups: Sequence[Subgroup], gradients: bool, name: str, budget: int | None, buffers: int
-) -> None:
-    """Whether the buffers are as large as the largest subgroup.
-
-    Raises:
-        ValueError: They are not, since a parameter cannot be split; says which, and what is needed.
-    """
-    if budget is None:
-        return
-    largest = max(subgroups, key=lambda each: each.slot_nbytes(gradients), default=None)
-    if largest is None:
-        return
-    needed = largest.slot_nbytes(gradients)
-    if needed * buffers <= budget:
-        return
-    piece = max(largest.pieces, key=lambda piece: piece.record_nbytes)
-    raise ValueError(
-        f"{name}={budget} is too small: {buffers} buffers are needed, and parameter "
-        f"{piece.param} of shape {piece.shape} takes {needed} bytes of one with all its state (it "
-        f"is stepped as a whole); give {name}={needed * buffers} or more"
-    )
 
 
 def hold(subgroups: Sequence[Subgroup], ratio: float, bound: set[int]) -> None:
@@ -220,15 +168,26 @@ class Cuts(NamedTuple):
         Raises:
             ValueError: The buffers are too small for one.
         """
-        pieces = [piece for param in params for piece in param.pieces]
-        subgroups = make_subgroups(pieces, self._most_bytes(params), self.settings.on_disk)
         how = self.settings
-        with_grads = how.on_disk or any(param.stores_rounded for param in params)
+        pieces = [piece for param in params for piece in param.pieces]
+        subgroups = pack(pieces, self._most_bytes(params), how.on_disk)
+        for subgroup in subgroups:
+            place(subgroup)
+        gradients = how.on_disk or any(param.stores_rounded for param in params)
+        largest = max(subgroups, key=lambda each: each.slot_nbytes(gradients), default=None)
         for name, budget, buffers in (
             ("buffer_bytes", how.buffer_bytes, how.buffers),
             ("device_bytes", how.device_bytes, BUFFERS),
         ):
-            check_budget(subgroups, with_grads, name, budget, buffers)
+            needed = 0 if largest is None else largest.slot_nbytes(gradients)
+            if largest is None or budget is None or needed * buffers <= budget:
+                continue
+            piece = max(largest.pieces, key=lambda piece: piece.record_nbytes)
+            raise ValueError(
+                f"{name}={budget} is too small: {buffers} buffers are needed, and parameter "
+                f"{piece.param} of shape {piece.shape} takes {needed} bytes of one with all its "
+                f"state (it is stepped as a whole); give {name}={needed * buffers} or more"
+            )
         return subgroups
 
     def _params(
@@ -286,49 +245,36 @@ class Cuts(NamedTuple):
             strides = grad_strides = param_store.strides_of(parameter)
             in_order = not strides
         staged = step_dtype != tensor.dtype or param_store is not None or where != how.device
-        kinds = self.stepper.kinds(group, group_number, step_dtype, param.shape)
-        stored = staged or how.recoverable
-        whole = Piece(
+        piece = functools.partial(
+            Piece,
             number,
-            0,
-            tensor.numel(),
-            param.shape,
-            step_dtype,
-            tensor.dtype,
-            kinds,
-            staged,
-            stored,
-            strides,
-            grad_strides,
+            step_dtype=step_dtype,
+            grad_dtype=tensor.dtype,
+            kinds=self.stepper.kinds(group, group_number, step_dtype, param.shape),
+            staged=staged,
+            stored=staged or how.recoverable,
         )
-        nbytes = whole.record_nbytes + (
-            whole.numel * tensor.dtype.itemsize if self.settings.on_disk else 0
-        )
+        whole = piece(0, tensor.numel(), param.shape, strides=strides, grad_strides=grad_strides)
+        nbytes = whole.record_nbytes + (whole.numel * tensor.dtype.itemsize if how.on_disk else 0)
+        param.pieces.append(whole)
         if self.stepper.splits(step_dtype) and in_order and nbytes > most_bytes:
-            each = nbytes / max(1, whole.numel)
-            for start, stop in cut(whole.numel, each, most_bytes):
-                param.pieces.append(
-                    Piece(
-                        number,
-                        start,
-                        stop,
-                        (stop - start,),
-                        step_dtype,
-                        tensor.dtype,
-                        kinds,
-                        staged,
-                        stored,
-                    )
-                )
-        else:
-            param.pieces.append(whole)
-        for piece in param.pieces:
-            piece.lent = param_store is not None and not param.stores_rounded
+            runs = cut(whole.numel, nbytes / max(1, whole.numel), most_bytes)
+            param.pieces = [piece(start, stop, (stop - start,)) for start, stop in runs]
+        for each in param.pieces:
+            each.lent = param_store is not None and not param.stores_rounded
         return param
 
     def _most_bytes(self, params: Sequence[SwappedParam]) -> int:
-        how = self.settings
-        pieces = [piece for param in params for piece in param.pieces]
-        share = slot_share(pieces, how.on_disk)
-        most = most_record_bytes(how.subgroup_bytes, how.buffer_bytes, how.buffers, share)
-        return most_record_bytes(most, how.device_bytes, BUFFERS, share)
+        """How long the records of a subgroup may be together."""
+        how, share = self.settings, 1.0  # how much longer a buffer is than the state in it, at most
+        for piece in (piece for param in params for piece in param.pieces):
+            if piece.numel and piece.record_nbytes:
+                wide = piece.staged and piece.grad_dtype != piece.step_dtype
+                extra = piece.numel * piece.step_dtype.itemsize if wide else 0
+                extra += piece.numel * piece.grad_dtype.itemsize if how.on_disk else 0
+                share = max(share, 1 + extra / piece.record_nbytes)
+        most = how.subgroup_bytes
+        for budget, buffers in ((how.buffer_bytes, how.buffers), (how.device_bytes, BUFFERS)):
+            if budget is not None:
+                most = max(4096, min(most, int(budget / buffers / share * _SPARE)))
+        return most

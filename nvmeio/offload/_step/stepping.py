@@ -70,23 +70,79 @@ class Stepper:
 
     def kinds(
         self, group: dict[str, Any], number: int, dtype: torch.dtype, shape: tuple[int, ...]
-    ) -> tuple[Any, ...]:
-        """The swapped state of a parameter of a group; see `kinds`."""
+    ) -> tuple[Kind, ...]:
+        """The state tensors that a parameter of a group will have and that are worth swapping.
+
+        Args:
+            group: As the optimizer has it.
+            number: Of the group.
+            dtype: That the step computes in.
+            shape: Of the parameter.
+
+        Raises:
+            TypeError: The optimizer cannot be probed; says why.
+            ValueError: As `_check_fused`.
+        """
         self._check_fused(group, dtype)
-        splittable = self.splits(dtype)
-        key = (number, dtype, None if splittable else shape)
+        key = (number, dtype, None if self.splits(dtype) else shape)
         if key not in self._probed:
-            options = {k: v for k, v in group.items() if k != "params"}
-            make = self._made_by(options)
-            self._probed[key] = kinds(make, {}, dtype, shape, splittable, self._device)
+            self._probed[key] = self._probe(group, dtype, shape)
         return self._probed[key]
 
-    def _check_fused(self, group: dict[str, Any], dtype: torch.dtype) -> None:
-        check_fused(self.optimizer_class, group, dtype, self._device)
+    def _probe(
+        self, group: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> tuple[Kind, ...]:
+        splittable = self.splits(dtype)  # then the state has the parameter's shape, whatever it is
+        asked = (3,) if splittable else shape
+        failed: Exception | None = None
+        # On the meta device a tensor of any size costs nothing; some optimizers look at values, and
+        # others step on a device only (``capturable=True``).
+        places = [torch.device(each) for each in (["cpu"] if splittable else ["meta", "cpu"])]
+        for place in [*places, *([] if self._device.type == "cpu" else [self._device])]:
+            try:
+                parameter = torch.nn.Parameter(torch.zeros(asked, dtype=dtype, device=place))
+                parameter.grad = torch.zeros_like(parameter)
+                stepped = self._constructed([{**group, "params": [parameter]}])
+                stepped.step()
+            except Exception as error:
+                failed = error
+                continue
+            kinds = []
+            for name, value in stepped.state[parameter].items():
+                if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                    continue  # a step counter: stays in memory
+                same = tuple(value.shape) == asked
+                if same or value.numel() >= 64:
+                    kinds.append(Kind(name, value.dtype, None if same else tuple(value.shape)))
+            return tuple(kinds)
+        raise TypeError(
+            f"{self.optimizer_class.__name__} could not be tried on a {dtype} parameter of shape "
+            f"{shape}: {failed}"
+        ) from failed
 
     def splits(self, dtype: torch.dtype) -> bool:
-        """Whether a parameter may be stepped in parts."""
-        return splits(self.optimizer_class, dtype)
+        """Whether a parameter may be stepped in parts with the same result."""
+        name = self.optimizer_class.__name__
+        own = getattr(torch.optim, name, None) is self.optimizer_class
+        return own and name in _ELEMENTWISE and dtype in _SPLIT_DTYPES
+
+    def _check_fused(self, options: Mapping[str, Any], dtype: torch.dtype) -> None:
+        """Refuse a fused step of which torch's kernel leaves the weights as they are.
+
+        Raises:
+            ValueError: It is one.
+        """
+        if (
+            options.get("fused")
+            and self._device.type == "cpu"
+            and issubclass(self.optimizer_class, torch.optim.SGD)
+            and not _fused_sgd_steps(dtype)
+        ):
+            raise ValueError(
+                f"fused=True of {self.optimizer_class.__name__} leaves {str(dtype)[6:]} weights on "
+                f"the CPU as they are in torch {torch.__version__}, without a word: leave out "
+                "fused, or step on master weights (master_dtype=torch.float32)"
+            )
 
     def step(
         self, works: Sequence[Work], groups: Sequence[dict[str, Any]], small: Sequence[Any]
@@ -126,13 +182,6 @@ class Stepper:
 
     def _constructed(self, groups: list[dict[str, Any]]) -> Any:
         return self.optimizer_class(groups, **self._arguments)
-
-    def _made_by(self, options: dict[str, Any]) -> Any:
-        def make(parameters: list[torch.nn.Parameter]) -> Any:
-            return self._constructed([{**options, "params": parameters}])
-
-        make.__name__ = self.optimizer_class.__name__
-        return make
 
 
 def _made_small(optimizer_class: Any, arguments: dict[str, Any]) -> Any:
@@ -254,27 +303,6 @@ def check_class(optimizer_class: Any) -> None:
         raise TypeError(f"{optimizer_class.__name__}.step needs a closure, which cannot be swapped")
 
 
-def check_fused(
-    optimizer_class: Any, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Refuse a fused step of which torch's kernel leaves the weights as they are.
-
-    Raises:
-        ValueError: It is one.
-    """
-    if (
-        options.get("fused")
-        and device.type == "cpu"
-        and issubclass(optimizer_class, torch.optim.SGD)
-        and not _fused_sgd_steps(dtype)
-    ):
-        raise ValueError(
-            f"fused=True of {optimizer_class.__name__} leaves {str(dtype)[6:]} weights on the CPU "
-            f"as they are in torch {torch.__version__}, without a word: leave out fused, or step "
-            "on master weights (master_dtype=torch.float32)"
-        )
-
-
 @functools.cache
 def _fused_sgd_steps(dtype: torch.dtype) -> bool:
     """Whether each weight changes, those too that vector instructions step many of at once."""
@@ -285,68 +313,3 @@ def _fused_sgd_steps(dtype: torch.dtype) -> bool:
     except RuntimeError:  # torch says so itself
         return True
     return bool((weights.detach() == 0.5).all())
-
-
-def splits(optimizer_class: type, dtype: torch.dtype) -> bool:
-    """Whether a parameter may be stepped in parts with the same result."""
-    own = getattr(torch.optim, optimizer_class.__name__, None) is optimizer_class
-    return own and optimizer_class.__name__ in _ELEMENTWISE and dtype in _SPLIT_DTYPES
-
-
-def kinds(
-    optimizer_class: Any,
-    options: dict[str, Any],
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    splittable: bool,
-    device: torch.device,
-) -> tuple[Kind, ...]:
-    """The state tensors that a parameter will have and that are worth swapping.
-
-    Args:
-        optimizer_class: The class.
-        options: Its arguments and the group's options.
-        dtype: That the step computes in.
-        shape: Of the parameter.
-        splittable: The state has the parameter's shape, whatever that is.
-        device: Where it steps: tried where others do not do (``capturable=True``).
-
-    Raises:
-        TypeError: The optimizer cannot be probed; says why.
-    """
-    asked = (3,) if splittable else shape
-    failed: Exception | None = None
-    # On the meta device a tensor of any size costs nothing; some optimizers look at values.
-    names = ["cpu"] if splittable else ["meta", "cpu"]
-    for where in [*map(torch.device, names), *([] if device.type == "cpu" else [device])]:
-        try:
-            state = _step_once(optimizer_class, options, dtype, asked, where)
-        except Exception as error:
-            failed = error
-            continue
-        found = []
-        for name, value in state.items():
-            if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                continue  # a step counter: stays in memory
-            same = tuple(value.shape) == asked
-            if same or value.numel() >= 64:
-                found.append(Kind(name, value.dtype, None if same else tuple(value.shape)))
-        return tuple(found)
-    raise TypeError(
-        f"{optimizer_class.__name__} could not be tried on a {dtype} parameter of shape {shape}: "
-        f"{failed}"
-    ) from failed
-
-
-def _step_once(
-    optimizer_class: Any,
-    options: dict[str, Any],
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    device: torch.device,
-) -> dict[str, Any]:
-    parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
-    parameter.grad = torch.zeros_like(parameter)
-    made = optimizer_class([parameter], **options)
-    made.step()
-    return dict(made.state[parameter])
