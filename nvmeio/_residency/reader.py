@@ -1,10 +1,15 @@
-"""The thread that keeps the drive busy: reads of units, first come first served.
+"""What keeps the drive busy: reads of units, first come first served.
 
 The engine below serves its requests fairly, a block of each in turn. That is right for strangers
 and wrong here, where the unit that is needed next should have the drive to itself. So the reads of
 a fill are submitted chunk by chunk, those of the next one behind them, and never more at once than
 fill the queue: a unit arrives as early as it can, and the drive has the next one in its queue by
 then.
+
+Who waits for a fill notices the end of its reads himself (`Reader.wait`): to be told by a thread
+would cost a switch. A thread is there for what goes on while nobody waits: reads that did not find
+room in the queue, and fills that want something done with what has arrived. One of the two lands
+reads at a time.
 
 Of a file that lies in the page cache (it was just downloaded, say) the drive is given less at a
 time, and the thread copies chunks from the cache instead of waiting: the two rates add up.
@@ -83,12 +88,15 @@ class Fill:
     ) -> None:
         self.chunks = deque(_chunks(reads))
         self.nbytes = sum(chunk.memory.nbytes for chunk in self.chunks)
-        self.left = len(self.chunks)
+        self.left = self._count = len(self.chunks)
+        self.operations: list[Operation] = []  # that were begun
         self.arrived = arrived
         self.finished = finished
         self.ended = ended
         self.after = after
         self.on_device = after is not None
+        # Whether the thread sees to it, though nobody waits
+        self.attended = self.on_device or not reads or any((arrived, finished, ended))
         self.error: BaseException | None = None
         self.failed_at: WantedBytes | None = None
         self.cancelled = False
@@ -96,12 +104,27 @@ class Fill:
 
     @property
     def whole(self) -> bool:
-        """Whether all of it has arrived. From any thread."""
-        return self.done.is_set() and self.error is None and not self.cancelled
+        """Whether all of it has arrived, noticed or not. From any thread."""
+        if self.error is not None or self.cancelled:
+            return False
+        return self.done.is_set() or (self._has_ended and not any(map(_failed, self.operations)))
+
+    @property
+    def under_way(self) -> bool:
+        """Whether any of it is still to come. From any thread."""
+        return not (self.done.is_set() or self._has_ended)
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether all is read, of one that nobody has to see to."""
+        begun = tuple(self.operations)
+        return (
+            not self.attended and len(begun) == self._count and all(each.done() for each in begun)
+        )
 
 
 class Reader:
-    """Carries out fills in the order of `submit`, in a thread of its own.
+    """Carries out fills in the order of `submit`.
 
     Args:
         handle: Moves the bytes; stays open.
@@ -118,6 +141,7 @@ class Reader:
         self._queue: deque[Fill] = deque()
         self._flying: deque[tuple[Operation, Fill, WantedBytes, int]] = deque()
         self._flying_bytes = 0
+        self._landing = False  # somebody does: the thread, or who waits
         self._stopping = False
         self._thread = Thread(self._run, "nvmeio-stream")
         self._thread.start()
@@ -132,7 +156,28 @@ class Reader:
                 return
             self._queue.append(fill)
             self._fill()  # here and now: the thread may be waiting for the end of a chunk
-            self._condition.notify()
+            self._call_thread()
+
+    def wait(self, fill: Fill) -> None:
+        """Block until a fill has ended, however."""
+        with self._condition:
+            if fill.done.is_set():
+                return
+            lands = not self._landing
+            if lands:
+                self._landing = True
+            else:
+                fill.attended = True  # whoever lands now may stop before that
+        if not lands:
+            fill.done.wait()
+            return
+        try:
+            while not fill.done.is_set():
+                self._step()
+        finally:
+            with self._condition:
+                self._landing = False
+                self._call_thread()
 
     def cancel(self, fill: Fill) -> None:
         """End a fill, finished or not; when this returns nobody touches its memory any more."""
@@ -147,7 +192,7 @@ class Reader:
                 operation.cancel()
             if not fill.left and not fill.done.is_set():
                 self._conclude(fill)
-        fill.done.wait()
+        self.wait(fill)
 
     def stop(self) -> None:
         """Cancel everything and end the thread."""
@@ -157,24 +202,40 @@ class Reader:
         for fill in fills:
             self.cancel(fill)
         with self._condition:
-            self._condition.notify()
+            self._call_thread()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    # In the thread
+    # In the thread, or by who waits
 
     def _run(self) -> None:
-        while self._step():  # nothing of a step is held while the next one is waited for
-            pass
+        while True:
+            with self._condition:
+                while self._landing or not self._is_needed():
+                    if self._stopping and not self._landing:
+                        return
+                    self._condition.wait()
+                self._landing = True
+            while self._step(only_if_needed=True):  # nothing of a step is held between two
+                pass
 
-    def _step(self) -> bool:
+    def _is_needed(self) -> bool:
+        """Whether there is work though nobody waits. With the condition held."""
+        return bool(self._queue) or any(fill.attended for _, fill, _, _ in self._flying)
+
+    def _call_thread(self) -> None:
+        if not self._landing and (self._stopping or self._is_needed()):
+            self._condition.notify()
+
+    def _step(self, only_if_needed: bool = False) -> bool:
+        """Land one chunk; False, and the end of landing, where the thread has nothing to do."""
         with self._condition:
             self._fill()
-            while not self._flying and not self._queue:
-                if self._stopping:
-                    return False
-                self._condition.wait()
-                self._fill()
+            if only_if_needed and not self._is_needed():
+                self._landing = False
+                return False
+            if not self._flying and not self._queue:
+                return True  # it has failed just now
             late = None if self._flying else self._queue[0]
             if late is None:
                 beside = None if self._flying[0][0].done() else self._next_cached()
@@ -268,6 +329,7 @@ class Reader:
                 else:
                     if fill.on_device:  # a window there counts it for as long as anybody has it
                         wanted = wanted._replace(memory=_NOTHING)
+                    fill.operations.append(operation)
                     self._flying.append((operation, fill, wanted, nbytes))
                     self._flying_bytes += nbytes
             if not fill.chunks:
@@ -320,6 +382,11 @@ class Reader:
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def _failed(operation: Operation) -> bool:
+    """Of one that has ended."""
+    return operation.cancelled() or operation.exception() is not None
 
 
 def _is_reached(mark: Mark) -> bool:

@@ -206,8 +206,10 @@ class Window(Generic[Unit, SomeSlot]):
 
     def look_ahead(self) -> None:
         """Begin to read what comes next, as far as there is room."""
-        under_way = [s.fill for s in self._slots.values() if s.fill and not s.fill.done.is_set()]
-        units, nbytes = len(under_way), sum(fill.nbytes for fill in under_way)
+        units = nbytes = 0
+        if self._most is not None:
+            under_way = [s.fill for s in self._slots.values() if s.fill and s.fill.under_way]
+            units, nbytes = len(under_way), sum(fill.nbytes for fill in under_way)
         for unit in self._order.upcoming():
             if self._most is not None and units >= self._most[0] and nbytes >= self._most[1]:
                 return
@@ -256,7 +258,7 @@ class Window(Generic[Unit, SomeSlot]):
         fill = slot.fill
         if fill is not None:
             began = time.perf_counter()
-            fill.done.wait()
+            self.reader.wait(fill)
             self.waited_s += time.perf_counter() - began
             try:
                 if fill.error is not None:

@@ -167,12 +167,16 @@ def test_each_drive_is_read_by_its_weight(
         model = stream(folders, handle=handle, resident_bytes=24_000_000, window=1)
         models.logits(model, models.prompt())
         reader = model.weight_stream._uses.resources.reader
-        spin_until(lambda: not reader._flying and not reader._queue)
+
+        def is_idle() -> bool:
+            return not reader._queue and all(flying[0].done() for flying in [*reader._flying])
+
+        spin_until(is_idle)
         read.clear()
         before = model.weight_stream.stats.bytes_read
         for _ in range(4):
             models.logits(model, models.prompt())
-            spin_until(lambda: not reader._flying and not reader._queue)
+            spin_until(is_idle)
         wanted = model.weight_stream.stats.bytes_read - before
         model.weight_stream.close()
     assert wanted > 4_000_000

@@ -96,7 +96,7 @@ def test_a_fill_that_waits_for_memory_is_cancelled_at_once(reader: Reader, data:
     mark.reached.set()
     later, there = fill_of(data, None)
     reader.submit(later)
-    assert later.done.wait(PATIENCE_S)
+    reader.wait(later)
     assert there.numpy().tobytes() == DATA
     assert not memory.any()
 
@@ -111,5 +111,5 @@ def test_a_device_that_fails_fails_the_fill_that_waits_for_it(reader: Reader, da
     assert not memory.any()
     later, there = fill_of(data, None)
     reader.submit(later)
-    assert later.done.wait(PATIENCE_S)
+    reader.wait(later)
     assert there.numpy().tobytes() == DATA

@@ -69,7 +69,10 @@ def bring(reader: Reader, file: File, nbytes: int = NBYTES) -> tuple[Fill, torch
     memory = torch.zeros(nbytes, dtype=torch.uint8)
     fill = Fill([WantedBytes(file, 0, memory, 0)])
     reader.submit(fill)
-    assert fill.done.wait(LIMIT_S)
+    waiting = threading.Thread(target=reader.wait, args=(fill,), daemon=True)
+    waiting.start()
+    waiting.join(LIMIT_S)
+    assert fill.done.is_set()
     return fill, memory
 
 
@@ -196,3 +199,98 @@ def test_chunks_that_were_copied_are_announced_too(
     assert fill.done.wait(LIMIT_S)
     assert finished.is_set()
     assert sorted(there) == [(n * PIECE, PIECE) for n in range(PIECES)] + [(PIECES * PIECE, 77)]
+
+
+class Held:
+    """A read that ends when the test says so."""
+
+    def __init__(self, memory: torch.Tensor, file: File, file_offset: int = 0) -> None:
+        self.over = threading.Event()
+        self.asked_by: list[str] = []
+
+    def done(self) -> bool:
+        return self.over.is_set()
+
+    def cancelled(self) -> bool:
+        return False
+
+    def exception(self) -> BaseException | None:
+        self.asked_by.append(threading.current_thread().name)
+        assert self.over.wait(LIMIT_S)
+        return None
+
+    def cancel(self) -> None:
+        pass
+
+
+def held_reads(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> list[Held]:
+    begun: list[Held] = []
+
+    def begin(*arguments: Any) -> Held:
+        begun.append(Held(*arguments))
+        return begun[-1]
+
+    monkeypatch.setattr(reader._handle, "async_pread", begin)
+    return begun
+
+
+def fill_of(file: File, nbytes: int = PIECE) -> Fill:
+    return Fill([WantedBytes(file, 0, torch.zeros(nbytes, dtype=torch.uint8), 0)])
+
+
+def test_a_fill_of_which_a_read_is_under_way_is_not_whole(
+    reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "CACHED_FLIGHT_BYTES", 1 << 30)
+    begun = held_reads(reader, monkeypatch)
+    fill = fill_of(weights, 2 * PIECE)
+    assert not fill.whole and fill.under_way
+    reader.submit(fill)
+    begun[0].over.set()
+    assert not fill.whole and fill.under_way
+    begun[1].over.set()
+    assert fill.whole and not fill.under_way
+    assert not fill.done.is_set()  # nobody has waited for it
+
+
+def test_who_waits_for_a_fill_lands_it_without_the_thread(
+    reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = held_reads(reader, monkeypatch)
+    fill = fill_of(weights)
+    reader.submit(fill)
+    begun[0].over.set()
+    reader.wait(fill)
+    assert fill.whole
+    assert begun[0].asked_by == [threading.current_thread().name]
+
+
+def test_two_that_wait_are_both_told(
+    reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one's fill is landed by the thread where the first one has gone by then."""
+    monkeypatch.setattr(reader_module, "CACHED_FLIGHT_BYTES", 1 << 30)
+    begun = held_reads(reader, monkeypatch)
+    fills = [fill_of(weights), fill_of(weights)]
+    waiting = []
+    for fill in fills:
+        reader.submit(fill)
+        waiting.append(threading.Thread(target=reader.wait, args=(fill,), daemon=True))
+        waiting[-1].start()
+    for number, thread in enumerate(waiting):
+        begun[number].over.set()
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    assert all(fill.whole for fill in fills)
+
+
+def test_a_fill_that_nobody_waited_for_is_cancelled(
+    reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = held_reads(reader, monkeypatch)
+    fill = fill_of(weights)
+    reader.submit(fill)
+    begun[0].over.set()
+    reader.cancel(fill)
+    assert fill.done.is_set() and not fill.whole
+    assert not reader._flying

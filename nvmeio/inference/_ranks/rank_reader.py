@@ -196,6 +196,13 @@ class RankReader(Reader):
             super().submit(fill.own)
         self._wake.set()
 
+    def wait(self, fill: Fill) -> None:
+        """Block until a fill has ended, however."""
+        if isinstance(fill, SharedFill):
+            fill.done.wait()
+        else:
+            super().wait(fill)
+
     def cancel(self, fill: Fill) -> None:
         """End a fill; when this returns nobody touches its memory any more."""
         if not isinstance(fill, SharedFill):
@@ -315,7 +322,7 @@ class RankReader(Reader):
                     fill.taking = True
                     self._wants.remove(fill)
         if fill is None:
-            own = Fill(self._wanted(number, self._in_room()))
+            own = Fill(self._wanted(number, self._in_room()), ended=self._wake.set)
             super().submit(own)
             self._await(own, number)
             self.served_bytes += own.nbytes

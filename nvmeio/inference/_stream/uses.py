@@ -97,7 +97,7 @@ class Uses:
             raise RuntimeError(f"no slot for {self._fixed!r}")
         slot.fill = self._keeper.fill(slot)
         reader.submit(slot.fill)
-        slot.fill.done.wait()
+        reader.wait(slot.fill)
         if slot.fill.error is not None:
             raise self._keeper.explain(slot, slot.fill.error) from slot.fill.error
         slot.fill = None

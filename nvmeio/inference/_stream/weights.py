@@ -237,7 +237,7 @@ class Weights(Keeper[Unit, WeightSlot]):
             return copy.copy_(shown)
         fill = memory.fill(slot, alone.layout.reads, self._checkpoint.files)
         self._resources.reader.submit(fill)
-        fill.done.wait()
+        self._resources.reader.wait(fill)
         what = f"weight {alone.weights[0].name!r} of {unit.name}"
         if isinstance(fill.error, TransferError):
             raise with_context(fill.error, what) from fill.error

@@ -87,7 +87,7 @@ class ActivationReads:
         self.look_ahead(saved.number)
         fill, memory = saved.fill, saved.ahead
         assert fill is not None and memory is not None
-        fill.done.wait()
+        self._reader.wait(fill)
         try:
             if not fill.whole:
                 raise fill.error or ClosedError(self._closed)
