@@ -1,8 +1,21 @@
-"""What a torch pickle says, as values: names, calls not made, storages that are not there."""
+"""What a pickle says, as values: names, calls not made, storages that are not there.
+
+Of any pickle, Python's own unpickler in Python finds that (`scan`), with steps of ours in place of
+those that would run something, or take more than the pickle brings along: globals are names, calls
+are noted. That tells which storages a checkpoint refers to, how large it says they are, and what
+would be imported, before anything is allocated; and for `nvmeio inspect` the names, shapes and
+dtypes of the tensors.
+
+torch's ``weights_only`` makes the objects of what it allows while it reads. That is too late here:
+a load has to know of all storages and their sizes before memory is taken and reads are begun.
+"""
 
 from __future__ import annotations
 
+import io
+import pickle
 import reprlib
+import struct
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -76,21 +89,13 @@ def storage_of(pid: Any) -> StorageRef:
     Raises:
         PickleError: It says none.
     """
-    if type(pid) is not tuple or len(pid) != 5 or as_text(pid[0]) != "storage":
+    if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
         raise PickleError(f"a persistent id that is no storage: {shown(pid)}")
     _, kind, key, location, numel = pid
-    if type(kind) is not Global or not isinstance(numel, int) or numel < 0:
+    is_one = type(kind) is Global and type(key) is str and type(location) is str
+    if not is_one or not isinstance(numel, int) or numel < 0:
         raise PickleError(f"a storage that is none: {shown(pid)}")
-    return StorageRef(kind.name, as_text(key), as_text(location), numel)
-
-
-def as_text(value: Any) -> str:
-    """A name in a pickle; Python 2 wrote bytes."""
-    if type(value) is str:
-        return value
-    if not isinstance(value, bytes):
-        raise PickleError(f"expected a text, not {shown(value)}")
-    return value.decode("ascii")
+    return StorageRef(kind.name, key, location, numel)
 
 
 class Scan(NamedTuple):
@@ -103,7 +108,7 @@ class Scan(NamedTuple):
         storages: All storages that are referred to, each once, by key, in order.
         calls: All calls, in the order in which they would be made; of a plain pickle none.
         nbytes: The length of the pickle.
-        plain: Whether it is plain (`plain_pickle`): nothing of it needs another look.
+        plain: Whether it is plain (`torch_pickle`): nothing of it needs another look.
     """
 
     value: object
@@ -241,3 +246,177 @@ def _value_of(call: PickledCall) -> object:
     if not all(type(number) in (int, float) for number in numbers):
         return call
     return complex(*numbers) if numbers is args and len(args) == 2 else tuple(numbers)
+
+
+# Of any pickle
+
+
+def scan(data: bytes) -> Scan:
+    """Read a pickle.
+
+    Raises:
+        PickleError: It is damaged, cut off, or refers to something that is no storage.
+    """
+    file = io.BytesIO(data)
+    scanner = _Scanner(file)
+    try:
+        value = scanner.load()
+    except PickleError:
+        raise
+    except (*_WRONG, pickle.UnpicklingError) as wrong:
+        raise PickleError(f"damaged at byte {file.tell()}: {wrong!r}") from wrong
+    return Scan(value, scanner.globals, scanner.storages, scanner.calls, len(data), False)
+
+
+# What an unpickler raises where stack, memo or what is made are not as the pickle has them.
+_WRONG = (
+    *(ValueError, TypeError, AttributeError, LookupError, EOFError, OverflowError, RecursionError),
+    struct.error,
+)
+
+_Unpickler: Any = pickle._Unpickler
+
+
+class _Call(PickledCall):
+    """One that takes what an unpickler gives to what was made, here as well."""
+
+    __slots__ = ()
+
+    def __setitem__(self, key: object, value: object) -> None:
+        self.items = self.items or []
+        self.items.append((key, value))
+
+    def append(self, element: object) -> None:
+        """Also what a set is given."""
+        self.elements = self.elements or []
+        self.elements.append(element)
+
+    add = append
+
+
+class _Steps(dict[int, Any]):
+    """What is done for each opcode, by the methods of an unpickler."""
+
+    def __missing__(self, code: int) -> Any:
+        raise LookupError(f"{code:#x} is no opcode")
+
+
+class _Scanner(_Unpickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, encoding="latin-1")
+        # Without regard to frames, which takes twice as long.
+        self.read, self.readline, self.readinto = file.read, file.readline, file.readinto
+        self.stack: list[Any] = []
+        self.append = self.stack.append
+        self.metastack: list[list[Any]] = []
+        self.globals: set[Global] = set()
+        self.storages: dict[str, StorageRef] = {}
+        self.calls: list[PickledCall] = []
+        self._keys = Keys()
+
+    def load(self) -> object:
+        read, steps = self.read, self.dispatch
+        while (opcode := read(1)) != pickle.STOP:
+            steps[opcode[0]](self)
+        return self.stack.pop()
+
+    def load_frame(self) -> None:
+        self.read(8)
+
+    def find_class(self, module: str, name: str) -> Global:
+        found = Global(module, name)
+        self.globals.add(found)
+        return found
+
+    def get_extension(self, code: int) -> None:
+        self.stack.append(self.find_class("copyreg", f"extension {code}"))
+
+    def persistent_load(self, pid: Any) -> StorageRef:
+        ref = storage_of(pid)
+        self.storages.setdefault(ref.key, ref)
+        return ref
+
+    # What would run
+
+    def _call(self, function: Any, args: Any) -> PickledCall:
+        made = _Call(function, args)
+        self.calls.append(made)
+        return made
+
+    def _instantiate(self, function: Any, args: list[Any]) -> None:
+        self.stack.append(self._call(function, tuple(args)))
+
+    def load_reduce(self) -> None:
+        stack = self.stack
+        args = stack.pop()
+        # A dict by another name: what follows are its items.
+        if not args and args == () and stack[-1] == ORDERED_DICT:
+            stack[-1] = {}
+        else:
+            stack[-1] = self._call(stack[-1], args)
+
+    def load_newobj_ex(self) -> None:
+        options = self.stack.pop()
+        args = self.stack.pop()
+        self.stack[-1] = self._call(self.stack[-1], (args, options))
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        if isinstance(self.stack[-1], PickledCall):
+            self.stack[-1].state = state
+
+    # What is hashed
+
+    def load_setitem(self) -> None:
+        value = self.stack.pop()
+        key = self.stack.pop()
+        self._set_items(self.stack[-1], [key, value])
+
+    def load_setitems(self) -> None:
+        flat = self.pop_mark()
+        self._set_items(self.stack[-1], flat)
+
+    def load_dict(self) -> None:
+        flat = self.pop_mark()
+        self.stack.append({})
+        self._set_items(self.stack[-1], flat)
+
+    def _set_items(self, target: Any, flat: list[Any]) -> None:
+        keys = flat[::2]
+        self._keys.check(keys)
+        for key, value in zip(keys, flat[1::2], strict=True):
+            target[key] = value
+
+    def load_additems(self) -> None:
+        elements = self.pop_mark()
+        self._keys.check(elements)
+        for element in elements:
+            self.stack[-1].add(element)
+
+    def load_frozenset(self) -> None:
+        elements = self.pop_mark()
+        self._keys.check(elements)
+        self.stack.append(frozenset(elements))
+
+    # What takes more than the pickle brings along
+
+    def load_bytearray8(self) -> None:
+        (nbytes,) = struct.unpack("<Q", self.read(8))
+        self.stack.append(bytearray(self.read(nbytes)))
+
+    dispatch = _Steps(
+        _Unpickler.dispatch
+        | {
+            pickle.FRAME[0]: load_frame,
+            pickle.REDUCE[0]: load_reduce,
+            pickle.NEWOBJ[0]: load_reduce,
+            pickle.NEWOBJ_EX[0]: load_newobj_ex,
+            pickle.BUILD[0]: load_build,
+            pickle.SETITEM[0]: load_setitem,
+            pickle.SETITEMS[0]: load_setitems,
+            pickle.DICT[0]: load_dict,
+            pickle.ADDITEMS[0]: load_additems,
+            pickle.FROZENSET[0]: load_frozenset,
+            pickle.BYTEARRAY8[0]: load_bytearray8,
+        }
+    )

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from nvmeio._formats import plain_pickle
+from nvmeio._formats import torch_pickle
 from nvmeio._formats.sniff import TruncatedFileError
 from nvmeio._formats.torch_file import TorchFile, same_file, size_error, unsafe_globals
 from nvmeio.checkpoint._load.load_options import LoadOptions
@@ -104,9 +104,9 @@ def _unpickle_plain(reader: MemoryReader, options: LoadOptions) -> Any:
     settings = getattr(torch.serialization, "_serialization_tls", None)
     restoring = getattr(torch.serialization, "_get_restore_location", None)
     if restoring is None or getattr(settings, "skip_data", False):  # wants storages without bytes
-        raise plain_pickle.UnknownTorchError
+        raise torch_pickle.UnknownTorchError
     restore = restoring(options.map_location)
-    return plain_pickle.unpickle(reader.get_record("data.pkl"), reader.storages, restore)
+    return torch_pickle.unpickle(reader.get_record("data.pkl"), reader.storages, restore)
 
 
 # With what was read
