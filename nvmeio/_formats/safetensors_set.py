@@ -6,7 +6,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_header import Header, TensorEntry
 from nvmeio._formats.safetensors_shards import as_package
+from nvmeio._io.spans import Load, Span
 from nvmeio._storage.guarded import Unchanged
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
@@ -73,17 +74,44 @@ class SafetensorsSet:
         index = len(self.files)
         self.files.append(file)
         self._unchanged.append(Unchanged(file))
-        _check_length(file, handle)
-        header = header_of(file, handle)
+        text = _header_text(file, handle)
+        try:
+            header = headers.parse(text, file.size(), file.path)
+        except IntegrityError:
+            _check_length(text, file)
+            raise
         self.metadata.update(header.metadata)
         for name in header.tensors if names is None else names:
             if name not in header.tensors:
-                raise IntegrityError(
+                raise as_package(IntegrityError)(
                     f"{self.path} says that tensor {name!r} is in {file.path}, which lacks it",
                     expected=name,
                     found=sorted(header.tensors)[:20],
                 )
             self.tensors[name] = StoredTensor(name, index, header.tensors[name])
+
+    def read(
+        self, names: Sequence[str], handle: AioHandle, load: Load, device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """Read tensors, by name, on to a device; `load` cancels that.
+
+        Raises:
+            TypeError: torch has no such dtype; nothing was read.
+            TransferError: They cannot be read.
+            MemoryError: They are larger than what is available.
+        """
+        stored = [self.tensors[name] for name in names]
+        for _, _, entry in stored:
+            entry.for_torch()
+        spans = [
+            Span(self.files[file], entry.start, entry.nbytes, repr(name))
+            for name, file, entry in stored
+        ]
+        memories = load.run(handle, spans, device)
+        return {
+            name: tensor_on(memory, entry)
+            for (name, _, entry), memory in zip(stored, memories, strict=True)
+        }
 
     def take_parts(
         self, others: Iterable[SafetensorsSet], dealt: Callable[[int, int], list[FileBytes]]
@@ -125,29 +153,28 @@ class SafetensorsSet:
 
 
 def _parts(path: Path) -> list[tuple[Path, list[str] | None]]:
-    parts = shards_of(path)
-    for shard, names in parts:
-        if names is not None and not shard.exists():
+    """The files of a whole or an index, each with the tensors that count; None: all of them."""
+    if not shards.is_index(path):
+        return [(path, None)]
+    parts = shards.read_index(path)
+    for shard, names in parts.items():
+        if not shard.exists():
             raise TransferError(
                 errno.ENOENT,
                 operation="open",
                 path=str(shard),
                 detail=f"{path} names it for tensor {names[0]!r}, but it is not there",
             )
-    return parts
+    return [*parts.items()]
 
 
-def _check_length(file: File, handle: AioHandle) -> None:
+def _check_length(text: bytes, file: File) -> None:
     """Say of a file that was cut which tensor is the first that it lacks bytes of.
 
     Raises:
         IntegrityError: It ends inside of a tensor, or before one.
     """
-    size = file.size()
-    prefix = bytes_at(handle, file, 0, min(size, headers.LENGTH_BYTES))
-    length = headers.header_bytes(prefix, size, file.path)
-    base = headers.LENGTH_BYTES + length
-    text = bytes_at(handle, file, headers.LENGTH_BYTES, length)
+    size, base = file.size(), headers.LENGTH_BYTES + len(text)
     try:
         described: dict[str, Any] = json.loads(text)
         ends = {
@@ -156,7 +183,7 @@ def _check_length(file: File, handle: AioHandle) -> None:
             if name != "__metadata__"
         }
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-        return  # `header_of` says what is wrong with it
+        return
     cut = min(((end, name) for name, end in ends.items() if end > size), default=None)
     if cut is not None:
         raise as_package(IntegrityError)(
@@ -164,20 +191,13 @@ def _check_length(file: File, handle: AioHandle) -> None:
             f"byte {size}",
             expected=cut[0],
             found=size,
-        )
+        ) from None
 
 
-# Open files: headers, shards, and tensors on memory that was read
+# Open files: headers, and tensors on memory that was read
 
 # What is read of a file at once, in the hope that its header is no larger.
 _PREFIX_BYTES = 64 << 10
-
-
-def shards_of(path: Path) -> list[tuple[Path, list[str] | None]]:
-    """The files of a whole or an index, each with the tensors that count; None: all of them."""
-    if not shards.is_index(path):
-        return [(path, None)]
-    return [(shard, names) for shard, names in shards.read_index(path).items()]
 
 
 def header_of(file: File, handle: AioHandle) -> Header:
@@ -187,13 +207,17 @@ def header_of(file: File, handle: AioHandle) -> Header:
         IntegrityError: It is malformed, or does not match the size of the file.
         TransferError: It cannot be read.
     """
+    return headers.parse(_header_text(file, handle), file.size(), file.path)
+
+
+def _header_text(file: File, handle: AioHandle) -> bytes:
     size = file.size()
     prefix = bytes_at(handle, file, 0, min(size, _PREFIX_BYTES))
     length = headers.header_bytes(prefix, size, file.path)
     end = headers.LENGTH_BYTES + length
     if end > len(prefix):
         prefix += bytes_at(handle, file, len(prefix), end - len(prefix))
-    return headers.parse(prefix[headers.LENGTH_BYTES : end], size, file.path)
+    return prefix[headers.LENGTH_BYTES : end]
 
 
 def bytes_at(handle: AioHandle, file: File, offset: int, nbytes: int) -> bytes:

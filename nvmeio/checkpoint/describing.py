@@ -125,12 +125,7 @@ def _describe(path: str | os.PathLike[str]) -> Description:
     with open_reading(path) as file, CallHandle(None, path) as handle:
         checkpoint = TorchFile(file, handle.get, Load())
         summed = _is_summed(checkpoint.archive, file)
-        records = [
-            RecordFacts(
-                e.name, e.offset, e.nbytes, e.crc if e.crc or summed or not e.nbytes else None
-            )
-            for e in checkpoint.archive.entries
-        ]
+        records = [_record(entry, summed) for entry in checkpoint.archive.entries]
         if checkpoint.archive.is_script:
             raise NoCheckpointError(f"{path} is a TorchScript archive")
         scan = scan_pickle(checkpoint)

@@ -16,7 +16,7 @@ import torch
 
 from nvmeio import _checks
 from nvmeio._formats.safetensors_header import TensorEntry
-from nvmeio._formats.safetensors_set import SafetensorsSet, tensor_on
+from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._formats.safetensors_shards import as_package, device_of, noted
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
@@ -160,25 +160,15 @@ class LazyTensors:
         return LazySlice(self, name, self._entry(name))
 
     def _read(self, names: list[str]) -> dict[str, Any]:
-        opened = self._tensors()
-        entries = {name: self._entry(name) for name in names}
-        spans = []
-        for name, entry in entries.items():
-            entry.for_torch()  # refused before anything is read
-            file = opened.files[opened.tensors[name].file]
-            spans.append(Span(file, entry.start, entry.nbytes, repr(name)))
-        load = Load()
-
-        def read() -> list[torch.Tensor]:
-            return load.run(self._handle.get(), spans, self._device)
-
-        memories = run_interruptible(read, load.cancel)
+        opened, load = self._tensors(), Load()
+        for name in names:
+            self._entry(name)
+        found = run_interruptible(
+            lambda: opened.read(names, self._handle.get(), load, self._device), load.cancel
+        )
         for index in {opened.tensors[name].file for name in names}:
             opened.check(index, "a tensor")
-        return {
-            name: self._given(tensor_on(memory, entries[name]), name)
-            for name, memory in zip(names, memories, strict=True)
-        }
+        return {name: self._given(tensor, name) for name, tensor in found.items()}
 
     def _read_part(self, name: str, view: torch.Tensor) -> Any:
         """A strided part of a tensor, as one on the meta device says."""

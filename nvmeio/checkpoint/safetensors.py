@@ -18,21 +18,21 @@ import torch
 from nvmeio import files
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
-from nvmeio._formats.safetensors_header import Header, TensorEntry
-from nvmeio._formats.safetensors_set import header_of, shards_of, tensor_on
-from nvmeio._formats.safetensors_shards import as_package, device_of, failed_save, missing
+from nvmeio._formats.safetensors_header import Header
+from nvmeio._formats.safetensors_set import SafetensorsSet, header_of
+from nvmeio._formats.safetensors_shards import device_of, failed_save, missing
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes, StorageRecord
 from nvmeio._formats.torch_writing import padded_nbytes, write_part
 from nvmeio._io.handles import handle_for
 from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._io.long_call import LongCall
-from nvmeio._io.spans import Load, Span
+from nvmeio._io.spans import Load
 from nvmeio._memory import tensors as tensors_module
 from nvmeio._storage.durable import sync_directory
 from nvmeio._storage.guarded import read_small
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads.jobs import in_thread, run_interruptible
-from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.progress import Progress
 
@@ -189,31 +189,12 @@ def _load(
     path: str | os.PathLike[str], device: torch.device, handle: AioHandle | None, call: LongCall
 ) -> dict[str, torch.Tensor]:
     place = shards.find(path)
-    with contextlib.ExitStack() as opened:
+    with (
+        handle_for(handle, place) as reader,
+        contextlib.closing(SafetensorsSet(place, reader)) as opened,
+    ):
         # Opened once for header and tensors: a file that replaces it meanwhile is another.
-        parts = [
-            (opened.enter_context(files.open(shard)), names) for shard, names in shards_of(place)
-        ]
-        reader = opened.enter_context(handle_for(handle, place))
-        found: dict[str, TensorEntry] = {}
-        spans: list[Span] = []
-        for file, names in parts:
-            tensors = header_of(file, reader).tensors
-            for name in tensors if names is None else names:
-                if name not in tensors:
-                    raise as_package(IntegrityError)(
-                        f"{place} says that {name!r} is in {file.path}, which lacks it",
-                        expected=name,
-                        found=list(tensors),
-                    )
-                entry = found[name] = tensors[name]
-                entry.for_torch()  # refused before anything is read
-                spans.append(Span(file, entry.start, entry.nbytes, repr(name)))
-        memories = Load(call).run(reader, spans, device)
-        return {
-            name: tensor_on(memory, found[name])
-            for name, memory in zip(found, memories, strict=True)
-        }
+        return opened.read([*opened.tensors], reader, Load(call), device)
 
 
 # What is refused, the order of tensors, how a set is replaced
