@@ -105,7 +105,7 @@ def verify(
     """
     flight = InFlight()
     return run_interruptible(
-        lambda: _verify(path, handle, progress or _no_progress, flight), flight.cancel
+        lambda: _verify(path, handle, progress or (lambda nbytes: None), flight), flight.cancel
     )
 
 
@@ -120,27 +120,31 @@ def _verify(
         raise NoCheckpointError(
             f"{path} is in torch's format from before its zip files, which has no checksums"
         )
+    kinds = {"safetensors": _verify_safetensors, "part": _verify_part, "torch": _verify_archive}
     with open_reading(path) as file, CallHandle(handle, path) as call_handle:
-        if kind == "safetensors":
-            return _verify_safetensors(file, call_handle, progress, flight)
-        if kind == "part":
-            return _verify_part(file, call_handle, progress, flight)
-        return _Verification(file, call_handle, progress, flight).run()
+        stream = partial(_stream, file, call_handle, progress, flight)
+        return kinds[kind](file, call_handle, stream)
 
 
-def _no_progress(nbytes: int) -> None:
-    pass
+Feed = Callable[[int, int], None]
+"""Is called with address and length of the next bytes of a file."""
+
+Stream = Callable[[Feed | None], None]
+"""Reads a file from its first byte to its last; without reading where nobody is to be called."""
 
 
 def _stream(
     file: File,
-    handle: AioHandle,
+    call_handle: CallHandle,
     progress: Callable[[int], None],
     flight: InFlight,
-    feed: Callable[[int, int], None],
+    feed: Feed | None,
 ) -> None:
-    """Read a file from its first byte to its last; `feed` is called with address and length."""
     size = file.size()
+    if feed is None:
+        progress(size)
+        return
+    handle = call_handle.get()
     stagings = Stagings(min(_CHUNK_BYTES, size), _CHUNKS, torch.device("cpu"))
 
     def take(chunk: torch.Tensor, nbytes: int) -> None:
@@ -155,9 +159,7 @@ def _stream(
             flight.start(begin, nbytes, partial(take, chunk, nbytes))
 
 
-def _verify_safetensors(
-    file: File, handle: CallHandle, progress: Callable[[int], None], flight: InFlight
-) -> Verdict:
+def _verify_safetensors(file: File, handle: CallHandle, stream: Stream) -> Verdict:
     """Of one that `nvmeio pack` wrote, every byte; of others there are no checksums."""
     nbytes, problems = file.size(), []
     count = unchecked = 0
@@ -171,31 +173,29 @@ def _verify_safetensors(
         problems.append(Problem("", str(wrong)))
         shares = None
     if shares is None:
-        progress(nbytes)
+        stream(None)
     else:
         walk = _PackedWalk(shares)
-        _stream(file, handle.get(), progress, flight, walk.feed)
+        stream(walk.feed)
         problems += walk.problems
         unchecked = 0
     what = "" if problems else packed_index.part_in_words(header.metadata)
     return Verdict(file.path, "safetensors", nbytes, count, unchecked, problems, what)
 
 
-def _verify_part(
-    file: File, handle: CallHandle, progress: Callable[[int], None], flight: InFlight
-) -> Verdict:
+def _verify_part(file: File, handle: CallHandle, stream: Stream) -> Verdict:
     """What one rank has of a checkpoint: its bytes have one checksum."""
     nbytes = file.size()
     try:
         head = head_of(file)
     except IntegrityError as wrong:
-        progress(nbytes)
+        stream(None)
         return Verdict(file.path, "part", nbytes, 0, 0, [Problem("", str(wrong))])
     if head.sum is None:
-        progress(nbytes)
+        stream(None)
         return Verdict(file.path, "part", nbytes, 1, 1, [], head.what)
     walk = _PackedWalk([Share(head.what, HEAD_BYTES, nbytes, head.sum)])
-    _stream(file, handle.get(), progress, flight, walk.feed)
+    stream(walk.feed)
     return Verdict(file.path, "part", nbytes, 1, 0, walk.problems, head.what)
 
 
@@ -253,53 +253,26 @@ class _PackedWalk:
             self._crc = 0
 
 
-class _Verification:
-    """One torch archive."""
-
-    def __init__(
-        self,
-        file: File,
-        handle: CallHandle,
-        progress: Callable[[int], None],
-        flight: InFlight,
-    ) -> None:
-        self._flight = flight
-        self._file = file
-        self._handle = handle
-        self._progress = progress
-        self._problems: list[Problem] = []
-        self._unchecked = 0
-
-    def run(self) -> Verdict:
-        count = 0
-        try:
-            checkpoint = TorchFile(self._file, self._handle.get, Load())
-        except IntegrityError as wrong:
-            self._problems.append(Problem("", str(wrong)))
-        else:
-            if checkpoint.archive.is_script:
-                raise NoCheckpointError(f"{self._file.path} is a TorchScript archive")
-            count = len(checkpoint.archive.entries)
-            self._check(checkpoint)
-        return Verdict(
-            self._file.path, "torch", self._file.size(), count, self._unchecked, self._problems
-        )
-
-    def _check(self, checkpoint: TorchFile) -> None:
-        archive = checkpoint.archive
-        directory = read_buffered(
-            self._file, archive.directory_offset, archive.nbytes - archive.directory_offset
-        )
-        walk = _Walk(archive, directory)
-        _stream(self._file, self._handle.get(), self._progress, self._flight, walk.feed)
-        self._problems += walk.problems
-        self._unchecked = walk.unchecked
-        try:
-            spans_of(checkpoint, self._file, scan_pickle(checkpoint))
-        except IntegrityError as wrong:
-            # Problem of the pickle's own bytes has been told, with the record's name.
-            if not any(problem.record.endswith("data.pkl") for problem in self._problems):
-                self._problems.append(Problem("", str(wrong)))
+def _verify_archive(file: File, handle: CallHandle, stream: Stream) -> Verdict:
+    nbytes = file.size()
+    try:
+        checkpoint = TorchFile(file, handle.get, Load())
+    except IntegrityError as wrong:
+        return Verdict(file.path, "torch", nbytes, 0, 0, [Problem("", str(wrong))])
+    archive = checkpoint.archive
+    if archive.is_script:
+        raise NoCheckpointError(f"{file.path} is a TorchScript archive")
+    at = archive.directory_offset
+    walk = _Walk(archive, read_buffered(file, at, archive.nbytes - at))
+    stream(walk.feed)
+    problems = walk.problems
+    try:
+        spans_of(checkpoint, file, scan_pickle(checkpoint))
+    except IntegrityError as wrong:
+        # Problem of the pickle's own bytes has been told, with the record's name.
+        if not any(problem.record.endswith("data.pkl") for problem in problems):
+            problems.append(Problem("", str(wrong)))
+    return Verdict(file.path, "torch", nbytes, len(archive.entries), walk.unchecked, problems)
 
 
 class _Stretch(NamedTuple):
