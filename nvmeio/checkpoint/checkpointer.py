@@ -17,8 +17,8 @@ from nvmeio._storage.durable import check_above
 from nvmeio._threads.closing import ClosingWork
 from nvmeio._threads.future import Future
 from nvmeio._threads.jobs import begun, in_thread, run_interruptible
-from nvmeio.checkpoint._load.load_options import HowToLoad, LoadOptions, MapLocation
 from nvmeio.checkpoint._load.loading import Loaded
+from nvmeio.checkpoint._load.unpickling import HowToLoad, LoadOptions, MapLocation
 from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.job import SaveJob, SaveReport
 from nvmeio.checkpoint._manager.restoring import Wanted, restore, restore_parts, whole_saves

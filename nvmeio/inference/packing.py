@@ -20,7 +20,7 @@ from nvmeio._files.plan import PAGE_BYTES, TENSOR_ALIGNMENT, round_up
 from nvmeio._formats import packed_index
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
-from nvmeio._formats.packed_drives import Dealing
+from nvmeio._formats.packed_index import Dealing
 from nvmeio._formats.safetensors_header import TensorEntry
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.drives import weights_of

@@ -23,7 +23,7 @@ import nvmeio
 from nvmeio import cli
 from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._formats import packed_index
-from nvmeio._formats.packed_drives import Dealing
+from nvmeio._formats.packed_index import Dealing
 from nvmeio._io import drives
 from nvmeio._io.drives import DriveHandles
 from nvmeio.checkpoint.verifying import verify

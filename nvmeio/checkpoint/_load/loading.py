@@ -44,7 +44,7 @@ from nvmeio._ranks.messages import DEFAULT_TIMEOUT_S
 from nvmeio._storage.locks import open_reading
 from nvmeio._threads.jobs import in_thread, run_interruptible
 from nvmeio.checkpoint._load import unpickling
-from nvmeio.checkpoint._load.load_options import (
+from nvmeio.checkpoint._load.unpickling import (
     HowToLoad,
     LoadOptions,
     MapLocation,

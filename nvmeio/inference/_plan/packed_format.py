@@ -31,7 +31,7 @@ import torch
 
 from nvmeio._formats import packed_index
 from nvmeio._formats import safetensors_header as headers
-from nvmeio._formats.packed_drives import DrivePart
+from nvmeio._formats.packed_index import DrivePart
 from nvmeio._formats.safetensors_set import FileBytes, SafetensorsSet, StoredTensor
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
