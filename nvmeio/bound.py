@@ -157,8 +157,7 @@ class _ShortWay:
         # What is written through the page cache beside or instead is another way's.
         self.mask = max(unit, PAGE_BYTES) - 1 if unit and not self.reads else 0
         fd = opened.direct_fd if self.direct else opened.buffered_fd()
-        place = engine.short_place(opcode, fd, self.direct, unit or 1, memory_unit or 1)
-        self.prepare = place.prepare
+        self.prepare = engine.short_place(opcode, fd, self.direct, unit or 1, memory_unit or 1)
 
     @classmethod
     def of(cls, core: Core, opcode: Opcode, opened: Descriptors, most: int) -> _ShortWay | None:

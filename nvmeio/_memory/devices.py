@@ -157,7 +157,8 @@ class CudaCopier:
     def _stream(self, device: torch.device) -> Any:
         with self._lock:
             if device not in self._streams:
-                self._streams[device] = new_stream(device)
+                cuda: Any = torch.cuda
+                self._streams[device] = cuda.Stream(device)
             return self._streams[device]
 
 

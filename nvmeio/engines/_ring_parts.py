@@ -23,7 +23,6 @@ from nvmeio._threads.threads import start
 from nvmeio.engines._queued import DeviceRequest, QueuedEngine
 from nvmeio.engines.base import (
     CompletionQueue,
-    DeviceTransfer,
     Opcode,
     Outcome,
     Request,
@@ -41,7 +40,7 @@ _OFFSET_BYTES = 8
 class RingPart:
     """A part of a transfer in a chunk."""
 
-    active: ActiveTransfer
+    request: RingRequest
     start: int  # in the tensor
     nbytes: int
     chunk: torch.Tensor
@@ -61,25 +60,24 @@ class RingPart:
     @property
     def on_device(self) -> torch.Tensor:
         """Its part of the tensor."""
-        device = self.active.transfer.memory.device
+        device = self.request.transfer.memory.device
         assert device is not None
         return device[self.start : self.start + self.nbytes]
 
 
-@dataclass(eq=False)
-class ActiveTransfer:
-    """A transfer in progress, and how far it got."""
+class RingRequest(DeviceRequest):
+    """A transfer, and how far it got."""
 
-    request: DeviceRequest
-    next: int = 0  # the first byte of the tensor that no part has
-
-    @property
-    def transfer(self) -> DeviceTransfer:
-        return self.request.transfer
+    def __init__(
+        self, engine: QueuedEngine[Any], token: int, transfer: Transfer, cq: CompletionQueue
+    ) -> None:
+        super().__init__(engine, token, transfer, cq)
+        self.next = 0  # the first byte of the tensor that no part has
 
     @property
     def exhausted(self) -> bool:
-        return self.request.stop or self.next >= self.transfer.nbytes
+        """Whether no further part of it is to be begun."""
+        return self.stop or self.next >= self.transfer.nbytes
 
     def checked(self) -> bool:
         """Whether it may begin, or end, as far as the host has to look at it before."""
@@ -94,7 +92,7 @@ class ActiveTransfer:
         """Note how the host engine's part of it ended; the part's bytes are those to go on."""
         if outcome.error:
             if outcome.error != errno.ECANCELED:
-                self.request.fail(outcome.error)
+                self.fail(outcome.error)
             part.nbytes = 0
         elif self.transfer.opcode == Opcode.READ and outcome.transferred < part.nbytes:
             # The file ends here: nothing lies behind. Parts before it may still be on their way.
@@ -109,7 +107,7 @@ class ActiveTransfer:
         return part
 
 
-class DeviceRowsRequest(DeviceRequest):
+class RingRowsRequest(RingRequest):
     """A gather or scatter of device memory.
 
     Args:
@@ -130,16 +128,16 @@ class DeviceRowsRequest(DeviceRequest):
     ) -> None:
         super().__init__(engine, token, transfer, cq)
         self.rows = rows
-        self.sorting: _Sorting | None = None
+        self._sorting: _Sorting | None = None
         if transfer.opcode == Opcode.WRITE and rows.number > 1:
-            self.sorting = _Sorting(rows)
+            self._sorting = _Sorting(rows)
         self.pieces = 0  # of rows larger than a chunk
         self._left: dict[int, int] = {}  # bytes of such rows that are still to come
         self._ends: list[tuple[int, int, bytes | None]] = []  # first row, how many, which are whole
         self._first: tuple[int, int, int] | None = None  # that failed: row, file_offset, errno
 
     def cancel(self) -> None:
-        sorting = self.sorting
+        sorting = self._sorting
         if sorting is not None:
             sorting.stop()  # it takes long
         super().cancel()
@@ -164,40 +162,10 @@ class DeviceRowsRequest(DeviceRequest):
         """Rows moved whole that the host engine knows only pieces of."""
         return len(self._ends) if self.pieces else 0
 
-    # --- for the engine -------------------------------------------------------------------
-
-    def rows_moved(self, first: int, number: int) -> None:
-        """These rows are whole."""
-        self._ends.append((first, number, None))
-
-    def some_moved(self, first: int, number: int, failed: RowsFailure) -> bytes:
-        """Not all of them are; a byte for each that says which."""
-        self.row_failed(first + failed.row, failed.file_offset, failed.errno)
-        mask = failed.mask()
-        self._ends.append((first, number, mask))
-        return mask
-
-    def row_failed(self, row: int, file_offset: int, code: int) -> None:
-        """The first counts."""
-        if self._first is None or row < self._first[0]:
-            self._first = row, file_offset, code
-
-    def piece_moved(self, row: int, nbytes: int) -> None:
-        """A piece of a row that is larger than a chunk."""
-        self.pieces += 1
-        left = self._left[row] = self._left.get(row, self.rows.row_bytes) - nbytes
-        if not left:
-            del self._left[row]
-            self.rows_moved(row, 1)
-
-
-class ActiveRows(ActiveTransfer):
-    """A gather or scatter in progress."""
-
-    request: DeviceRowsRequest
+    # --- for the pump ---------------------------------------------------------------------
 
     def checked(self) -> bool:
-        sorting = self.request.sorting
+        sorting = self._sorting
         if sorting is None:
             return True
         if not sorting.begun:
@@ -205,12 +173,12 @@ class ActiveRows(ActiveTransfer):
         if not sorting.done:
             return False
         if sorting.code and sorting.code != errno.ECANCELED:
-            self.request.fail(sorting.code, sorting.failure())
-        self.request.sorting = None
+            self.fail(sorting.code, sorting.failure())
+        self._sorting = None
         return True
 
     def cut(self, chunk: torch.Tensor) -> RingPart:
-        rows = self.request.rows
+        rows = self.rows
         row, within = divmod(self.next, rows.row_bytes)
         if rows.row_bytes > chunk.numel():
             return self._piece(chunk, self._offset_of(row) + within, rows.row_bytes - within)
@@ -222,36 +190,47 @@ class ActiveRows(ActiveTransfer):
         return part
 
     def _offset_of(self, row: int) -> int:
-        offset = int(ffi.cast("int64_t *", self.request.rows.offsets)[row])
-        if not 0 <= offset <= OFFSET_MAX - self.request.rows.row_bytes:
+        offset = int(ffi.cast("int64_t *", self.rows.offsets)[row])
+        if not 0 <= offset <= OFFSET_MAX - self.rows.row_bytes:
             raise ValueError("file_offsets were changed while the operation read them")
         return offset
 
     def landed(self, part: RingPart, outcome: Outcome) -> None:
-        first = part.start // self.request.rows.row_bytes
+        first = part.start // self.rows.row_bytes
         if part.rows is None:
             self._piece_landed(part, outcome, first)
         elif not outcome.error:
-            self.request.rows_moved(first, part.rows.number)
+            self._ends.append((first, part.rows.number, None))
         elif isinstance(outcome.cause, RowsFailure):
-            mask = self.request.some_moved(first, part.rows.number, outcome.cause)
+            failed, mask = outcome.cause, outcome.cause.mask()
+            self._row_failed(first + failed.row, failed.file_offset, failed.errno)
+            self._ends.append((first, part.rows.number, mask))
             if self.transfer.opcode == Opcode.READ:  # what the chunk held before is nobody's row
                 whole = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
                 part.bytes.view(part.rows.number, -1).mul_(whole.unsqueeze(1))
         else:
             if outcome.error != errno.ECANCELED:
-                self.request.fail(outcome.error, outcome.cause)
+                self.fail(outcome.error, outcome.cause)
             part.nbytes = 0
 
     def _piece_landed(self, part: RingPart, outcome: Outcome, row: int) -> None:
+        """A piece of a row that is larger than a chunk."""
+        row_bytes = self.rows.row_bytes
         if not outcome.error and outcome.transferred == part.nbytes:
-            self.request.piece_moved(row, part.nbytes)
+            self.pieces += 1
+            left = self._left[row] = self._left.get(row, row_bytes) - part.nbytes
+            if not left:
+                del self._left[row]
+                self._ends.append((row, 1, None))
             return
         if outcome.error != errno.ECANCELED:
-            within = part.start % self.request.rows.row_bytes
-            at = part.file_offset - within
-            self.request.row_failed(row, at, outcome.error or errno.ENODATA)
+            at = part.file_offset - part.start % row_bytes
+            self._row_failed(row, at, outcome.error or errno.ENODATA)
         part.nbytes = 0
+
+    def _row_failed(self, row: int, file_offset: int, code: int) -> None:
+        if self._first is None or row < self._first[0]:  # the first counts
+            self._first = row, file_offset, code
 
 
 class _Sorting:
@@ -291,8 +270,3 @@ class _Sorting:
     def failure(self) -> BaseException | None:
         """Why the rows cannot be written."""
         return planning_failure(self.code, self._raw)
-
-
-def taken_up(request: DeviceRequest) -> ActiveTransfer:
-    """A request that the ring takes up."""
-    return (ActiveRows if isinstance(request, DeviceRowsRequest) else ActiveTransfer)(request)

@@ -201,14 +201,6 @@ class ShortRequest(Request, Protocol):
         """End the hold, where the engine has not: it was not started, or refused (EINVAL)."""
 
 
-class ShortPlace(Protocol):
-    """What is the same for all short transfers of a file in one direction."""
-
-    @property
-    def prepare(self) -> Callable[[CompletionQueue, int, int], ShortRequest]:
-        """A request for a queue and a token that holds a storage, given its flag (`holds`)."""
-
-
 class BatchRequest(Request, Protocol):
     """Many transfers as one request; its outcome is their sum, and the first error of theirs."""
 

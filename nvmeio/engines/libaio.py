@@ -21,7 +21,6 @@ from nvmeio.engines.base import (
     Outcome,
     Request,
     Rows,
-    ShortPlace,
     ShortRequest,
     Transfer,
     with_cause,
@@ -100,9 +99,19 @@ class LibaioEngine:
             raise MemoryError("the native shim could not allocate a request")
         return _NativeRequest(request)
 
-    def short_place(self, opcode: int, fd: int, direct: bool, unit: int, memory: int) -> ShortPlace:
-        """A file's short transfers take less of everything."""
-        return _NativePlace(self._engine, opcode, fd, direct, unit, memory)
+    def short_place(
+        self, opcode: int, fd: int, direct: bool, unit: int, memory: int
+    ) -> Callable[[CompletionQueue, int, int], ShortRequest]:
+        """What makes a file's short transfers, which take less of everything.
+
+        It is called with a queue, a token, and the flag of a storage (`holds`) that is to be held.
+        The engine has to be kept for as long.
+        """
+        raw = ffi.new("nv_place *")
+        raw.engine, raw.opcode = self._engine, opcode
+        raw.direct_fd, raw.buffered_fd = (fd, -1) if direct else (-1, fd)
+        raw.offset_alignment, raw.memory_alignment = unit, memory
+        return functools.partial(_ShortRequest, raw)  # no call of Python's in between
 
     def prepare_rows(
         self, cq: CompletionQueue, token: int, transfer: Transfer, rows: Rows
@@ -188,22 +197,6 @@ _ENDS = ffi.typeof(f"int64_t[{2 * _REAP_MAX}]")
 _gc, _new, _unpack = ffi.gc, ffi.new, ffi.unpack
 _short_prepare, _short_start = lib.nv_short_prepare, lib.nv_short_start
 _short_moved, _short_end = lib.nv_short_moved, lib.nv_short_end
-
-
-class _NativePlace:
-    __slots__ = ("_engine", "prepare")
-
-    prepare: Callable[[CompletionQueue, int, int], ShortRequest]
-
-    def __init__(
-        self, engine: Any, opcode: int, fd: int, direct: bool, unit: int, memory: int
-    ) -> None:
-        self._engine = engine  # it is kept for as long as the place is
-        raw = ffi.new("nv_place *")
-        self.prepare = functools.partial(_ShortRequest, raw)  # no call of Python's in between
-        raw.engine, raw.opcode = engine, opcode
-        raw.direct_fd, raw.buffered_fd = (fd, -1) if direct else (-1, fd)
-        raw.offset_alignment, raw.memory_alignment = unit, memory
 
 
 class _ShortRequest(_NativeRequest):

@@ -35,8 +35,8 @@ from nvmeio._memory.devices import Copier
 from nvmeio._memory.tensors import Memory
 from nvmeio._threads.threads import Thread
 from nvmeio.engines import base, transfers
-from nvmeio.engines._queued import DeviceRequest, QueuedEngine, counted
-from nvmeio.engines._ring_parts import ActiveTransfer, DeviceRowsRequest, RingPart, taken_up
+from nvmeio.engines._queued import QueuedEngine, counted
+from nvmeio.engines._ring_parts import RingPart, RingRequest, RingRowsRequest
 from nvmeio.engines.base import (
     CompletionQueue,
     Counters,
@@ -62,7 +62,7 @@ LEAST_BYTES = CHUNKS * 2 * PAGE_BYTES
 _LOOK_MS = 1  # how often copies under way are looked at
 
 
-class RingEngine(QueuedEngine[DeviceRequest]):
+class RingEngine(QueuedEngine[RingRequest]):
     """Moves device memory through a host engine.
 
     Args:
@@ -106,7 +106,7 @@ class RingEngine(QueuedEngine[DeviceRequest]):
 
     def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
         """A request that the pump takes up once it is started."""
-        return DeviceRequest(self, token, transfer, cq)
+        return RingRequest(self, token, transfer, cq)
 
     def prepare_rows(
         self, cq: CompletionQueue, token: int, transfer: Transfer, rows: Rows
@@ -117,11 +117,11 @@ class RingEngine(QueuedEngine[DeviceRequest]):
             BackendUnavailableError: The host engine moves no rows.
         """
         base.check_rows(self._host)
-        return DeviceRowsRequest(self, token, transfer, cq, rows)
+        return RingRowsRequest(self, token, transfer, cq, rows)
 
-    def conclude(self, request: DeviceRequest) -> None:
+    def conclude(self, request: RingRequest) -> None:
         """Count a request out; of rows, what the host engine has not counted."""
-        if isinstance(request, DeviceRowsRequest) and request.pieces:
+        if isinstance(request, RingRowsRequest) and request.pieces:
             rows, blocks = request.large_rows, request.pieces
             before = self._counters
             self._counters = before._replace(
@@ -176,8 +176,8 @@ class _Pump:
     cq: CompletionQueue
     free: list[torch.Tensor] = field(default_factory=list)
     made: bool = False
-    unready: list[ActiveTransfer] = field(default_factory=list)
-    ready: deque[ActiveTransfer] = field(default_factory=deque)
+    unready: list[RingRequest] = field(default_factory=list)
+    ready: deque[RingRequest] = field(default_factory=deque)
     at_drive: list[RingPart] = field(default_factory=list)
     at_device: list[RingPart] = field(default_factory=list)
 
@@ -211,7 +211,7 @@ class _Pump:
         """Move everything on that can be; whether anything was."""
         with self.engine.lock:
             arrived = self.engine.admitted()
-        self.unready += map(taken_up, arrived)
+        self.unready += arrived
         moved = bool(arrived)
         moved |= self._look_at_unready()
         moved |= self._look_at_drive()
@@ -221,14 +221,14 @@ class _Pump:
     def _look_at_unready(self) -> bool:
         """Transfers whose memory the device is done with may begin; cancelled ones are over."""
         moved = False
-        for active in list(self.unready):
-            ready = active.transfer.memory.ready
-            if not active.checked():
+        for request in list(self.unready):
+            ready = request.transfer.memory.ready
+            if not request.checked():
                 continue
-            if not active.exhausted and not active.request.reached(ready):
+            if not request.exhausted and not request.reached(ready):
                 continue
-            self.unready.remove(active)
-            self.ready.append(active)
+            self.unready.remove(request)
+            self.ready.append(request)
             moved = True
         return moved
 
@@ -240,7 +240,7 @@ class _Pump:
                 self.at_drive.remove(part)
                 self._guard(part, self._after_drive)
                 moved = True
-            elif part.active.request.stop and not part.cancelled:
+            elif part.request.stop and not part.cancelled:
                 part.cancelled = True
                 part.host.cancel()
         return moved
@@ -248,7 +248,7 @@ class _Pump:
     def _look_at_device(self) -> bool:
         moved = False
         for part in list(self.at_device):
-            if part.active.request.reached(part.mark):
+            if part.request.reached(part.mark):
                 self.at_device.remove(part)
                 self._guard(part, self._after_device)
                 moved = True
@@ -260,70 +260,70 @@ class _Pump:
         try:
             part.mark.wait()
         except Exception as failed:
-            part.active.request.fail(errno.EIO, failed)
+            part.request.fail(errno.EIO, failed)
 
     def _begin_parts(self) -> bool:
         moved = False
         while self.ready:
-            active = self.ready[0]
-            if active.exhausted:
+            request = self.ready[0]
+            if request.exhausted:
                 self.ready.popleft()
-                self._retire(active)
+                self._retire(request)
                 moved = True
                 continue
-            if not self._has_chunk(active):
+            if not self._has_chunk(request):
                 return moved
-            if active.exhausted:
+            if request.exhausted:
                 continue
             self.ready.popleft()
             moved = True
-            part = self._cut(active)
+            part = self._cut(request)
             if part is None:
                 continue
-            if not active.exhausted:
-                self.ready.append(active)
+            if not request.exhausted:
+                self.ready.append(request)
             self._guard(part, self._begin)
         return moved
 
     # --- parts -----------------------------------------------------------------------------
 
-    def _has_chunk(self, active: ActiveTransfer) -> bool:
+    def _has_chunk(self, request: RingRequest) -> bool:
         if not self.made:
             try:
-                device = active.transfer.memory.device
+                device = request.transfer.memory.device
                 assert device is not None
                 ring = self.copier.page_locked(
                     self.engine.chunks * self.engine.chunk_bytes, device.device
                 )
             except Exception as failed:
-                active.request.fail(getattr(failed, "errno", None) or errno.ENOMEM, failed)
+                request.fail(getattr(failed, "errno", None) or errno.ENOMEM, failed)
                 return True  # it is exhausted by that
             each = self.engine.chunk_bytes
             self.free = [ring[start : start + each] for start in range(0, ring.numel(), each)]
             self.made = True
         return bool(self.free)
 
-    def _cut(self, active: ActiveTransfer) -> RingPart | None:
+    def _cut(self, request: RingRequest) -> RingPart | None:
         """The next part; None where there can be none, and the transfer is over with it."""
         try:
-            part = active.cut(self.free[-1])
+            part = request.cut(self.free[-1])
         except ValueError as failed:
-            active.request.fail(errno.ERANGE, failed)
-            self._retire(active)
+            request.fail(errno.ERANGE, failed)
+            self._retire(request)
             return None
         self.free.pop()
-        active.request.parts_out += 1
+        request.parts_out += 1
         return part
 
     def _begin(self, part: RingPart) -> None:
-        if part.active.transfer.opcode == Opcode.READ:
+        if part.request.transfer.opcode == Opcode.READ:
             self._to_drive(part)
         else:
             part.mark = self.copier.download(part.bytes, part.on_device)
             self.at_device.append(part)
 
     def _to_drive(self, part: RingPart, buffered: bool = False) -> None:
-        transfer = part.active.transfer
+        transfer = part.request.transfer
         held = part.bytes
         memory = Memory(held.data_ptr(), part.nbytes, held.untyped_storage(), None)
         plan = transfers.plan if part.rows is None else transfers.plan_rows
@@ -334,7 +334,7 @@ class _Pump:
                 Opcode(transfer.opcode), memory, transfer.opened, part.file_offset
             )
         except TransferError as failed:
-            part.active.request.fail(errno_of(failed), failed)
+            part.request.fail(errno_of(failed), failed)
             self._drop(part)
             return
         self._submit(part, planned)
@@ -346,19 +346,18 @@ class _Pump:
 
     def _after_drive(self, part: RingPart) -> None:
         assert part.host is not None and part.plan is not None
-        request, outcome = part.active.request, part.host.outcome()
-        self.engine.count_inside(part.active.transfer.opcode, part.nbytes, outcome)
+        request, outcome = part.request, part.host.outcome()
+        transfer = request.transfer
+        self.engine.count_inside(transfer.opcode, part.nbytes, outcome)
         if outcome.error == errno.EINVAL and part.plan.direct and not request.stop:
-            logger.warning(
-                "%s refused direct I/O: buffered instead", part.active.transfer.opened.path
-            )
+            logger.warning("%s refused direct I/O: buffered instead", transfer.opened.path)
             self._to_drive(part, buffered=True)
             return
-        reads = part.active.transfer.opcode == Opcode.READ
+        reads = transfer.opcode == Opcode.READ
         if reads and request.cancelled:
             self._drop(part)  # not counted as moved: the device does not have it, nor will it
             return
-        part.active.landed(part, outcome)
+        request.landed(part, outcome)
         request.buffered += outcome.buffered_bytes
         request.bounced += outcome.direct_bytes + outcome.bounced_bytes
         if not reads or not part.nbytes:
@@ -368,8 +367,7 @@ class _Pump:
         self.at_device.append(part)
 
     def _after_device(self, part: RingPart) -> None:
-        request = part.active.request
-        if part.active.transfer.opcode == Opcode.READ or request.stop:
+        if part.request.transfer.opcode == Opcode.READ or part.request.stop:
             self._drop(part)
         else:
             self._to_drive(part)
@@ -377,12 +375,11 @@ class _Pump:
     def _drop(self, part: RingPart) -> None:
         """Its chunk is free, and it may have been its transfer's last."""
         self.free.append(part.chunk)
-        part.active.request.parts_out -= 1
-        self._retire(part.active)
+        part.request.parts_out -= 1
+        self._retire(part.request)
 
-    def _retire(self, active: ActiveTransfer) -> None:
-        request = active.request
-        if request.parts_out or not active.exhausted or request.done:
+    def _retire(self, request: RingRequest) -> None:
+        if request.parts_out or not request.exhausted or request.done:
             return
         with self.engine.lock:
             self.engine.conclude(request)
@@ -394,6 +391,6 @@ class _Pump:
         try:
             step(part)
         except Exception as failed:
-            part.active.request.fail(errno.EIO, failed)
+            part.request.fail(errno.EIO, failed)
             if part not in self.at_drive and part not in self.at_device:
                 self._drop(part)
