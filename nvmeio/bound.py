@@ -25,6 +25,8 @@ from nvmeio.files import File
 from nvmeio.operation import Operation
 
 _LAST_OFFSET = OFFSET_MAX - BOUNCE_FROM_BYTES  # beyond that, the long way finds the error
+_FLAG_OFFSET = holds.FLAG_OFFSET or 0  # where there is none, nothing goes this way
+_running_loop = asyncio._get_running_loop
 
 
 class Handle(Protocol):
@@ -111,10 +113,6 @@ class BoundFile(File):
             "keep its path, make an AioHandle in each process, and call its open there (in a "
             "dataset, on first use or in worker_init_fn)",
         )
-
-
-_FLAG_OFFSET = holds.FLAG_OFFSET or 0  # where there is none, nothing goes this way
-_running_loop = asyncio._get_running_loop
 
 
 class _ShortWay:

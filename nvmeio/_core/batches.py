@@ -33,8 +33,18 @@ if TYPE_CHECKING:
 FileLike = str | os.PathLike[str] | int | File
 Files = FileLike | Sequence[FileLike]
 BatchOffsets = Union[torch.Tensor, "numpy.ndarray[Any, Any]", Sequence[int], None]
+Planner = Callable[[Opcode, Memory, Descriptors, int], tuple[Plan, Transfer]]
 Mover = TypeVar("Mover")
 
+logger = logging.getLogger("nvmeio")
+
+NAMES = {Opcode.READ: "pread_batch", Opcode.WRITE: "pwrite_batch"}
+# A file may need two descriptors; a batch leaves most of a process's to others.
+_FILES_MOST = 128
+# The caller waits for the first wave to be opened, 30 us a file. Between two waves the drive does.
+_LATER_TIMES = 4
+_SHARE_OF_DESCRIPTORS = 8
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _FILES = (str, os.PathLike, int, File)
 
 
@@ -275,19 +285,6 @@ def _check_apart(part: BatchMember, offsets: list[int], sizes: list[int]) -> Non
                 f"items {one} and {other} of a batch overlap in {part.name}, and which of them "
                 "would remain is unknown; nothing was written"
             )
-
-
-Planner = Callable[[Opcode, Memory, Descriptors, int], tuple[Plan, Transfer]]
-
-logger = logging.getLogger("nvmeio")
-
-NAMES = {Opcode.READ: "pread_batch", Opcode.WRITE: "pwrite_batch"}
-# A file may need two descriptors; a batch leaves most of a process's to others.
-_FILES_MOST = 128
-# The caller waits for the first wave to be opened, 30 us a file. Between two waves the drive does.
-_LATER_TIMES = 4
-_SHARE_OF_DESCRIPTORS = 8
-_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 class BatchRecord(Record):

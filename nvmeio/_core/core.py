@@ -46,6 +46,17 @@ logger = logging.getLogger("nvmeio")
 # Without a loop nobody reaps; a submission in so many does it in passing.
 REAP_EVERY = 64
 
+# Strong references. In a cycle, the collector finalises the shim's objects together with the handle
+# whose `__del__` hands them on; what is reachable from here it leaves alone until it is released.
+unreleased: set[Core] = set()
+
+# The collector may release a core while it is held, or while some core's own lock is: whoever holds
+# this one waits for no core.
+_lock = threading.RLock()
+_inherited: set[Core] = set()  # those of the process that this one was forked from
+_gone: list[Counters] = []  # of cores that are not there any more
+_MOST_GONE = 256  # then they are added up
+
 
 class Core:
     """Starts operations on an engine; outlives its handle while one of them is in flight.
@@ -245,18 +256,6 @@ class Core:
         finally:  # warnings may be errors
             # Idle ones too: the interpreter freezes daemon threads, with whatever lock they hold.
             self.close_quietly()
-
-
-# Strong references. In a cycle, the collector finalises the shim's objects together with the handle
-# whose `__del__` hands them on; what is reachable from here it leaves alone until it is released.
-unreleased: set[Core] = set()
-
-# The collector may release a core while it is held, or while some core's own lock is: whoever holds
-# this one waits for no core.
-_lock = threading.RLock()
-_inherited: set[Core] = set()  # those of the process that this one was forked from
-_gone: list[Counters] = []  # of cores that are not there any more
-_MOST_GONE = 256  # then they are added up
 
 
 def _forget(core: Core) -> None:

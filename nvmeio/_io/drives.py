@@ -38,6 +38,11 @@ MOST_STRIPE_BYTES = 32 << 20
 # Below this a drive's requests become too short for its full speed: shorter bands lie on one drive.
 LEAST_CHUNK_BYTES = 128 << 10
 
+# Of a scratch file over several drives, for each: what is put there is dealt to all.
+_BAND_BYTES = 2 << 20
+# It grows by a quarter, and by no less: allocating takes a lock of the file system's.
+_LEAST_GROWTH_BYTES = 64 << 20
+
 
 class Chunk(NamedTuple):
     """A run of bytes that lies on one drive.
@@ -258,12 +263,6 @@ class DriveHandles:
     def close(self) -> None:
         """Close those that it made; idempotent."""
         do_all(handle.close for handle in self._own)
-
-
-# Of a file over several drives, for each of them: what is put there is dealt to all.
-_BAND_BYTES = 2 << 20
-# It grows by a quarter, and by no less: allocating takes a lock of the file system's.
-_LEAST_GROWTH_BYTES = 64 << 20
 
 
 class ScratchFile:

@@ -56,6 +56,15 @@ ARENA_BYTES = 32 << 20
 # about 30 us of Python and of the kernel, in which a drive moves 100 KiB.
 HOLE_BYTES = 64 << 10
 
+# What is one operation, unless a single read is larger. A failure is known when its operation has
+# ended: more at once would be read in vain. 10,000 reads of 4 KiB, 128 KiB apart, took 0.7 of the
+# CPU time and 0.75 of the time that they took one by one; larger ones take what they took.
+GROUP_BYTES = 64 << 20
+
+# The ring for other devices: 4 chunks keep both the drive and the copies busy.
+CHUNK_BYTES = 32 << 20
+CHUNKS = 4
+
 
 class Span(NamedTuple):
     """A part of a file.
@@ -233,16 +242,6 @@ def read_scattered(
         at = base + rows[page] * PAGE_BYTES + within
         found.append(mapping[at : at + nbytes])
     return found
-
-
-# What is one operation, unless a single read is larger. A failure is known when its operation has
-# ended: more at once would be read in vain. 10,000 reads of 4 KiB, 128 KiB apart, took 0.7 of the
-# CPU time and 0.75 of the time that they took one by one; larger ones take what they took.
-GROUP_BYTES = 64 << 20
-
-# The ring for other devices: 4 chunks keep both the drive and the copies busy.
-CHUNK_BYTES = 32 << 20
-CHUNKS = 4
 
 
 def read(

@@ -1,4 +1,4 @@
-"""The memory behind nvmeio's buffers: mappings on huge pages, and whose addresses are ours.
+"""The memory behind nvmeio's buffers: mappings on huge pages, whose they are, their first touch.
 
 The registry (`mapped`, and of these `locked`) is process-wide because addresses are. It holds no
 mapping: each leaves with its destructor, and what an interrupt took of that is done by whoever
@@ -40,6 +40,26 @@ from nvmeio._threads.serial import Serial
 from nvmeio._threads.threads import Thread
 
 _NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered; driver_types.h
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_READ = 22  # Linux 5.14; linux/mman.h
+_MADV_POPULATE_WRITE = 23
+_MLOCK_ONFAULT = 1  # Linux 4.4
+
+# The kernel holds the process's memory map for the whole of one populate call, and every other
+# thread that maps or unmaps memory waits for it. Populating 1 GiB in one call stalled such a thread
+# for 88 ms, or 1.2 s where a virtual machine's host had to find the pages first; 64 MiB at a time
+# for 5 to 60 ms; 16 MiB at a time for 1 to 2 ms, at the same 11 to 12 GB/s.
+_POPULATE_BYTES = 16 << 20
+
+# A tail shorter than a huge page lies on small pages. It is rounded up to a whole huge page where
+# that costs at most this fraction of the buffer.
+_ROUNDING_SHARE = 8
+
+# Below this the reads are done before a thread has begun.
+PREFAULT_FROM_BYTES = 64 << 20
+
+_madvise = libc.madvise  # lets go of the GIL
+_PREFAULT_THREADS = max(1, min(4, (os.cpu_count() or 1) - 1))
 
 
 class _Regions:
@@ -184,22 +204,6 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-_MADV_HUGEPAGE = 14
-_MADV_POPULATE_READ = 22  # Linux 5.14; linux/mman.h
-_MADV_POPULATE_WRITE = 23
-_MLOCK_ONFAULT = 1  # Linux 4.4
-
-# The kernel holds the process's memory map for the whole of one populate call, and every other
-# thread that maps or unmaps memory waits for it. Populating 1 GiB in one call stalled such a thread
-# for 88 ms, or 1.2 s where a virtual machine's host had to find the pages first; 64 MiB at a time
-# for 5 to 60 ms; 16 MiB at a time for 1 to 2 ms, at the same 11 to 12 GB/s.
-_POPULATE_BYTES = 16 << 20
-
-# A tail shorter than a huge page lies on small pages. It is rounded up to a whole huge page where
-# that costs at most this fraction of the buffer.
-_ROUNDING_SHARE = 8
 
 
 class Mapping(mmap.mmap):
@@ -408,13 +412,6 @@ def accessible(address: int, nbytes: int, writing: bool) -> bool:
 def _knows_populate() -> bool:
     page = mmap.mmap(-1, PAGE_BYTES)
     return bool(libc.madvise(_address_of(page), PAGE_BYTES, _MADV_POPULATE_READ) == 0)
-
-
-# Below this the reads are done before a thread has begun.
-PREFAULT_FROM_BYTES = 64 << 20
-
-_madvise = libc.madvise  # lets go of the GIL
-_PREFAULT_THREADS = max(1, min(4, (os.cpu_count() or 1) - 1))
 
 
 class Prefault:

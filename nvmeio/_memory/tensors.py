@@ -40,7 +40,8 @@ _CPU = torch.device("cpu")
 _STRIDED = torch.strided
 LOOKED_UP_BYTES = 64 << 10
 
-
+_new = tuple.__new__
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 # Of these, a tensor's `nbytes` are what lies there. Parts of complex numbers have the types of the
 # second kind, and may be still to be negated.
 _PLAIN_DTYPES = frozenset(
@@ -393,10 +394,6 @@ def touch(tensor: torch.Tensor) -> None:
     """
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
-
-
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-_new = tuple.__new__
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

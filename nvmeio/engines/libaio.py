@@ -33,6 +33,12 @@ BOUNCE_BYTES = 112 << 20
 MIN_BOUNCE_BLOCKS = 4
 _REAP_MAX = 64
 
+_SHORT = ffi.typeof("nv_short *")
+_ENDS = ffi.typeof(f"int64_t[{2 * _REAP_MAX}]")
+_gc, _new, _unpack = ffi.gc, ffi.new, ffi.unpack
+_short_prepare, _short_start = lib.nv_short_prepare, lib.nv_short_start
+_short_moved, _short_end = lib.nv_short_moved, lib.nv_short_end
+
 
 class LibaioEngine:
     """Linux AIO through libaio, or through the same system calls where libaio is missing.
@@ -190,13 +196,6 @@ class _NativeRequest:
 
     def outcome(self) -> Outcome:
         return _outcome(lib.nv_request_result(self._raw))
-
-
-_SHORT = ffi.typeof("nv_short *")
-_ENDS = ffi.typeof(f"int64_t[{2 * _REAP_MAX}]")
-_gc, _new, _unpack = ffi.gc, ffi.new, ffi.unpack
-_short_prepare, _short_start = lib.nv_short_prepare, lib.nv_short_start
-_short_moved, _short_end = lib.nv_short_moved, lib.nv_short_end
 
 
 class _ShortRequest(_NativeRequest):

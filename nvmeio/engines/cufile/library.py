@@ -28,6 +28,20 @@ SONAME = "libcufile.so.0"
 PLACES = "nvidia packages, $CUDA_HOME, $CUDA_PATH, the linker's directories, /usr/local/cuda"
 INSTALL = "pip install nvidia-cufile (CUDA 13) or nvidia-cufile-cu12 (CUDA 12)"
 
+OPAQUE_FD = 1  # CUfileFileHandleType
+NEEDED = ("cuFileDriverClose_v2", "cuFileGetVersion", "cuFileRead", "cuFileWrite")
+# Parameters, by their place in the enumerations of cufile.h (the same in 1.14 and 1.20).
+ALLOW_COMPAT_MODE = 1
+PARALLEL_IO = 4
+
+# Before 1.11 the layouts were not looked at; before 1.16 host memory cannot be moved.
+OLDEST = 1110
+OLDEST_FOR_HOST = 1160
+
+# Statuses.
+BASE = 5000
+ALREADY_OPEN = 5026
+
 
 class FoundLibrary(NamedTuple):
     """A library: the file, and which place of the search order had it."""
@@ -111,10 +125,6 @@ def linker_cache(prefix: str) -> Iterator[Path]:
         name, arrow, path = line.strip().partition(" => ")
         if arrow and name.startswith(prefix):
             yield Path(path)
-
-
-BASE = 5000
-ALREADY_OPEN = 5026
 
 
 class Meaning(NamedTuple):
@@ -300,16 +310,6 @@ LAYOUTS = {
         },
     ),
 }
-
-OPAQUE_FD = 1  # CUfileFileHandleType
-NEEDED = ("cuFileDriverClose_v2", "cuFileGetVersion", "cuFileRead", "cuFileWrite")
-# Parameters, by their place in the enumerations of cufile.h (the same in 1.14 and 1.20).
-ALLOW_COMPAT_MODE = 1
-PARALLEL_IO = 4
-
-# Before 1.11 the layouts were not looked at; before 1.16 host memory cannot be moved.
-OLDEST = 1110
-OLDEST_FOR_HOST = 1160
 
 
 class Properties(NamedTuple):
