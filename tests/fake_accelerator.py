@@ -423,7 +423,7 @@ def accelerator(
     patch.setattr(devices, "usable", lambda name, device: cpu if str(device) == "cpu" else DEVICE)
     patch.setattr(devices, "moved", moved)
     patch.setattr(devices, "_begin_copy", cuda.begin_copy)
-    patch.setattr(devices, "_empty", lambda nbytes, device: cuda.empty(nbytes))
+    patch.setattr(devices, "empty", lambda nbytes, device: cuda.empty(nbytes))
     try:
         with Kernels(cuda):
             yield cuda

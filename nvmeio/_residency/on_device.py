@@ -1,14 +1,14 @@
-"""Windows on a device: above one in host memory, or straight from the drive.
+"""Windows on a device: straight from the drive, or above one in host memory.
 
-`DeviceWindow` has its units from the window below it, by copies beside work. What is needed is
-needed of the one below first; what comes next is begun as soon as it has arrived there. Nobody
-waits for a copy: the stream that computes does, by an event, and the copies wait for what was
-computed in the memory that they go into.
-
-`DirectWindow` has no host memory below it. What reads into the device's memory (GPUDirect Storage)
+`DeviceWindow` has no host memory below it. What reads into the device's memory (GPUDirect Storage)
 knows nothing of streams, so all order is made by those who wait. A read begins once what was
 computed in its memory is over: the reader's thread waits for that, by an event. Who computes with a
 unit has waited for its bytes, so what he asks of any stream then finds them there.
+
+`WindowAbove` has its units from the window below it, by copies beside work. What is needed is
+needed of the one below first; what comes next is begun as soon as it has arrived there. Nobody
+waits for a copy: the stream that computes does, by an event, and the copies wait for what was
+computed in the memory that they go into.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any, Generic, TypeVar
 
@@ -28,7 +29,7 @@ from nvmeio._memory import devices
 from nvmeio._memory.devices import Mark
 from nvmeio._residency.lent import LentSlot
 from nvmeio._residency.order import Limited, Order
-from nvmeio._residency.reader import Fill, Reader, Reads, WantedBytes
+from nvmeio._residency.reader import Fill, Reader, Reads
 from nvmeio._residency.window import Keeper, Slot, Window
 from nvmeio.files import File
 from nvmeio.operation import Operation
@@ -164,19 +165,36 @@ class DeviceUnits(Generic[Unit]):
         nbytes_of: How long one is.
         bind: Lays parameters over a slot's memory.
         unbind: Lets them show nothing again.
+        fill: Brings the bytes of one; of a window above another, that does.
+        explain: What is raised for one that failed.
     """
 
     nbytes_of: Callable[[Unit], int]
     bind: Callable[[DeviceSlot[Unit]], None]
     unbind: Callable[[DeviceSlot[Unit]], None]
+    fill: Callable[[DeviceSlot[Unit]], Fill]
+    explain: Callable[[DeviceSlot[Unit], BaseException], BaseException]
 
 
 class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
-    """Keeps units on a device; what brings their bytes is a subclass's."""
+    """Keeps units on a device."""
 
     def __init__(self, pool: DevicePool, units: DeviceUnits[Unit]) -> None:
         self._pool = pool
         self._units = units
+
+    def fill(self, slot: DeviceSlot[Unit]) -> Fill:
+        """As the units say, like `explain`, `bind` and `unbind`."""
+        return self._units.fill(slot)
+
+    def explain(self, slot: DeviceSlot[Unit], error: BaseException) -> BaseException:
+        return self._units.explain(slot, error)
+
+    def bind(self, slot: DeviceSlot[Unit]) -> None:
+        self._units.bind(slot)
+
+    def unbind(self, slot: DeviceSlot[Unit]) -> None:
+        self._units.unbind(slot)
 
     def take(self, unit: Unit) -> DeviceSlot[Unit] | None:
         """Memory of the budget."""
@@ -203,46 +221,62 @@ class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
             "tensors over parameters: raise device_bytes, or checkpoint smaller regions"
         )
 
-    def bind(self, slot: DeviceSlot[Unit]) -> None:
-        """As the units say."""
-        self._units.bind(slot)
-
-    def unbind(self, slot: DeviceSlot[Unit]) -> None:
-        """As the units say."""
-        self._units.unbind(slot)
-
     def rest(self, slot: DeviceSlot[Unit]) -> bool:
         """It stays until its room is needed."""
         return False
 
     def give_back(self, slot: DeviceSlot[Unit]) -> None:
         """With the last tensor over it, if there is one."""
+        fill = slot.fill
+        if slot.memory is not None and fill is not None and fill.on_device and not fill.whole:
+            self._pool.forget(slot.memory)
         slot.memory = None
-
-
-class _FromBelow(DeviceKeeper[Unit]):
-    def __init__(
-        self, pool: DevicePool, below: Window[Unit, LentSlot[Unit]], units: DeviceUnits[Unit]
-    ) -> None:
-        super().__init__(pool, units)
-        self._below = below
-
-    def fill(self, slot: DeviceSlot[Unit]) -> Fill:
-        below = self._below.need(slot.unit, computing=False).memory
-        assert below is not None
-
-        def copy() -> None:
-            assert slot.memory is not None and below is not None
-            slot.copied = self._pool.upload(slot.memory, below)
-
-        return Fill((), finished=copy)
 
 
 class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
     """Units on a device.
 
     Args:
-        below: The window in host memory, whose order leaves out what `has` tells.
+        reader: Brings the bytes; of a window of its own by `OrderedReads`.
+        pool: The memory.
+        order: Of their use.
+        units: How they are laid there, and come.
+        ahead_units: As for `Window`.
+        ahead_bytes: As for `Window`.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        pool: DevicePool,
+        order: Order[Unit],
+        units: DeviceUnits[Unit],
+        ahead_units: int,
+        ahead_bytes: int = 0,
+    ) -> None:
+        super().__init__(reader, DeviceKeeper(pool, units), order, ahead_units, ahead_bytes)
+        self._pool = pool
+
+    def let_compute(self, slots: Iterable[DeviceSlot[Unit]], stream: Any) -> None:
+        """What a stream is asked from now on finds the bytes there. From any thread."""
+        self._pool.used_by(stream)
+        for slot in slots:
+            if slot.copied is not None:
+                devices.come_after(stream, slot.copied)
+
+    def close(self) -> None:
+        """Let everything go, and wait until nothing is under way."""
+        self.drop_all()
+        with contextlib.suppress(RuntimeError):  # a device that failed copies no more
+            while self._pool.wait_for_one():
+                pass
+
+
+class WindowAbove(DeviceWindow[Unit]):
+    """Units on a device that come from a window in host memory.
+
+    Args:
+        below: That window, whose order leaves out what `has` tells.
         pool: The memory.
         order: Of their use; one of its own.
         units: How they are laid there.
@@ -255,10 +289,10 @@ class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
         order: Order[Unit],
         units: DeviceUnits[Unit],
     ) -> None:
-        keeper = _FromBelow(pool, below, units)
-        super().__init__(below.reader, keeper, Limited(order, self._arrived_below), _AHEAD)
+        units = replace(units, fill=self._fill)
+        limited = Limited(order, self._arrived_below)
+        super().__init__(below.reader, pool, limited, units, _AHEAD)
         self._below = below
-        self._pool = pool
 
     def _arrived_below(self, upcoming: Iterator[Unit]) -> Iterator[Unit]:
         return takewhile(lambda unit: self.has(unit) or self._below.arrived(unit), upcoming)
@@ -280,27 +314,20 @@ class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
         self._below.note(unit, backward)
         super().note(unit, backward)
 
-    def let_compute(self, slots: Iterable[DeviceSlot[Unit]], stream: Any) -> None:
-        """What a stream is asked from now on finds the bytes there. From any thread."""
-        self._pool.used_by(stream)
-        for slot in slots:
-            if slot.copied is not None:
-                devices.come_after(stream, slot.copied)
+    def _fill(self, slot: DeviceSlot[Unit]) -> Fill:
+        below = self._below.need(slot.unit, computing=False).memory
+        return Fill((), finished=partial(self._copy, slot, below))
+
+    def _copy(self, slot: DeviceSlot[Unit], below: torch.Tensor | None) -> None:
+        assert slot.memory is not None and below is not None
+        slot.copied = self._pool.upload(slot.memory, below)
 
     def copy_again(self, slot: DeviceSlot[Unit]) -> None:
         """Have the bytes of the window below, which are others now, in the same memory."""
         self._pool.after_compute()
-        below = self._below.need(slot.unit, computing=False).memory
-        assert slot.memory is not None and below is not None
-        slot.copied = self._pool.upload(slot.memory, below)
+        self._copy(slot, self._below.need(slot.unit, computing=False).memory)
+        assert slot.copied is not None
         self._pool.before_compute(slot.copied)  # in a pass that goes on, nobody asks for it again
-
-    def close(self) -> None:
-        """Let everything go, and wait until nothing is under way."""
-        self.drop_all()
-        with contextlib.suppress(RuntimeError):  # a device that failed copies no more
-            while self._pool.wait_for_one():
-                pass
 
 
 class OrderedReads:
@@ -330,66 +357,3 @@ class OrderedReads:
         """As `AioHandle.async_pread`."""
         with self.on_stream():
             return self._handle.async_pread(memory, file, file_offset)
-
-
-class _FromDrive(DeviceKeeper[Unit]):
-    def __init__(
-        self,
-        pool: DevicePool,
-        units: DeviceUnits[Unit],
-        reads: Callable[[Unit, torch.Tensor], Sequence[WantedBytes]],
-        explain: Callable[[BaseException], BaseException],
-    ) -> None:
-        super().__init__(pool, units)
-        self._reads = reads
-        self._explain = explain
-
-    def fill(self, slot: DeviceSlot[Unit]) -> Fill:
-        assert slot.memory is not None
-        return Fill(self._reads(slot.unit, slot.memory), after=self._pool.free())
-
-    def explain(self, slot: DeviceSlot[Unit], error: BaseException) -> BaseException:
-        return self._explain(error)
-
-    def give_back(self, slot: DeviceSlot[Unit]) -> None:
-        if slot.memory is not None and slot.fill is not None and not slot.fill.whole:
-            self._pool.forget(slot.memory)
-        super().give_back(slot)
-
-
-class DirectWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
-    """Units on a device, from the drive.
-
-    Args:
-        reader: Brings the bytes, by `OrderedReads`; it is the window's, and stops with it.
-        pool: The memory.
-        order: Of their use.
-        units: How they are laid there.
-        reads: What brings a unit into memory.
-        explain: What is raised for a read that failed.
-        ahead_units: As for `Window`.
-        ahead_bytes: As for `Window`.
-    """
-
-    def __init__(
-        self,
-        reader: Reader,
-        pool: DevicePool,
-        order: Order[Unit],
-        units: DeviceUnits[Unit],
-        reads: Callable[[Unit, torch.Tensor], Sequence[WantedBytes]],
-        explain: Callable[[BaseException], BaseException],
-        ahead_units: int,
-        ahead_bytes: int,
-    ) -> None:
-        keeper = _FromDrive(pool, units, reads, explain)
-        super().__init__(reader, keeper, order, ahead_units, ahead_bytes)
-        self._pool = pool
-
-    def let_compute(self, slots: Iterable[DeviceSlot[Unit]], stream: Any) -> None:
-        """A stream works on these from now on; their bytes are there. From any thread."""
-        self._pool.used_by(stream)
-
-    def close(self) -> None:
-        """Let everything go; nothing is under way then."""
-        self.drop_all()

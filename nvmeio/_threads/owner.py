@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -28,7 +29,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from nvmeio._threads import threads
 from nvmeio._threads.future import SLICE_S, Future, being_interrupted
@@ -36,9 +37,23 @@ from nvmeio._threads.threads import log_failure
 from nvmeio.errors import ClosedError
 
 Value = TypeVar("Value")
+Taken = ParamSpec("Taken")
 
 _CLOSED = "it is closed"
 _FORKED = "this process was forked from its owner's: make a new one here"
+
+
+def owned(
+    work: Callable[Concatenate[Any, Taken], Value],
+) -> Callable[Concatenate[Any, Taken], Value]:
+    """A method that runs in the thread of its object's `_owner`, whoever calls it."""
+
+    @functools.wraps(work)
+    def call(self: Any, /, *args: Taken.args, **kwargs: Taken.kwargs) -> Value:
+        owner: OwnerThread = self._owner
+        return owner.call(functools.partial(work, self, *args, **kwargs))
+
+    return call
 
 
 class Claim:

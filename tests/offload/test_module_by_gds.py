@@ -26,6 +26,7 @@ from test_module_on_device import (
     LARGEST,
     WIDTH,
     assert_equal,
+    device_in_use_bytes,
     in_memory,
     losses_of,
     model,
@@ -34,11 +35,11 @@ from test_module_on_device import (
 from test_training_on_device import train
 
 import nvmeio
-from nvmeio._residency import on_device as direct_module
 from nvmeio._residency.reader import Fill
 from nvmeio.engines.cufile import driver, engine, library
 from nvmeio.engines.cufile import driver as driver_module
 from nvmeio.offload import SwappedModule, SwappedOptimizer, offload
+from nvmeio.offload._module import param_store as direct_module
 
 _ON_NVME = 1 << 4  # of the driver's status, and of its features: P2PDMA
 
@@ -135,7 +136,7 @@ def test_losses_and_gradients_equal_those_in_memory_and_nothing_is_copied(
         assert module.direct
         assert cuda.copies == []
         assert module.resident_bytes == module._store.in_use_bytes == 0
-        assert module._store.device_in_use_bytes <= module.device_bytes == 2 * LARGEST
+        assert device_in_use_bytes(module) <= module.device_bytes == 2 * LARGEST
         read = sum(size for _, size, _, _ in cufile.noted[begun:])
         assert 2 * 6 * LARGEST < read <= module.bytes_read  # the last may be on their way
 
@@ -146,7 +147,7 @@ def test_a_read_that_does_not_wait_for_computing_shows(
     """What the other tests here rest on."""
     losses, _ = in_memory()
 
-    def hasty(reads: Any, after: Any) -> Fill:
+    def hasty(reads: Any, after: Any = None) -> Fill:
         return Fill(reads)
 
     with device(monkeypatch) as cuda:

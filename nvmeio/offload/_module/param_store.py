@@ -33,15 +33,15 @@ from nvmeio._residency.on_device import (
     DeviceSlot,
     DeviceUnits,
     DeviceWindow,
-    DirectWindow,
     OrderedReads,
+    WindowAbove,
 )
 from nvmeio._residency.order import Limited, ThereAndBack
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._residency.saved import in_backward
 from nvmeio._residency.window import Keeper, Window
 from nvmeio._threads.endings import Ending, open_owned
-from nvmeio._threads.owner import Claim, OwnerThread
+from nvmeio._threads.owner import Claim, OwnerThread, owned
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.rank_steps import directory_name
@@ -109,7 +109,7 @@ class ParamStore(Keeper[ParamUnit, Slot]):
         self.device = torch.device("cpu") if device is None else device
         self.device_bytes = device_bytes
         # As soon as all have been made.
-        self._on_device: DeviceWindow[ParamUnit] | DirectWindow[ParamUnit] | None = None
+        self._on_device: DeviceWindow[ParamUnit] | None = None
         self.closed = False
         self.locked = False
         self._pid = os.getpid()
@@ -150,36 +150,32 @@ class ParamStore(Keeper[ParamUnit, Slot]):
 
     # The device
 
+    @owned
     def go_on_device(self) -> None:
         """All parameters were made, in host memory: from now on they are the device's."""
-        if self.device_bytes:
-            self._owner.call(self._go_on_device)
-
-    def _go_on_device(self) -> None:
+        if not self.device_bytes:
+            return
         self._window.drop_all()
-        self._device_pool = DevicePool(self.device, self.device_bytes)
+        self._device_pool = pool = DevicePool(self.device, self.device_bytes)
         units = DeviceUnits[ParamUnit](
-            nbytes_of=lambda unit: unit.nbytes, bind=self._lay_over, unbind=self._lay_over_nothing
+            nbytes_of=lambda unit: unit.nbytes,
+            bind=self._lay_over,
+            unbind=self._lay_over_nothing,
+            fill=self._fill_there,
+            explain=self.explain,
         )
         if not self.direct:
-            self._on_device = DeviceWindow(self._window, self._device_pool, _new_order(), units)
+            self._on_device = WindowAbove(self._window, pool, _new_order(), units)
             return
         self._pool.close()
         self.resident_bytes, self.locked = 0, False
-        self._on_device = DirectWindow(
-            self._reader,
-            self._device_pool,
-            _new_order(),
-            units,
-            self._reads,
-            self._explained,
-            _AHEAD,
-            _AHEAD_BYTES,
+        self._on_device = DeviceWindow(
+            self._reader, pool, _new_order(), units, _AHEAD, _AHEAD_BYTES
         )
 
     def _not_on_device(self, upcoming: Iterator[ParamUnit]) -> Iterator[ParamUnit]:
         there = self._on_device
-        if not isinstance(there, DeviceWindow):
+        if not isinstance(there, WindowAbove):
             return upcoming
         return (u for u in upcoming if not there.has(u))
 
@@ -253,38 +249,32 @@ class ParamStore(Keeper[ParamUnit, Slot]):
         """The unit whose memory begins at an address."""
         return self._by_address.get(address)
 
+    @owned
     def evict(self) -> None:
         """Let go of all copies in memory that are not in use."""
-        self._owner.call(self._drop_idle)
-
-    def _drop_idle(self) -> None:
         self._top.drop_idle()
         self._window.drop_idle()
 
+    @owned
     def make_way(self, parameters: Sequence[torch.Tensor]) -> None:
         """Let go of all copies in memory that are not in use: these change on the drive.
 
         Raises:
             RuntimeError: A block gathered some of them.
         """
-        self._owner.call(self._make_way, [self._unit_of[id(p)] for p in parameters])
-
-    def _make_way(self, changing: Sequence[ParamUnit]) -> None:
         gathered = {slot.unit for slots in self._gathered_now for slot in slots}
-        if not gathered.isdisjoint(changing):
+        if not gathered.isdisjoint(self._unit_of[id(p)] for p in parameters):
             raise RuntimeError(
                 "the parameters are gathered: at its end the block of gather() would write its "
                 "values over those of the optimizer. Step, load and resume outside of the block"
             )
-        self._drop_idle()
+        self.evict()
 
     # Changing
 
+    @owned
     def first(self, unit: ParamUnit) -> Gathered:
         """Memory for a unit that was never on the drive, with its values where it has some."""
-        return self._owner.call(self._first, unit)
-
-    def _first(self, unit: ParamUnit) -> Gathered:
         values = [local(p) for p in unit.parameters]
         slot = self._window.blank(unit)
         slot.holds += 1
@@ -305,11 +295,10 @@ class ParamStore(Keeper[ParamUnit, Slot]):
         self._let_compute(slots, stream)
         return gathered
 
+    @owned
     def is_gathered(self, parameter: torch.Tensor) -> bool:
         """Whether a block has it in memory, to be changed."""
-        return self._owner.call(self._is_gathered, self._unit_of[id(parameter)])
-
-    def _is_gathered(self, unit: ParamUnit) -> bool:
+        unit = self._unit_of[id(parameter)]
         return any(slot.unit is unit for slots in self._gathered_now for slot in slots)
 
     def _gathered(self, slots: Sequence[Slot | DeviceSlot[ParamUnit]]) -> Gathered:
@@ -364,7 +353,7 @@ class ParamStore(Keeper[ParamUnit, Slot]):
     def _read_again(self, slot: Slot | DeviceSlot[ParamUnit]) -> None:
         if not isinstance(slot, DeviceSlot):
             self._move(slot.host, slot.unit, writing=False)
-        elif isinstance(self._on_device, DeviceWindow):
+        elif isinstance(self._on_device, WindowAbove):
             self._on_device.copy_again(slot)
         else:
             assert slot.memory is not None
@@ -411,7 +400,7 @@ class ParamStore(Keeper[ParamUnit, Slot]):
             self._device_pool.upload(tensor, like).wait()
 
     def _loaded(self, slots: Sequence[Slot], written: list[bool]) -> None:
-        if not isinstance(self._on_device, DeviceWindow):
+        if not isinstance(self._on_device, WindowAbove):
             self._scatter(slots, written)
             return
         self._window.let_go(slots)
@@ -434,6 +423,10 @@ class ParamStore(Keeper[ParamUnit, Slot]):
         """From where the parameters are now."""
         return Fill(self._reads(slot.unit, slot.host))
 
+    def _fill_there(self, slot: DeviceSlot[ParamUnit]) -> Fill:
+        assert slot.memory is not None
+        return Fill(self._reads(slot.unit, slot.memory), after=self._device_pool.free())
+
     def _reads(self, unit: ParamUnit, memory: torch.Tensor) -> list[WantedBytes]:
         return [
             WantedBytes(
@@ -445,11 +438,8 @@ class ParamStore(Keeper[ParamUnit, Slot]):
             for move in self._places.moves(unit)
         ]
 
-    def explain(self, slot: Slot, error: BaseException) -> BaseException:
+    def explain(self, slot: Slot | DeviceSlot[ParamUnit], error: BaseException) -> BaseException:
         """Say whose files they were that are closed."""
-        return self._explained(error)
-
-    def _explained(self, error: BaseException) -> BaseException:
         if not isinstance(error, ClosedError) or self.closed:
             return error
         return ClosedError(_TAKEN_ALONG)
@@ -548,25 +538,16 @@ class ParamStore(Keeper[ParamUnit, Slot]):
             self._resources.close()
 
     @property
+    @owned
     def held(self) -> list[ParamUnit]:
         """What somebody holds."""
-        return self._owner.call(lambda: [s.unit for s in self._top.there if s.holds])
+        return [slot.unit for slot in self._top.there if slot.holds]
 
     @property
+    @owned
     def in_use_bytes(self) -> int:
         """What is taken of the budget, by units and by tensors that outlive them."""
-        return self._owner.call(lambda: self._pool.in_use_bytes)
-
-    @property
-    def device_in_use_bytes(self) -> int:
-        """What is taken of the window on the device, likewise."""
-        if self._on_device is None:
-            return 0
-        return self._owner.call(self._count_on_device)
-
-    def _count_on_device(self) -> int:
-        self._device_pool.take_back()
-        return self._device_pool.in_use_bytes
+        return self._pool.in_use_bytes
 
     @property
     def bytes_read(self) -> int:
