@@ -504,11 +504,6 @@ def _locked_for(streams: Streams) -> torch.device:
     return next((device for device in streams if device.type == "cuda"), _CPU)
 
 
-def overlap(record: StorageRecord, start: int, end: int) -> bool:
-    """Whether any of a record is in [start, end) of the file."""
-    return record.offset < end and start < record.end
-
-
 def _new_arena(nbytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         try:

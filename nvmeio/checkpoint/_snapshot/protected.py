@@ -174,7 +174,10 @@ class ProtectedBytes:
 
 def _may_be_protected(span: RecordSpan) -> bool:
     """Whether it is large enough, and only threads of this process write there."""
-    data = tensor_of(span[0])
+    record, low, high = span
+    if high - low < LEAST_BYTES:
+        return False  # of most: nothing else is asked
+    data = tensor_of(record)
     return (
         data.is_cpu
         and whole_pages(*_memory_of(span)) >= LEAST_BYTES

@@ -9,7 +9,7 @@ Most of it is not copied. What a record becomes depends on where its bytes are:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -19,7 +19,6 @@ from nvmeio._memory.copy_on_write import HOW_TO_ALLOW, support
 from nvmeio._threads.jobs import begun
 from nvmeio.checkpoint._snapshot.copies import (
     LEAST_BYTES,
-    Copies,
     DeviceCopies,
     HostCopies,
     ReadBytes,
@@ -27,7 +26,6 @@ from nvmeio.checkpoint._snapshot.copies import (
     SnapshotMemory,
     SnapshotPart,
     device_of,
-    overlap,
     with_aside,
 )
 from nvmeio.checkpoint._snapshot.protected import AsideMemory, Protected
@@ -111,11 +109,11 @@ class StateSnapshot:
 
     def __init__(self, part: SnapshotPart, memories: Snapshots, protects: bool) -> None:
         self._memories = memories
-        spans = {
-            index: (record, max(record.offset, part.start), min(record.end, part.end))
-            for index, record in enumerate(part.source.records)
-            if overlap(record, part.start, part.end)
-        }
+        spans = {}
+        for index, record in enumerate(part.source.records):
+            low, high = max(record.offset, part.start), min(record.end, part.end)
+            if low < high:
+                spans[index] = record, low, high
         on_host = [index for index, span in spans.items() if device_of(span[0]).type == "cpu"]
         self._protected: Protected | None = None
         if protects:
@@ -141,41 +139,36 @@ class StateSnapshot:
         Nothing of the state is kept here: what was copied is its owner's alone again.
         """
         memories, protected = self._memories, self._protected
-        left = [] if protected is None else [on_host[index] for index in protected.taken]
-        stays = set(left)
-        here = set(on_host)
-        copied = {i: span for i, span in spans.items() if i in here and i not in stays}
-        on_device = {i: span for i, span in spans.items() if i not in here}
-        self._copied = HostCopies(list(copied.values()), memories.copies)
+        stays = set() if protected is None else {on_host[index] for index in protected.taken}
+        copied = [index for index in on_host if index not in stays]
+        on_device = sorted(spans.keys() - set(on_host))
+        self._copied = HostCopies([spans[index] for index in copied], memories.copies)
         self._device: DeviceCopies | None = None
-        budget = memories.copies.budget_bytes
         if on_device:
+            budget = memories.copies.budget_bytes
             most = None if budget is None else max(budget - memories.copies.nbytes, LEAST_BYTES)
-            self._device = DeviceCopies(list(on_device.values()), memories.staging, most)
+            there = [spans[index] for index in on_device]
+            self._device = DeviceCopies(there, memories.staging, most)
         else:
             memories.staging.release()
 
         aside = part.aside()
-        reads: dict[int, Data] = {}
-        for index in left:
+        data: dict[int, Data] = {}
+        for index in stays:
             assert protected is not None
-            reads[index] = protected.data(spans[index], aside.get(index, ()))
-        here_and_there: list[tuple[Copies | None, Iterable[int]]] = [
-            (self._copied, copied),
-            (self._device, on_device),
-        ]
-        for copies, indices in here_and_there:
+            data[index] = protected.data(spans[index], aside.get(index, ()))
+        for copies, indices in ((self._copied, copied), (self._device, on_device)):
             for number, index in enumerate(indices):
                 assert copies is not None
-                reads[index] = with_aside(partial(copies.read, number), aside.get(index, ()))
-
-        def record_of(index: int, record: StorageRecord) -> StorageRecord:
-            data = reads.get(index)
-            if data is None:
-                data = with_aside(_outside(record.name), aside.get(index, ()))
-            return record._replace(data=data)
-
-        records = [record_of(*each) for each in enumerate(part.source.records)]
+                data[index] = with_aside(partial(copies.read, number), aside.get(index, ()))
+        records = [
+            StorageRecord(
+                *record[:3],
+                data.get(index) or with_aside(_outside(record.name), aside.get(index, ())),
+                record.crc_at,
+            )
+            for index, record in enumerate(part.source.records)
+        ]
         self.layout = part.source._replace(records=records)
 
     def _most_aside(self) -> int | None:
