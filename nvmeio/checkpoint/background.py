@@ -1,7 +1,7 @@
 """Files of any name, written while training goes on: what other libraries' trainers save with.
 
 A `Checkpointer` has a directory of its own; here the caller says where each file goes, and when one
-is removed. The snapshot and the life of a save are the same (`_job`).
+is removed. The snapshot and the life of a save are the same (`_manager.job`).
 """
 
 from __future__ import annotations

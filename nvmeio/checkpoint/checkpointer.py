@@ -25,7 +25,8 @@ from nvmeio.checkpoint._manager.restoring import Wanted, restore, restore_parts,
 from nvmeio.checkpoint._manager.saver import JOBS, SaveCall, Saver
 from nvmeio.checkpoint._ranks.agreement import being_made, checked_writers, ranks_of, store_of
 from nvmeio.checkpoint._ranks.drives import OwnDrives, Save
-from nvmeio.checkpoint._ranks.loading_ranks import ALONE, Attempts
+from nvmeio.checkpoint._ranks.loading_ranks import ALONE, Attempts, LoadingRanks
+from nvmeio.checkpoint._ranks.part_ranks import PartRanks
 from nvmeio.checkpoint._snapshot.state_snapshot import checked_way
 from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
@@ -407,9 +408,9 @@ class Checkpointer(ClosingWork):
     def _begin_restore(self, together: bool) -> Attempts[Any]:
         """Before anything is refused, for the other ranks wait for this one."""
         if self._saver.setup.drives is not None:
-            return Attempts(self._saver.part_ranks)
+            return Attempts(partial(self._saver.ranks, PartRanks))
         if together and self._store.size > 1:
-            return Attempts(self._saver.loading_ranks)
+            return Attempts(partial(self._saver.ranks, LoadingRanks))
         return Attempts(lambda: ALONE)
 
     def _restoring(
@@ -449,7 +450,7 @@ class Checkpointer(ClosingWork):
         """What is whole on the ranks' drives, the oldest first."""
         drives = self._saver.setup.drives
         assert drives is not None
-        ranks = self._saver.part_ranks()
+        ranks = self._saver.ranks(PartRanks)
         with LongCall("restore", self.directory, None) as call:
             return run_interruptible(lambda: whole_saves(ranks, drives, call), call.cancel)
 
@@ -536,11 +537,7 @@ def _checked_directories(directory: Any, shared: bool) -> list[str]:
 
 
 def _checked_directory(directory: str | os.PathLike[str]) -> str:
-    if not isinstance(directory, (str, os.PathLike)):
-        raise TypeError(f"directory must be a path, not {type(directory).__name__}")
-    path = os.fspath(directory)
-    if not isinstance(path, str):
-        raise TypeError(f"a path must be a str, not {path!r}; os.fsdecode turns bytes into one")
+    path = _checks.directory_path("directory", directory)
     if not path or "\0" in path:
         raise ValueError(f"directory must be the path of a directory, not {path!r}")
     path = os.path.abspath(path)  # os.chdir must not move it between two saves

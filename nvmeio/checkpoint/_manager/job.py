@@ -116,7 +116,7 @@ class Setup(NamedTuple):
         timeout_s: How long one of them may make no progress, in seconds.
         get_handle: Gives the handle that moves the bytes.
         claim: Makes the directory, and takes its lock; for whoever gives names in it.
-        writers: Which ranks write a file that all have; see `_writers`.
+        writers: Which ranks write a file that all have; see `agreement.chosen_writers`.
         drives: This rank's own, where the ranks share no directory.
         lineage: Whether saves go on from what is there; None where the caller says what to replace.
     """
@@ -329,7 +329,7 @@ class SaveJob(ABC):
     def _new_snapshot(self, source: FileLayout) -> StateSnapshot:
         start, end = self.parts(source)[self.messages.rank]
         part = SnapshotPart(source, start, end, self.pages_beside(source))
-        self.snapshot = snapshot = self.setup.snapshots.new(part)
+        self.snapshot = snapshot = StateSnapshot(part, self.setup.snapshots)
         self.flight = InFlight(snapshot.most_in_flight_bytes, self._finished)
         self.check_cancelled()  # `cancel` may have come before either
         return snapshot
@@ -374,10 +374,6 @@ class SaveJob(ABC):
             self.going_on = False
         self._forget()
         return failed
-
-    def give_up(self) -> None:
-        """It is not even begun; tell the others."""
-        self.messages.fail(Cancelled())
 
     def check_cancelled(self) -> None:
         """Raise Cancelled if `cancel` was called."""

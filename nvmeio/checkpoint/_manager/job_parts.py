@@ -77,9 +77,6 @@ class PartOfEachRank(SaveJob):
 
     def pages_beside(self, layout: FileLayout) -> list[int]:
         """Those of this rank's part with CRCs that it does not know alone: written twice."""
-        return self._unfinished(layout)
-
-    def _unfinished(self, layout: FileLayout) -> list[int]:
         if not self.setup.checksum:
             return []
         parts = self.parts(layout)
@@ -92,17 +89,14 @@ class PartOfEachRank(SaveJob):
         try:
             return super().take(*arguments)
         finally:
-            self._unmark()
+            mark, self._mark = self._mark, None
+            if mark is not None:
+                mark.remove()
 
     def claim(self) -> None:
         """Let the others see whether this rank's directory is theirs."""
         if self.messages.size > 1 and not self._drives.apart:
             self._mark = DriveMark(self._drives.directories[0])
-
-    def _unmark(self) -> None:
-        mark, self._mark = self._mark, None
-        if mark is not None:
-            mark.remove()
 
     def plan(self) -> dict[str, Any]:
         """What this rank has, and by what others see it."""
@@ -186,7 +180,7 @@ class PartOfEachRank(SaveJob):
             mine = self.write_bytes(replacement.file, start, end)
             self.messages.put("part", self._packed(mine))
             if setup.checksum:
-                if self._unfinished(layout):
+                if self.pages_beside(layout):
                     heard = self.messages.gather("part")
                     crcs = [Crc._make(crc) for each in heard for crc in _CRC.iter_unpack(each)]
                     parts, own = self.parts(layout), (start, end)
@@ -296,7 +290,8 @@ class OwnFileOfEachRank(PartOfEachRank):
     LAYOUT = "per_rank"
     KIND = "rank"
 
-    def _unfinished(self, layout: FileLayout) -> list[int]:
+    def pages_beside(self, layout: FileLayout) -> list[int]:
+        """None: it knows all of its own CRCs."""
         return []
 
     def _packed(self, crcs: Sequence[Crc]) -> bytes:

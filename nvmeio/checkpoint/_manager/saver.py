@@ -15,6 +15,7 @@ import os
 import threading
 import time
 import weakref
+from functools import partial
 
 from nvmeio._io import long_call
 from nvmeio._io.handles import new_handle
@@ -32,8 +33,7 @@ from nvmeio.checkpoint._manager.job import Plan, SaveJob, SaveReport, Setup, pic
 from nvmeio.checkpoint._manager.job_files import FileOfEachRank, OneFile
 from nvmeio.checkpoint._manager.job_parts import OwnFileOfEachRank, PartOfEachRank
 from nvmeio.checkpoint._ranks.drives import OwnDrives
-from nvmeio.checkpoint._ranks.loading_ranks import LoadingRanks
-from nvmeio.checkpoint._ranks.part_ranks import PartRanks
+from nvmeio.checkpoint._ranks.loading_ranks import Ranks
 from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.handle import AioHandle
@@ -166,7 +166,7 @@ class Saver:
                     del refused  # no cycle with the traceback
             call.job = job = self._new_job(self.setup, call.step, self._saves, call.progress)
             if call.cancelled:
-                job.give_up()  # in its turn, for the other ranks wait for it
+                job.messages.fail(Cancelled())  # in its turn, for the other ranks wait for it
                 raise Cancelled
             assert plan is not None
             try:
@@ -242,18 +242,11 @@ class Saver:
         usable = handle is not None and not handle.closed and os.getpid() == self._pid
         return handle if usable else None
 
-    def loading_ranks(self) -> LoadingRanks:
+    def ranks(self, kind: type[Ranks]) -> Ranks:
         """The ranks, for one more load of all of them together."""
-        return LoadingRanks(*self._next_load())
-
-    def part_ranks(self) -> PartRanks:
-        """The same, where each has parts on its own drive; a process alone has all of them."""
-        return PartRanks(*self._next_load())
-
-    def _next_load(self) -> tuple[RankStore, int, float]:
         self._loads += 1
         store = self.setup.store.within("restore", self.directory, "restore")
-        return store, self._loads, self.setup.timeout_s
+        return kind(store, self._loads, self.setup.timeout_s)
 
     def open(self) -> None:
         """Take the directory: what would refuse the first save is told now, to all ranks.
@@ -479,17 +472,15 @@ def _no_thread(failed: BaseException) -> None:
 
 def _at_exit() -> None:
     """All that was begun is finished; what failed, and nobody was told of, is raised."""
-    failure: BaseException | None = None
-    for saver in _known():
-        if saver.released:
-            continue
-        try:
-            saver.close()
-        except BaseException as failed:
-            logger.error("a save failed, and nobody has asked for it: %s", failed)
-            failure = failure or failed
-    if failure is not None:
-        raise failure
+    do_all(partial(_close_at_exit, saver) for saver in _known() if not saver.released)
+
+
+def _close_at_exit(saver: Saver) -> None:
+    try:
+        saver.close()
+    except BaseException as failed:
+        logger.error("a save failed, and nobody has asked for it: %s", failed)
+        raise
 
 
 endings.at_exit(_at_exit)

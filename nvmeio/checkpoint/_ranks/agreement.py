@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nvmeio._formats import torch_zip
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes
@@ -78,21 +78,9 @@ class Disagreement(ValueError):
     """Known to every rank, so nobody has to be told."""
 
 
-class Agreement(NamedTuple):
-    """What all ranks have told.
-
-    Attributes:
-        plans: What each of them saves.
-        same_pieces: Whether all but the storages is the same to the last byte.
-    """
-
-    plans: list[dict[str, Any]]
-    same_pieces: bool
-
-
 def agree(
     messages: Messages, before: Messages, path: str, plan: Mapping[str, Any], layout: FileLayout
-) -> Agreement:
+) -> tuple[list[dict[str, Any]], bool]:
     """Tell what this rank saves, and hear of the others.
 
     Args:
@@ -101,6 +89,9 @@ def agree(
         path: Of the checkpoint, for errors.
         plan: What the ranks are to have in common, and what each tells of itself.
         layout: Of what is saved.
+
+    Returns:
+        What each of them saves, and whether all but the storages is the same to the last byte.
 
     Raises:
         Disagreement: They do not save the same; says what differs.
@@ -111,7 +102,7 @@ def agree(
     wrong = explain(plans)
     if wrong is not None:
         raise Disagreement(f"{path}: {wrong}")
-    return Agreement(plans, all(each["pieces"] == plans[0]["pieces"] for each in plans))
+    return plans, all(each["pieces"] == plans[0]["pieces"] for each in plans)
 
 
 def with_pieces_of_first(messages: Messages, layout: FileLayout) -> FileLayout:

@@ -68,10 +68,6 @@ class Snapshots:
         self.way = way
         self.directory = directory
 
-    def new(self, part: SnapshotPart) -> StateSnapshot:
-        """The snapshot of a state as it is now; see `StateSnapshot.take`."""
-        return StateSnapshot(part, self, self.why_copied is None)
-
     @property
     def why_copied(self) -> str | None:
         """Why host memory is copied; None where it is protected."""
@@ -97,8 +93,7 @@ class StateSnapshot:
 
     Args:
         part: What of the file.
-        memories: Where copies go.
-        protects: Whether memory is protected where that is possible.
+        memories: Where copies go, and whether memory is protected.
 
     Attributes:
         layout: The same layout on the snapshot's memory.
@@ -107,7 +102,7 @@ class StateSnapshot:
         MemoryError: There is no room for what has to be copied.
     """
 
-    def __init__(self, part: SnapshotPart, memories: Snapshots, protects: bool) -> None:
+    def __init__(self, part: SnapshotPart, memories: Snapshots) -> None:
         self._memories = memories
         spans = {}
         for index, record in enumerate(part.source.records):
@@ -116,7 +111,7 @@ class StateSnapshot:
                 spans[index] = record, low, high
         on_host = [index for index, span in spans.items() if device_of(span[0]).type == "cpu"]
         self._protected: Protected | None = None
-        if protects:
+        if memories.why_copied is None:
             self._protected = Protected([spans[index] for index in on_host], memories.directory)
         try:
             self._arrange(part, spans, on_host)
@@ -151,15 +146,15 @@ class StateSnapshot:
             self._device = DeviceCopies(there, memories.staging, most)
         else:
             memories.staging.release()
+        self._copies = [each for each in (self._copied, self._device) if each is not None]
 
         aside = part.aside()
         data: dict[int, Data] = {}
         for index in stays:
             assert protected is not None
             data[index] = protected.data(spans[index], aside.get(index, ()))
-        for copies, indices in ((self._copied, copied), (self._device, on_device)):
+        for copies, indices in zip(self._copies, (copied, on_device), strict=False):
             for number, index in enumerate(indices):
-                assert copies is not None
                 data[index] = with_aside(partial(copies.read, number), aside.get(index, ()))
         records = [
             StorageRecord(
@@ -208,18 +203,17 @@ class StateSnapshot:
     @property
     def stalled_s(self) -> float:
         """How long `take` waited for memory, in seconds."""
-        return self._copied.stalled_s + (0.0 if self._device is None else self._device.stalled_s)
+        return sum(copies.stalled_s for copies in self._copies)
 
     @property
     def fits(self) -> bool:
         """Whether all that is copied is held at once; else the writer has to run beside `take`."""
-        return self._copied.fits and (self._device is None or self._device.fits)
+        return all(copies.fits for copies in self._copies)
 
     @property
     def most_in_flight_bytes(self) -> int:
         """What may be in flight at once."""
-        most = self._copied.most_in_flight_bytes
-        return most if self._device is None else min(most, self._device.most_in_flight_bytes)
+        return min(copies.most_in_flight_bytes for copies in self._copies)
 
     # Its life
 
@@ -243,15 +237,13 @@ class StateSnapshot:
 
     def written(self, end: int) -> None:
         """All of the file's bytes before `end` are in the file."""
-        self._copied.written(end)
-        if self._device is not None:
-            self._device.written(end)
+        for copies in self._copies:
+            copies.written(end)
 
     def stop(self) -> None:
         """Wake whoever waits, with `Cancelled`; from any thread."""
-        self._copied.stop()
-        if self._device is not None:
-            self._device.stop()
+        for copies in self._copies:
+            copies.stop()
 
     def _end_protection(self) -> None:
         if self._protected is not None:
