@@ -435,13 +435,18 @@ def _laid_out(told: Records, alignment: int) -> Skeleton:
     own = {**told.own, "version": _VERSION}
     sizes = (*told.sizes, ("version", len(_VERSION)), (_NUMBER, 2 * _DIGITS))
     blank = _blank(sizes, frozenset((*own, _NUMBER)), alignment)
-    starts = [start for start, _ in blank.pieces]
+    ends = [offset for _, offset, _, _, is_hole in blank.entries if is_hole] + [blank.nbytes]
+    pieces = [
+        (start, bare.ljust(end - start, _PADDING))
+        for (start, bare), end in zip(blank.pieces, ends, strict=True)
+    ]
+    starts = [start for start, _ in pieces]
     filled: dict[int, bytearray] = {}
 
     def put(at: int, data: bytes) -> None:
         index = bisect_right(starts, at) - 1
         if index not in filled:
-            filled[index] = bytearray(blank.pieces[index][1])
+            filled[index] = bytearray(pieces[index][1])
         at -= starts[index]
         filled[index][at : at + len(data)] = data
 
@@ -457,16 +462,17 @@ def _laid_out(told: Records, alignment: int) -> Skeleton:
                 put(at, struct.pack("<I", crc))
         if nbytes:  # c10::hash_combine, of 64 bits
             mixed ^= (crc + 0x9E3779B9 + (mixed << 6) + (mixed >> 2)) & 0xFFFFFFFFFFFFFFFF
-    pieces = [
-        (start, bytes(filled[index]) if index in filled else piece)
-        for index, (start, piece) in enumerate(blank.pieces)
-    ]
+    for index, piece in filled.items():
+        pieces[index] = starts[index], bytes(piece)
     return blank._replace(pieces=pieces)
 
 
 @functools.lru_cache(maxsize=1)
 def _blank(sizes: tuple[tuple[str, int], ...], own: frozenset[str], alignment: int) -> Skeleton:
-    """The same with zeros for all contents and CRCs: of a state, the same for all of its saves."""
+    """The same with zeros for all contents and CRCs: of a state, the same for all of its saves.
+
+    Of pieces without the padding in their end: half a KiB a record is kept.
+    """
     pieces: list[tuple[int, bytes]] = []
     known: list[bytes] = []  # of the piece that is made
     started = at = 0
@@ -486,14 +492,14 @@ def _blank(sizes: tuple[tuple[str, int], ...], own: frozenset[str], alignment: i
             full,
             wide,
             b"FB" + padding.to_bytes(2, "little"),
-            b"Z" * padding,
+            _PADDING * padding,
         )
         places.append((full, at, offset, nbytes, flags, name not in own and nbytes > 0))
         at = offset + nbytes
         if name in own:
             known.append(bytes(nbytes))
         elif nbytes:
-            pieces.append((started, b"".join(known)))
+            pieces.append((started, b"".join(known).rstrip(_PADDING)))
             started, known = at, []
         if nbytes:
             form = "<4sIQQ" if wide else "<4sIII"
@@ -523,6 +529,7 @@ def _blank(sizes: tuple[tuple[str, int], ...], own: frozenset[str], alignment: i
     return Skeleton(at, pieces, entries)
 
 
+_PADDING = b"Z"
 _UTF8 = 1 << 11  # what names are in
 _VERSION = b"3\n"  # of torch's format
 
