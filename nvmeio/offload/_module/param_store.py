@@ -45,8 +45,7 @@ from nvmeio._threads.owner import Claim, OwnerThread, owned
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.rank_steps import directory_name
-from nvmeio.offload._module.param_places import ParamPlaces
-from nvmeio.offload._module.stages import ParamUnit
+from nvmeio.offload._module.stages import ParamPlaces, ParamUnit
 from nvmeio.offload._step.pipeline import move_all
 from nvmeio.offload._swap_files.extents import Extent
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
