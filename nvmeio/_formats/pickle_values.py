@@ -250,6 +250,12 @@ def _value_of(call: PickledCall) -> object:
 
 # Of any pickle
 
+# What an unpickler raises where stack, memo or what is made are not as the pickle has them.
+WRONG = (
+    *(ValueError, TypeError, AttributeError, LookupError, EOFError, OverflowError, RecursionError),
+    *(struct.error, pickle.UnpicklingError),
+)
+
 
 def scan(data: bytes) -> Scan:
     """Read a pickle.
@@ -263,16 +269,10 @@ def scan(data: bytes) -> Scan:
         value = scanner.load()
     except PickleError:
         raise
-    except (*_WRONG, pickle.UnpicklingError) as wrong:
+    except WRONG as wrong:
         raise PickleError(f"damaged at byte {file.tell()}: {wrong!r}") from wrong
     return Scan(value, scanner.globals, scanner.storages, scanner.calls, len(data), False)
 
-
-# What an unpickler raises where stack, memo or what is made are not as the pickle has them.
-_WRONG = (
-    *(ValueError, TypeError, AttributeError, LookupError, EOFError, OverflowError, RecursionError),
-    struct.error,
-)
 
 _Unpickler: Any = pickle._Unpickler
 

@@ -37,59 +37,37 @@ DATA_ALIGNMENT = max(4096, PAGE_BYTES)
 # Where the package lets it begin.
 PACKAGE_ALIGNMENT = 8
 
-# Bits of an element, by the format's name. The narrow ones are packed. In the package's order: it
+# Bits of an element and torch's name for it, by the format's. The narrow ones are packed. torch has
+# no 6-bit dtypes, and older ones lack some of the 8- and 4-bit ones. In the package's order: it
 # writes the tensors of the last dtype first, those of one dtype by name.
-BITS = {
-    "BOOL": 8,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
+_ELEMENTS = {
+    "BOOL": (8, "bool"),
+    "F4": (4, "float4_e2m1fn_x2"),
+    "F6_E2M3": (6, ""),
+    "F6_E3M2": (6, ""),
+    "U8": (8, "uint8"),
+    "I8": (8, "int8"),
+    "F8_E5M2": (8, "float8_e5m2"),
+    "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
+    "I16": (16, "int16"),
+    "U16": (16, "uint16"),
+    "F16": (16, "float16"),
+    "BF16": (16, "bfloat16"),
+    "I32": (32, "int32"),
+    "U32": (32, "uint32"),
+    "F32": (32, "float32"),
+    "C64": (64, "complex64"),
+    "F64": (64, "float64"),
+    "I64": (64, "int64"),
+    "U64": (64, "uint64"),
 }
-
-# torch has no 6-bit dtypes, and older ones lack some of the 8- and 4-bit ones.
-_TORCH_NAMES = {
-    "BOOL": "bool",
-    "F4": "float4_e2m1fn_x2",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "C64": "complex64",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-}
+BITS = {name: bits for name, (bits, _) in _ELEMENTS.items()}
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, torch_name)
-    for name, torch_name in _TORCH_NAMES.items()
+    for name, (_, torch_name) in _ELEMENTS.items()
     if hasattr(torch, torch_name)
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -187,13 +187,9 @@ def scan_plain(data: bytes) -> Scan | None:
     scanner = _Scanner(data)
     try:
         value = scanner.load()
-    except (pickle.UnpicklingError, PickleError, *_WRONG):
+    except pickle_values.WRONG:
         return None
     return Scan(value, scanner.globals, scanner.storages, [], len(data), True)
-
-
-# What the unpickler raises where stack, memo or stubs are not as the pickle has them.
-_WRONG = (ValueError, TypeError, AttributeError, LookupError, EOFError, RecursionError)
 
 
 def _in_memory(data: bytes) -> io.BufferedReader:

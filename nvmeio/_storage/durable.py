@@ -17,7 +17,7 @@ import errno
 import os
 from collections.abc import Callable
 
-from nvmeio.errors import TransferError, transfer_error
+from nvmeio.errors import TransferError, naming, transfer_error
 from nvmeio.files import File
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -131,9 +131,8 @@ def sync_data(file: File) -> None:
     """
     opened = file.acquire(True)
     try:
-        os.fdatasync(opened.any_fd())
-    except OSError as failed:
-        raise transfer_error(failed, "fsync", file.path) from failed
+        with naming("fsync", file.path):
+            os.fdatasync(opened.any_fd())
     finally:
         opened.release()
 

@@ -42,22 +42,19 @@ def make_private_directory(path: str | os.PathLike[str]) -> None:
             detail = "it is a symbolic link, which is not followed here: remove it"
         raise transfer_error(failed, "mkdir", name, detail=detail) from failed
     try:
-        facts = os.fstat(fd)
-        # Some network file systems give what we make to another user.
-        if facts.st_uid != os.geteuid() and not made:
-            raise TransferError(
-                errno.EPERM,
-                operation="mkdir",
-                path=name,
-                detail=f"the directory belongs to user {facts.st_uid}, who could replace the files "
-                "in it: name or make another one",
-            )
-        if stat.S_IMODE(facts.st_mode) & 0o077:
-            os.fchmod(fd, DIRECTORY_MODE)
-    except TransferError:
-        raise
-    except OSError as failed:
-        raise transfer_error(failed, "chmod", name) from failed
+        with naming("chmod", name):
+            facts = os.fstat(fd)
+            # Some network file systems give what we make to another user.
+            if facts.st_uid != os.geteuid() and not made:
+                raise TransferError(
+                    errno.EPERM,
+                    operation="mkdir",
+                    path=name,
+                    detail=f"the directory belongs to user {facts.st_uid}, who could replace the "
+                    "files in it: name or make another one",
+                )
+            if stat.S_IMODE(facts.st_mode) & 0o077:
+                os.fchmod(fd, DIRECTORY_MODE)
     finally:
         os.close(fd)
 

@@ -32,13 +32,12 @@ import re
 import secrets
 import stat
 import struct
-from collections.abc import Callable
 
 from nvmeio import files
 from nvmeio._storage.durable import allocate, make_directory, sync_directory, write_all
 from nvmeio._storage.guarded import create
 from nvmeio._storage.locks import become_writer
-from nvmeio.errors import ClosedError, TransferError, errno_of, transfer_error
+from nvmeio.errors import ClosedError, TransferError, errno_of, naming, transfer_error
 
 _ACL = "system.posix_acl_access"
 _ACL_HEADER = struct.Struct("<I")
@@ -160,7 +159,7 @@ class Replacement:
         except BaseException as failed:
             self._undo()
             if isinstance(failed, OSError) and not isinstance(failed, TransferError):
-                raise self._error(failed, "open") from failed
+                raise transfer_error(failed, "open", self._path) from failed
             raise
         self._pid = os.getpid()
         self._closed = False
@@ -198,10 +197,8 @@ class Replacement:
         Raises:
             TransferError: As write(2) fails.
         """
-        try:
+        with naming("pwrite", self._path):
             write_all(self._fd, data)
-        except OSError as failed:
-            raise self._error(failed, "pwrite") from failed
 
     def truncate(self, nbytes: int) -> None:
         """Set the file's size.
@@ -209,10 +206,8 @@ class Replacement:
         Raises:
             TransferError: As ftruncate(2) fails.
         """
-        try:
+        with naming("truncate", self._path):
             os.ftruncate(self._fd, nbytes)
-        except OSError as failed:
-            raise self._error(failed, "truncate") from failed
 
     def commit(self, durable: bool = True) -> None:
         """Make the new file durable and put it in its place; all writes must be done.
@@ -234,14 +229,19 @@ class Replacement:
             raise ClosedError(f"the replacement of {self._path} belongs to the parent process")
         try:
             if durable:
-                self._step("fsync", lambda: os.fdatasync(self._fd))
-            self._step("rename", lambda: os.rename(self._temporary, self._target))
+                with naming("fsync", self._path):
+                    os.fdatasync(self._fd)
+            with naming("rename", self._path):
+                os.rename(self._temporary, self._target)
         except BaseException:
             self.discard()
             raise
         self._close()
         if durable:
-            self._step("fsync", lambda: sync_directory(self._directory))
+            try:
+                sync_directory(self._directory)
+            except OSError as failed:
+                raise transfer_error(failed, "fsync", self._path) from failed
 
     def discard(self) -> None:
         """Remove the temporary file; the target stays. Idempotent, and nothing after `commit`.
@@ -263,15 +263,6 @@ class Replacement:
             with contextlib.suppress(OSError):
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
         os.close(self._fd)
-
-    def _step(self, operation: str, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except OSError as failed:
-            raise self._error(failed, operation) from failed
-
-    def _error(self, failed: OSError, operation: str) -> TransferError:
-        return transfer_error(failed, operation, self._path)
 
     def __enter__(self) -> Replacement:
         return self
