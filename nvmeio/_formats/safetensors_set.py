@@ -235,11 +235,4 @@ def tensor_on(memory: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     if memory.device.type == "cpu" and memory.data_ptr() % dtype.itemsize:
         memory = memory.clone()
     tensor = torch.empty(0, dtype=dtype, device=memory.device)
-    return tensor.set_(memory.untyped_storage(), 0, shape, _strides(shape))
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides))[-len(shape) :] if shape else ()
+    return tensor.set_(memory.untyped_storage(), 0, shape, ())  # contiguous
