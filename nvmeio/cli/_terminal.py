@@ -139,6 +139,29 @@ def fitted(name: str, columns: Sequence[Column], rows: Sequence[Row], width: int
     return table
 
 
+def stdout() -> Console:
+    """For results; as wide as the terminal, and in a pipe each line keeps to itself, for grep."""
+    console = Console(emoji=False)
+    if not console.is_terminal:
+        console.width = 1000
+    return console
+
+
+@contextmanager
+def trimmed(console: Console, width_in_a_pipe: int = 0) -> Iterator[None]:
+    """Tables pad their cells with blanks, which nobody wants to find in a file: without them."""
+    if width_in_a_pipe and not console.is_terminal:
+        console.width = width_in_a_pipe
+    with console.capture() as shown:
+        yield
+    console.file.write("".join(f"{line.rstrip()}\n" for line in shown.get().splitlines()))
+
+
+def say(console: Console, text: str, style: str = "") -> None:
+    """A text in which brackets are no markup, and which the terminal alone breaks."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 # Each refresh takes the GIL for a millisecond or so beside what is being measured.
 _REFRESHES_PER_SECOND = 4
 

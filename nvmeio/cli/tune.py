@@ -14,10 +14,10 @@ from rich.console import Console
 
 from nvmeio import tuned
 from nvmeio.cli._exits import Failed, exit_statuses
-from nvmeio.cli._terminal import duration_option, size_option
+from nvmeio.cli._terminal import duration_option, say, size_option
 from nvmeio.cli._tune import page, result, rig
-from nvmeio.cli._tune.result import Log, TuneResult
-from nvmeio.cli._tune.rig import TunePlan, TuneRun, check_flush
+from nvmeio.cli._tune.result import Log, TunePlan, TuneResult
+from nvmeio.cli._tune.rig import TuneRun, check_flush
 from nvmeio.cli._tune.search import Op
 from nvmeio.cli._tune.space import DEFAULT, default_grid, load_grid
 from nvmeio.cli.measure import machine
@@ -138,13 +138,13 @@ def command(
         if flush_page_cache:
             check_flush()
         plan = TunePlan(
-            directories=chosen,
-            ops=ops,
-            io_size=io_size,
-            loops=loops,
-            budget_s=budget,
-            grid=grid,
-            engine=engine,
+            chosen,
+            ops,
+            grid,
+            io_size,
+            budget,
+            engine,
+            loops,
             gpu=gpu or gds,
             gds=gds,
             flush=flush_page_cache,
@@ -173,17 +173,13 @@ def _tell(
     # A search that was cut short says nothing of the default, and has nothing to store then.
     if save and (found.outcome.complete or found.outcome.winner != DEFAULT):
         try:
-            for directory in found.directories:
+            for directory in found.plan.directories:
                 file = tuned.save(directory, found.tuned(directory))
-            _say(errors, f"Stored in {file}")
+            say(errors, f"Stored in {file}")
         except ValueError as error:
             refused = f"not stored: {error}; remove that file, and run it again"
     if html:
         html.write_text(page.render(found))
-        _say(errors, f"Page: {html}")
+        say(errors, f"Page: {html}")
     if refused:
         raise Failed(refused)
-
-
-def _say(errors: Console, line: str) -> None:
-    errors.print(line, markup=False, highlight=False, soft_wrap=True)

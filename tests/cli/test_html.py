@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from nvmeio.cli import app
 from nvmeio.cli._tune import page
-from nvmeio.cli._tune.result import Latencies, TuneResult
+from nvmeio.cli._tune.result import Latencies, TunePlan, TuneResult
 from nvmeio.cli._tune.search import Op, Search
 from nvmeio.cli._tune.space import DEFAULT, Grid, default_grid
 from nvmeio.engines.base import Options
@@ -88,9 +88,8 @@ def search(grid: Grid, ops: list[Op], budget_s: float) -> TuneResult:
         for setting in dict.fromkeys((outcome.winner, DEFAULT))
     ]
     where = [Path('/mnt/<fast> & "narrow"')]
-    return TuneResult(
-        outcome, ops, where, "libaio", True, 400 * MIB, budget_s, now[0], grid, latencies
-    )
+    plan = TunePlan(where, ops, grid, 400 * MIB, budget_s)
+    return TuneResult(plan, outcome, "libaio", True, now[0], latencies)
 
 
 @pytest.fixture(scope="module")

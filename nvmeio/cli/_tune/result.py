@@ -14,9 +14,9 @@ from typing import Any
 from rich.console import Console
 
 import nvmeio
-from nvmeio.cli._terminal import Column, Row, binary_size, counted, fitted
+from nvmeio.cli._terminal import Column, Row, binary_size, counted, fitted, trimmed
 from nvmeio.cli._tune.search import Finalist, Op, Sample, SearchOutcome
-from nvmeio.cli._tune.space import DEFAULT, in_words
+from nvmeio.cli._tune.space import DEFAULT, Grid, in_words
 from nvmeio.cli.measure import machine
 from nvmeio.engines.base import Options
 from nvmeio.tuned import Tuned
@@ -34,33 +34,42 @@ class Latencies:
 
 
 @dataclass(frozen=True)
+class TunePlan:
+    """What was asked for: `io_size` is bytes of a full transfer, in each directory."""
+
+    directories: Sequence[Path]
+    ops: Sequence[Op]
+    grid: Grid
+    io_size: int
+    budget_s: float
+    engine: str = "auto"
+    loops: int = 1
+    gpu: bool = False
+    gds: bool = False
+    flush: bool = False
+    latencies: bool = False
+
+
+@dataclass(frozen=True)
 class TuneResult:
     """A search and its circumstances.
 
     Attributes:
+        plan: What was asked for.
         outcome: What was found.
-        ops: Directions that were measured.
-        directories: Where.
         engine: Which engine did it.
         direct: Whether transfers bypassed the page cache.
-        io_size: Bytes of a full transfer, per directory.
-        budget_s: What it was allowed to take.
         seconds: What it took.
-        grid: The levels of each parameter.
         latencies: Of the winner and the default, where they were measured.
         trouble: What went wrong beside the search, "" where nothing did.
     """
 
+    plan: TunePlan
     outcome: SearchOutcome
-    ops: Sequence[Op]
-    directories: Sequence[Path]
     engine: str
     direct: bool
-    io_size: int
-    budget_s: float
     seconds: float
-    grid: dict[str, list[Any]]
-    latencies: list[Latencies] = field(default_factory=list)
+    latencies: Sequence[Latencies] = ()
     trouble: str = ""
     when: datetime = field(default_factory=lambda: datetime.now(timezone.utc).astimezone())
 
@@ -76,15 +85,12 @@ class TuneResult:
 
     def rate(self, finalist: Finalist, op: Op) -> float | None:
         """GB/s in the final, or of what was measured before it where there was no final."""
-        found = finalist.gb_per_s(op)
-        if found is None and op in self.ops:
-            longest = [
-                s for s in self.outcome.samples if (s.setting, s.op) == (finalist.setting, op)
-            ]
-            most = max((s.nbytes for s in longest), default=0)
-            rates = [s.gb_per_s for s in longest if s.nbytes == most]
-            found = statistics.median(rates) if rates else None
-        return found
+        if finalist.rates.get(op):
+            return statistics.median(finalist.rates[op])
+        looks = [s for s in self.outcome.samples if (s.setting, s.op) == (finalist.setting, op)]
+        most = max((s.nbytes for s in looks), default=0)
+        rates = [s.gb_per_s for s in looks if s.nbytes == most]
+        return statistics.median(rates) if rates else None
 
     def block(self) -> dict[str, Any]:
         """What loads into `AioHandle(**block["aio"])` and into a DeepSpeed configuration."""
@@ -92,32 +98,35 @@ class TuneResult:
 
     def tuned(self, directory: Path) -> Tuned:
         """What is stored for a directory's file system."""
+        rates = {
+            f"{kind}{op}_gb_per_s": round(rate, 3)
+            for kind, finalist in (("", self.winner), ("default_", self.default))
+            for op in self.plan.ops
+            if (rate := self.rate(finalist, op)) is not None
+        }
         return Tuned(
             aio=self.outcome.winner,
             directory=str(directory.resolve()),
             tuned_at=self.when.isoformat(timespec="seconds"),
             nvmeio=nvmeio.__version__,
-            read_gb_per_s=_rounded(self.rate(self.winner, "read")),
-            write_gb_per_s=_rounded(self.rate(self.winner, "write")),
-            default_read_gb_per_s=_rounded(self.rate(self.default, "read")),
-            default_write_gb_per_s=_rounded(self.rate(self.default, "write")),
+            **rates,
         )
 
     def conditions(self) -> list[str]:
         """What a reader has to know to compare the figures with others."""
-        outcome, many = self.outcome, len(self.directories)
-        where = ", ".join(map(str, self.directories))
+        plan, outcome, many = self.plan, self.outcome, len(self.plan.directories)
+        where = ", ".join(map(str, plan.directories))
         lines = [
-            f"{where}: {binary_size(self.io_size)} a transfer"
+            f"{where}: {binary_size(plan.io_size)} a transfer"
             + (f" in each of {many} directories at once" if many > 1 else "")
             + f", engine {self.engine}; {UNIT}",
             f"{outcome.looked_at} of {outcome.total} settings measured in {self.seconds:.0f} s of "
-            f"{self.budget_s:.0f} s",
+            f"{plan.budget_s:.0f} s",
             "direct I/O: reads are cold as far as the page cache goes"
             if self.direct
             else "no direct I/O here: everything goes through the page cache",
         ]
-        if "write" in self.ops:
+        if "write" in plan.ops:
             lines.append("writes go over blocks that were written before, without fsync")
         if outcome.unusable:
             reasons = "; ".join(sorted(set(outcome.unusable.values())))
@@ -127,44 +136,36 @@ class TuneResult:
         return lines
 
 
-def _rounded(rate: float | None) -> float | None:
-    return None if rate is None else round(rate, 3)
-
-
 # For people
 
 
 def render(result: TuneResult, console: Console) -> None:
     """The final as a table, and what follows from it."""
-    if not console.is_terminal:
-        console.width = 160
-    rounds = len(result.default.ratios)
-    rows = []
+    rows, ops = [], result.plan.ops
     for finalist in result.outcome.finalists:
-        cells = {f"{op} GB/s": _gb(result.rate(finalist, op)) for op in result.ops}
-        told = finalist.setting != DEFAULT and rounds
-        cells["ahead"] = f"{finalist.ahead:+.1%}" if told else ""
-        cells["spread"] = finalist.spread_told if told else ""
-        chosen = finalist.setting == result.outcome.winner
-        name = in_words(finalist.setting)
-        name += " (default)" if finalist.setting == DEFAULT else ""
-        rows.append(Row(name, cells, "bold green" if chosen else None))
-    columns = [Column(f"{op} GB/s", 1) for op in result.ops]
-    columns += [Column("ahead", 2), Column("spread", 3)]
-    table = fitted("setting", columns, rows, console.width)
-    with console.capture() as shown:
-        console.print(table)
+        is_default = finalist.setting == DEFAULT
+        name = in_words(finalist.setting) + (" (default)" if is_default else "")
+        compared = not is_default and finalist.ratios
+        cells = _rates(result, finalist, "{} GB/s") | {
+            "ahead": f"{finalist.ahead:+.1%}" if compared else "",
+            "spread": finalist.spread_told if compared else "",
+        }
+        rows.append(Row(name, cells, "bold green" if finalist is result.winner else None))
+    columns = [Column(f"{op} GB/s", 1) for op in ops] + [Column("ahead", 2), Column("spread", 3)]
+    with trimmed(console, 160):
+        console.print(fitted("setting", columns, rows, console.width))
         console.print()
         console.print(f"Chosen: {result.outcome.verdict}", markup=False, highlight=False)
         for line in result.conditions():
             console.print(line, style="dim", markup=False, highlight=False)
-        best = ", ".join(f"{op} = {_gb(result.rate(result.winner, op))}" for op in result.ops)
-        console.print(f"Best performance (GB/s): {best}", markup=False, highlight=False)
-    console.file.write("".join(f"{line.rstrip()}\n" for line in shown.get().splitlines()))
+        best = (f"{op} = {rate}" for op, rate in _rates(result, result.winner, "{}").items())
+        line = f"Best performance (GB/s): {', '.join(best)}"
+        console.print(line, markup=False, highlight=False)
 
 
-def _gb(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.2f}"
+def _rates(result: TuneResult, finalist: Finalist, heading: str) -> dict[str, str]:
+    rates = {heading.format(op): result.rate(finalist, op) for op in result.plan.ops}
+    return {name: "-" if rate is None else f"{rate:.2f}" for name, rate in rates.items()}
 
 
 # For programs
@@ -172,37 +173,31 @@ def _gb(rate: float | None) -> str:
 
 def as_json(result: TuneResult) -> dict[str, Any]:
     """The block first, so that the whole loads wherever the block does."""
-    software = machine.software()
-    winner, outcome = result.winner, result.outcome
+    winner, outcome, plan = result.winner, result.outcome, result.plan
     return {
         **result.block(),
         "unit": UNIT,
         "verdict": outcome.verdict,
         "best": {
-            **{f"{op}_gb_per_s": result.rate(winner, op) for op in result.ops},
-            **{f"default_{op}_gb_per_s": result.rate(result.default, op) for op in result.ops},
+            **{f"{op}_gb_per_s": result.rate(winner, op) for op in plan.ops},
+            **{f"default_{op}_gb_per_s": result.rate(result.default, op) for op in plan.ops},
             "ahead": winner.ahead,
             "spread": winner.spread if winner.ratios else None,
             "rounds": len(winner.ratios),
         },
         "search": {
-            "directories": [str(path) for path in result.directories],
+            "directories": [str(path) for path in plan.directories],
             "engine": result.engine,
             "direct": result.direct,
-            "io_size": result.io_size,
-            "budget_s": result.budget_s,
+            "io_size": plan.io_size,
+            "budget_s": plan.budget_s,
             "seconds": result.seconds,
             "looked_at": outcome.looked_at,
             "total": outcome.total,
             "measurements": len(outcome.samples),
-            "grid": result.grid,
+            "grid": plan.grid,
         },
-        "machine": {
-            "nvmeio": software.nvmeio,
-            "kernel": software.kernel,
-            "python": software.python,
-            "torch": software.torch,
-        },
+        "machine": machine.versions(),
         "when": result.when.isoformat(timespec="seconds"),
         "conditions": result.conditions(),
         "finalists": [
@@ -210,7 +205,7 @@ def as_json(result: TuneResult) -> dict[str, Any]:
                 "aio": finalist.setting._asdict(),
                 "ahead": finalist.ahead,
                 "spread": finalist.spread if finalist.ratios else None,
-                **{f"{op}_gb_per_s": list(finalist.rates[op]) for op in result.ops},
+                **{f"{op}_gb_per_s": list(finalist.rates[op]) for op in plan.ops},
             }
             for finalist in outcome.finalists
         ],

@@ -1,4 +1,4 @@
-"""Measuring one setting: handles on real files, a buffer for each directory."""
+"""Measuring: one setting (`Rig`, handles on real files), and a whole search of them (`TuneRun`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import importlib
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,10 +17,10 @@ from rich.console import Console
 import nvmeio
 from nvmeio._files.plan import PAGE_BYTES
 from nvmeio.cli import _terminal
-from nvmeio.cli._terminal import GB, binary_size
-from nvmeio.cli._tune.result import Latencies, Log, TuneResult
+from nvmeio.cli._terminal import GB, binary_size, say
+from nvmeio.cli._tune.result import Latencies, Log, TunePlan, TuneResult
 from nvmeio.cli._tune.search import Op, Search, Unusable
-from nvmeio.cli._tune.space import DEFAULT, Grid, in_words
+from nvmeio.cli._tune.space import DEFAULT, in_words
 from nvmeio.cli.measure.disk import drop_from_cache
 from nvmeio.cli.measure.scratch import check_memory, check_space, fill, scratch, write_file
 from nvmeio.engines.base import Options
@@ -28,6 +28,8 @@ from nvmeio.errors import BackendUnavailableError, NvmeioError
 from nvmeio.files import probe_direct
 
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+_LATENCY_PART = 0.08  # of the budget, for the page's latency distributions,
+_LATENCY_MOST_S = 6.0  # but never more than this
 
 
 class Rig:
@@ -100,13 +102,11 @@ class Rig:
                 handle = self._handle(*setting, engine=self.engine)
                 handles.append(handle)
                 handle.sync_pread(tensor[:PAGE_BYTES], path)  # its threads are up and awake
-        except BackendUnavailableError as missing:
+        except BaseException as failed:
             for handle in handles:
                 handle.close()
-            raise Unusable(str(missing).splitlines()[0]) from missing
-        except BaseException:
-            for handle in handles:
-                handle.close()
+            if isinstance(failed, BackendUnavailableError):
+                raise Unusable(str(failed).splitlines()[0]) from failed
             raise
         return handles
 
@@ -183,27 +183,6 @@ def check_flush() -> None:
         )
 
 
-_LATENCY_PART = 0.08  # of the budget, for the page's latency distributions,
-_LATENCY_MOST_S = 6.0  # but never more than this
-
-
-@dataclass(frozen=True)
-class TunePlan:
-    """What was asked for: `io_size` is bytes of a full transfer, in each directory."""
-
-    directories: Sequence[Path]
-    ops: Sequence[Op]
-    io_size: int
-    loops: int
-    budget_s: float
-    grid: Grid
-    engine: str
-    gpu: bool
-    gds: bool
-    flush: bool
-    latencies: bool
-
-
 class TuneRun:
     """Measures as planned.
 
@@ -223,9 +202,9 @@ class TuneRun:
         self._latencies: list[Latencies] = []
         self._trouble = ""
         self._tell: Callable[[float, str], None] = lambda passed, what: None
-        needs: dict[Path, int] = {}
+        needs = Counter[Path]()
         for directory in plan.directories:
-            needs[directory] = needs.get(directory, 0) + plan.io_size
+            needs[directory] += plan.io_size
         self._nbytes = plan.io_size * len(plan.directories)
         check_space(needs)
         check_memory(self._nbytes, needs)
@@ -278,15 +257,11 @@ class TuneRun:
         if self._rig is None or not told:
             return None
         return TuneResult(
+            self._plan,
             outcome,
-            self._plan.ops,
-            self._plan.directories,
             self._engine,
             self._rig.direct,
-            self._plan.io_size,
-            self._plan.budget_s,
             time.monotonic() - self._started,
-            self._plan.grid,
             list(self._latencies),
             self._trouble,
         )
@@ -302,7 +277,7 @@ class TuneRun:
         if self._verbose:
             rate = nbytes / seconds / GB
             line = f"{op:5} {in_words(setting):55} {binary_size(nbytes):>8} {rate:6.2f} GB/s"
-            self._errors.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(self._errors, line)
         return seconds
 
     def _look_at_blocks(self, rig: Rig, winner: Options, seconds: float) -> None:
@@ -324,7 +299,7 @@ def require_libraries() -> None:
         BackendUnavailableError: One is not; says how to install it.
     """
     missing = []
-    for name in ("optuna", "plotly"):
+    for name in ("optuna", "plotly", "jinja2"):
         try:
             importlib.import_module(name)
         except ImportError as error:

@@ -1,9 +1,9 @@
-"""Which settings to look at, under a budget. No I/O here: measuring is handed in.
+"""Which settings to look at, under a budget, and which to use. Measuring is handed in.
 
 optuna's TPE sampler says which setting to look at next, with a short transfer each; the best of
-these are looked at again with longer ones, and a handful goes into the final (`final`). Rates are
-only compared with the default's, measured again every few settings: a machine that gets slower for
-a while makes both slower.
+these are looked at again with longer ones, and a handful goes into the final. Rates are only
+compared with the default's, measured again every few settings: a machine that gets slower for a
+while makes both slower. `decide` chooses among the finalists, the default unless one stands out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from nvmeio.cli._terminal import GB
 from nvmeio.cli._tune.space import DEFAULT, Grid, distance, settings
@@ -23,12 +23,18 @@ from nvmeio.engines.base import Options
 if TYPE_CHECKING:
     import optuna
 
+Op = Literal["read", "write"]
+Round = dict[Options, dict[Op, float]]  # GB/s of the finalists and of the default
+
 EXPLORE_UNTIL = 0.45  # of the time
 STARTUP = 30  # settings that are looked at before the sampler has an opinion
 MOST_TRIALS = 1000
 FINALISTS = 4
 ENOUGH_ROUNDS = 7
 MOST_ROUNDS = 20
+LEAST_ROUNDS = 5  # fewer are won by luck too often: three in one case of eight
+# A difference that is not worth a setting, however certain it is.
+LEAST_AHEAD = 0.01
 REFERENCE_EVERY = 10
 LEAST_BYTES = 64 << 20  # eight blocks of 8 MiB: less would not tell depths apart
 PROBE_BYTES = 16 << 20
@@ -58,13 +64,6 @@ STAGES = (SearchStage("second look", 40, 0.5, 0.58), SearchStage("third look", 1
 
 class Unusable(Exception):
     """A setting that cannot be measured here, such as one that needs too many AIO events."""
-
-
-class Measure(Protocol):
-    """Moves `nbytes` once with a setting; how many seconds that took."""
-
-    def __call__(self, setting: Options, op: Op, nbytes: int) -> float:
-        """May raise `Unusable`."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,8 @@ class Search:
         grid: The values of each parameter.
         ops: Directions that count, all the same.
         io_size: Bytes of a full transfer.
-        measure: Measures; takes its time from the same clock.
+        measure: Moves so many bytes once with a setting; the seconds that took, by the same clock.
+            May raise `Unusable`.
         clock: Seconds.
         on_progress: Told what is being done, before each measurement.
         seed: Of everything that is left to chance.
@@ -137,7 +137,7 @@ class Search:
         grid: Grid,
         ops: Sequence[Op],
         io_size: int,
-        measure: Measure,
+        measure: Callable[[Options, Op, int], float],
         clock: Callable[[], float],
         on_progress: Callable[[str], None] = lambda what: None,
         seed: int = 0,
@@ -331,13 +331,6 @@ class Search:
         return nbytes * self._seconds_per_byte
 
 
-Op = Literal["read", "write"]
-
-LEAST_ROUNDS = 5  # fewer are won by luck too often: three in one case of eight
-# A difference that is not worth a setting, however certain it is.
-LEAST_AHEAD = 0.01
-
-
 @dataclass
 class Finalist:
     """A setting in the final.
@@ -378,18 +371,11 @@ class Finalist:
             cut += 1
         return statistics.median(ordered) - ordered[cut]
 
-    def gb_per_s(self, op: Op) -> float | None:
-        """Median of the rounds; None where the direction was not measured."""
-        return statistics.median(self.rates[op]) if self.rates.get(op) else None
-
 
 def _at_most(successes: int, tries: int) -> float:
     """The chance of at most so many heads in as many throws of a coin."""
     ways = sum(math.comb(tries, k) for k in range(min(successes, tries) + 1))
     return float(ways / 2**tries)
-
-
-Round = dict[Options, dict[Op, float]]
 
 
 def finalists(settings: Sequence[Options], rounds: Sequence[Round]) -> list[Finalist]:

@@ -205,15 +205,22 @@ def software() -> Software:
         first = str(caught[0].message).splitlines()[0] if caught else ""
         detail = first or "no CUDA device"
     return Software(
-        nvmeio=nvmeio.__version__,
-        kernel=platform.release(),
-        python=platform.python_version(),
-        torch=torch.__version__,
+        **versions(),
         torch_cuda=torch.version.cuda,
         cuda_available=available,
         cuda_detail=detail,
         uvloop=_installed_version("uvloop"),
     )
+
+
+def versions() -> dict[str, str]:
+    """What figures depend on, for those who read them elsewhere."""
+    return {
+        "nvmeio": nvmeio.__version__,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
 
 
 def aio() -> Aio:
