@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 import nvmeio
 from nvmeio.cli import bench, generate, inspect, pack, report, tune, verify
 from nvmeio.cli._exits import status_of_interrupt
+from nvmeio.cli._terminal import JsonOption, stdout
 from nvmeio.compat.deepspeed import installing
 
 
@@ -81,9 +81,7 @@ def show_report(
             "A small file is made in it and removed.",
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object on stdout, for programs.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """What of direct I/O works here, what does not, and the command that fixes it.
 
@@ -98,10 +96,7 @@ def show_report(
     if as_json:
         typer.echo(report.to_json(result))
     else:
-        console = Console(emoji=False)
-        if not console.is_terminal:
-            console.width = 1000  # in a pipe each fact keeps to one line, for grep
-        report.render(result, console)
+        report.render(result, stdout())
     raise typer.Exit(result.exit_status)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 from rich.console import Console
@@ -20,6 +20,7 @@ from rich.text import Text
 from nvmeio._checks import parse_size as parse_size
 
 GB = 1e9
+Number = TypeVar("Number", int, float)
 
 _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h)?", re.IGNORECASE)
@@ -55,24 +56,45 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
-def size_option(value: str | int) -> int:
-    """`parse_size` for an option; a default comes as the number that it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_size(value)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+class OptionGroup:
+    """Makes the options of a command that its help shows together, below a title if it has one."""
+
+    def __init__(self, title: str | None = None) -> None:
+        self._title = title
+
+    def value(self, help: str, metavar: str | None = None, *names: str, **more: Any) -> Any:
+        """An option with a value; its name is the parameter's unless there are others."""
+        more |= {"metavar": metavar, "rich_help_panel": self._title}
+        return typer.Option(*names, help=help, **more)
+
+    def flag(self, help: str, *names: str) -> Any:
+        """One that is there or not."""
+        return typer.Option(*names, help=help, rich_help_panel=self._title)
+
+    def size(self, help: str, default: str | bool = True) -> Any:
+        """A number of bytes, as `parse_size` reads it."""
+        return self.value(help, "SIZE", parser=_parser(parse_size), show_default=default)
+
+    def duration(self, help: str, default: str) -> Any:
+        """Seconds, as `parse_duration` reads them."""
+        return self.value(help, "TIME", parser=_parser(parse_duration), show_default=default)
 
 
-def duration_option(value: str | float) -> float:
-    """`parse_duration` for an option."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_duration(value)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+def _parser(parse: Callable[[str], Number]) -> Callable[[str | Number], Number]:
+    def parsed(value: str | Number) -> Number:
+        if not isinstance(value, str):
+            return value  # a default comes as the number that it is
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    return parsed
+
+
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="One JSON object on stdout, for programs.")
+]
 
 
 def binary_size(nbytes: int) -> str:

@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from nvmeio.cli._exits import USAGE, Refused, exit_statuses
-from nvmeio.cli._terminal import GB, binary_size, size_option
+from nvmeio.cli._terminal import GB, JsonOption, OptionGroup, binary_size, say
 from nvmeio.cli.pack import dtype_of
 
+_option = OptionGroup()
 _TAIL = 48  # characters of the text that the progress line shows
 
 
@@ -32,51 +33,37 @@ def command(
             show_default=False,
         ),
     ],
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="What to go on from.")] = None,
+    prompt: Annotated[str | None, _option.value("What to go on from.", "TEXT")] = None,
     ids: Annotated[
         str | None,
-        typer.Option(
-            metavar="N,N,…", help="The prompt as tokens, for a model without a tokenizer."
-        ),
+        _option.value("The prompt as tokens, for a model without a tokenizer.", "N,N,…"),
     ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Tokens to generate at most.")
-    ] = 32,
+    max_new_tokens: Annotated[int, _option.value("Tokens to generate at most.", "N", min=1)] = 32,
     resident_bytes: Annotated[
         int | None,
-        typer.Option(
-            parser=size_option,
-            metavar="SIZE",
-            help="Memory for all weights, such as 8G; by default half of what is left.",
-        ),
+        _option.size("Memory for all weights, such as 8G; by default half of what is left."),
     ] = None,
     window: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", min=1, help="Layers that the window holds; by default 3 or fewer."
-        ),
+        _option.value("Layers that the window holds; by default 3 or fewer.", "N", min=1),
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1.")] = "cpu",
+    dtype: Annotated[str | None, _option.value("float32, bfloat16 or float16.", "DTYPE")] = None,
+    device: Annotated[str, _option.value("Where to compute: cpu, cuda, cuda:1.")] = "cpu",
     kv_offload: Annotated[
-        bool, typer.Option("--kv-offload", help="Keep past keys and values of idle layers on disk.")
+        bool, _option.flag("Keep past keys and values of idle layers on disk.", "--kv-offload")
     ] = False,
     checksum: Annotated[
         bool,
-        typer.Option(
+        _option.flag(
+            "Compare what is read with the checksums of a packed model.",
             "--checksum/--no-checksum",
-            help="Compare what is read with the checksums of a packed model.",
         ),
     ] = True,
     sample: Annotated[
-        bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")
+        bool, _option.flag("Draw tokens instead of taking the likeliest.", "--sample")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of --sample.")] = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object on stdout, for programs.")
-    ] = False,
+    seed: Annotated[int, _option.value("Of --sample.")] = 0,
+    as_json: JsonOption = False,
 ) -> None:
     """Generates text, with the weights read from disk layer by layer.
 
@@ -109,7 +96,7 @@ def command(
                 checksum=checksum,
             )
         except FileNotFoundError as missing:
-            errors.print(str(missing), style="red", markup=False, soft_wrap=True)
+            say(errors, str(missing), "red")
             raise typer.Exit(USAGE) from missing
         except (ValueError, TypeError) as wrong:
             raise Refused(str(wrong)) from wrong
@@ -251,7 +238,7 @@ class _Run:
             f"{self._first - self._begun:.1f} s{then}); {binary_size(stats.bytes_read)} read at "
             f"{stats.bytes_read / seconds / GB:.2f} GB/s, {binary_size(held)} of weights in memory"
         )
-        self._errors.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+        say(self._errors, text, "dim")
 
 
 def _tokenizer(directory: Path) -> Any:

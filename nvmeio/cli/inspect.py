@@ -15,7 +15,17 @@ from rich.table import Table
 from nvmeio._formats.sniff import NoCheckpointError, kind_of
 from nvmeio.checkpoint.describing import Description, alignment_of, describe
 from nvmeio.cli._exits import FAILED, OK, USAGE, complain, exit_statuses
-from nvmeio.cli._terminal import Column, Row, binary_size, counted, fitted, printable
+from nvmeio.cli._terminal import (
+    Column,
+    JsonOption,
+    Row,
+    binary_size,
+    counted,
+    fitted,
+    printable,
+    say,
+    stdout,
+)
 from nvmeio.errors import IntegrityError, TransferError
 
 
@@ -45,20 +55,18 @@ def command(
         elif told:
             typer.echo(json.dumps(told[0], indent=2))
         raise typer.Exit(status)
-    console = Console(emoji=False)
-    if not console.is_terminal:
-        console.width = 1000  # in a pipe each line keeps to itself, for grep
+    console = stdout()
     for number, description in enumerate(found):
         if number:
             console.print()
         if description.kind == "part":
             line = f"{description.path}: {description.what}, {binary_size(description.nbytes)}"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(console, line)
             continue
         table = _table_of_records if records else _table_of_tensors
         console.print(table(description, console.width))
         console.print()
-        console.print(_summary(description), markup=False, highlight=False, soft_wrap=True)
+        say(console, _summary(description))
     raise typer.Exit(status)
 
 
@@ -172,9 +180,6 @@ PathsArgument = Annotated[
         help="Checkpoints of nvmeio.save or torch.save, safetensors files, or directories of them.",
         show_default=False,
     ),
-]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="One JSON object on stdout, for programs.")
 ]
 
 # A file of such a name that is no checkpoint, an empty one for instance, is one that was lost.

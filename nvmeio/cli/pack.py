@@ -12,9 +12,10 @@ from rich.console import Console
 
 from nvmeio import _checks
 from nvmeio.cli._exits import USAGE, Refused, exit_statuses
-from nvmeio.cli._terminal import binary_size
+from nvmeio.cli._terminal import OptionGroup, binary_size, say, stdout
 from nvmeio.progress import rich_bar
 
+_option = OptionGroup()
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -53,21 +54,20 @@ def command(
     ],
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; by default the model's."),
+        _option.value("float32, bfloat16 or float16; by default the model's.", "DTYPE"),
     ] = None,
     quant_bits: Annotated[
-        int | None,
-        typer.Option(metavar="BITS", help="4 or 8: quantise the matrices of layers and head."),
+        int | None, _option.value("4 or 8: quantise the matrices of layers and head.", "BITS")
     ] = None,
     quant_group_size: Annotated[
-        int, typer.Option(metavar="N", help="Elements that share a scale and a minimum.")
+        int, _option.value("Elements that share a scale and a minimum.", "N")
     ] = 64,
     ranks: Annotated[
         int,
-        typer.Option(
-            metavar="N",
+        _option.value(
+            "For N processes that stream it together: OUT/rank-0 and so on, a part in each.",
+            "N",
             min=1,
-            help="For N processes that stream it together: OUT/rank-0 and so on, a part in each.",
         ),
     ] = 1,
 ) -> None:
@@ -100,7 +100,7 @@ def command(
                     progress=bar if errors.is_terminal else None,
                 )
             except (FileNotFoundError, FileExistsError) as wrong:
-                errors.print(str(wrong), style="red", markup=False, soft_wrap=True)
+                say(errors, str(wrong), "red")
                 raise typer.Exit(USAGE) from wrong
             except (ValueError, TypeError) as wrong:
                 raise Refused(str(wrong)) from wrong
@@ -114,4 +114,4 @@ def command(
             f"; {report.quantised} weights quantised, no element is further than "
             f"{report.largest_error:.3g} from what it was"
         )
-    Console(emoji=False).print(text, markup=False, highlight=False, soft_wrap=True)
+    say(stdout(), text)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from nvmeio import tuned
 from nvmeio.cli._exits import Failed, exit_statuses
-from nvmeio.cli._terminal import duration_option, say, size_option
+from nvmeio.cli._terminal import OptionGroup, say
 from nvmeio.cli._tune import page, result, rig
 from nvmeio.cli._tune.result import Log, TunePlan, TuneResult
 from nvmeio.cli._tune.rig import TuneRun, check_flush
@@ -22,6 +22,8 @@ from nvmeio.cli._tune.search import Op
 from nvmeio.cli._tune.space import DEFAULT, default_grid, load_grid
 from nvmeio.cli.measure import machine
 from nvmeio.cli.measure.scratch import check_directory
+
+_option = OptionGroup()
 
 
 def command(
@@ -33,73 +35,54 @@ def command(
             show_default=False,
         ),
     ] = None,
-    nvme_dir: Annotated[
-        list[Path] | None, typer.Option("--nvme-dir", metavar="DIR", help="The same.")
-    ] = None,
-    budget: Annotated[
-        float,
-        typer.Option(
-            parser=duration_option,
-            metavar="TIME",
-            help="How long it may take: 60s, 5m.",
-            show_default="60s",
-        ),
-    ] = 60.0,
+    nvme_dir: Annotated[list[Path] | None, _option.value("The same.", "DIR", "--nvme-dir")] = None,
+    budget: Annotated[float, _option.duration("How long it may take: 60s, 5m.", "60s")] = 60.0,
     sweep_config: Annotated[
         Path | None,
-        typer.Option(
-            metavar="JSON",
-            help='Values to try, such as {"block_size": ["1M", "8M"], "queue_depth": [32, 128]}; '
+        _option.value(
+            'Values to try, such as {"block_size": ["1M", "8M"], "queue_depth": [32, 128]}; '
             "ds_nvme_tune's files work.",
+            "JSON",
         ),
     ] = None,
-    no_read: Annotated[bool, typer.Option("--no-read", help="Writes alone count.")] = False,
-    no_write: Annotated[bool, typer.Option("--no-write", help="Reads alone count.")] = False,
+    no_read: Annotated[bool, _option.flag("Writes alone count.", "--no-read")] = False,
+    no_write: Annotated[bool, _option.flag("Reads alone count.", "--no-write")] = False,
     io_size: Annotated[
         int,
-        typer.Option(
-            parser=size_option,
-            metavar="SIZE",
-            help="Bytes of a full transfer, in each directory, with K, M or G.",
-            show_default="400M",
-        ),
+        _option.size("Bytes of a full transfer, in each directory, with K, M or G.", "400M"),
     ] = 400 << 20,
     loops: Annotated[
-        int,
-        typer.Option(metavar="N", min=1, help="Transfers in a measurement; their median counts."),
+        int, _option.value("Transfers in a measurement; their median counts.", "N", min=1)
     ] = 1,
-    engine: Annotated[str, typer.Option(metavar="NAME", help="auto, libaio or threads.")] = "auto",
-    gpu: Annotated[bool, typer.Option("--gpu", help="The tensors lie on GPUs.")] = False,
-    gds: Annotated[bool, typer.Option("--gds", help="--gpu, through GPUDirect Storage.")] = False,
+    engine: Annotated[str, _option.value("auto, libaio or threads.", "NAME")] = "auto",
+    gpu: Annotated[bool, _option.flag("The tensors lie on GPUs.", "--gpu")] = False,
+    gds: Annotated[bool, _option.flag("--gpu, through GPUDirect Storage.", "--gds")] = False,
     flush_page_cache: Annotated[
         bool,
-        typer.Option(
+        _option.flag(
+            "Drop the page cache before each read (root only). Direct reads do not need it, and "
+            "others only their file dropped, which is done anyway.",
             "--flush-page-cache",
-            help="Drop the page cache before each read (root only). Direct reads do not need it, "
-            "and others only their file dropped, which is done anyway.",
         ),
     ] = False,
     save: Annotated[
         bool,
-        typer.Option(
-            "--save", help="Store the setting for DIR's file system: AioHandle.tuned(DIR) takes it."
+        _option.flag(
+            "Store the setting for DIR's file system: AioHandle.tuned(DIR) takes it.", "--save"
         ),
     ] = False,
     html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a page with what was measured, as charts."),
+        Path | None, _option.value("Write a page with what was measured, as charts.", "FILE")
     ] = None,
     log_dir: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Write every measurement there (measurements.jsonl, result.json)."
-        ),
+        _option.value("Write every measurement there (measurements.jsonl, result.json).", "DIR"),
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show every measurement on stderr.")
+        bool, _option.flag("Show every measurement on stderr.", "--verbose")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="All that was found on stdout, not the setting alone.")
+        bool, _option.flag("All that was found on stdout, not the setting alone.", "--json")
     ] = False,
 ) -> None:
     """The fastest setting for a drive, found within a budget.

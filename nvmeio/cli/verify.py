@@ -14,8 +14,8 @@ from rich.console import Console
 from nvmeio._formats.sniff import NoCheckpointError
 from nvmeio.checkpoint.verifying import Problem, Verdict, verify
 from nvmeio.cli._exits import FAILED, USAGE, complain, exit_statuses
-from nvmeio.cli._terminal import binary_size, counted, printable
-from nvmeio.cli.inspect import JsonOption, PathsArgument, checkpoints_in_all, in_words
+from nvmeio.cli._terminal import JsonOption, binary_size, counted, printable
+from nvmeio.cli.inspect import PathsArgument, checkpoints_in_all, in_words
 from nvmeio.errors import TransferError
 from nvmeio.progress import rich_bar
 

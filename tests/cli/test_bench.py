@@ -26,7 +26,7 @@ from nvmeio import tuned
 from nvmeio.cli import app, bench
 from nvmeio.cli._bench import engines, report, task
 from nvmeio.cli._bench.engines import REFERENCE
-from nvmeio.cli._bench.session import Loop, Series
+from nvmeio.cli._bench.report import Loop, Series
 from nvmeio.cli._bench.task import ProcessPool
 from nvmeio.cli._bench.workload import Lap, Workload, WorkPlace, disk_needs
 from nvmeio.cli._exits import Failed, Refused

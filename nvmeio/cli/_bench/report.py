@@ -1,7 +1,8 @@
-"""What `nvmeio bench` tells: a table for people, one JSON object for programs."""
+"""What was measured, and how `nvmeio bench` tells it: a table for people, JSON for programs."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,15 +13,114 @@ from rich.table import Table
 from rich.text import Text
 
 from nvmeio.cli._bench.engines import REFERENCE
-from nvmeio.cli._bench.session import Loop, Series
 from nvmeio.cli._bench.workload import Op, Workload
-from nvmeio.cli._terminal import Column, Row, binary_size, counted, fitted
+from nvmeio.cli._terminal import GB, Column, Row, binary_size, counted, fitted, trimmed
 from nvmeio.cli.measure import machine
+from nvmeio.cli.measure.disk import DiskBytes
 from nvmeio.cli.measure.worker import why_missing
 from nvmeio.errors import BackendUnavailableError
 
 UNIT = "GB = 10^9 bytes"
 _REFERENCE_LABEL = "plain loop"
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One loop of one engine, all tasks together.
+
+    Attributes:
+        task_s: How long each task's transfer took.
+        end_to_end_s: From the first task's start to the last task's end.
+        nbytes: What all tasks moved.
+        cpu_s: User and system time of all processes.
+        disk: What the drives moved meanwhile, for anybody; None where there are none to ask.
+        cached: The largest part of a file that lay in the page cache before a read.
+    """
+
+    task_s: list[float]
+    end_to_end_s: float
+    nbytes: int
+    cpu_s: float
+    disk: DiskBytes | None
+    cached: float | None
+
+    @property
+    def slowest_task_s(self) -> float:
+        """The task latency of the loop."""
+        return max(self.task_s)
+
+    @property
+    def gb_per_s(self) -> float:
+        """End to end."""
+        return self.nbytes / self.end_to_end_s / GB
+
+
+@dataclass
+class Series:
+    """All loops of one engine and direction."""
+
+    engine: str
+    op: Op
+    warmup: list[Loop] = field(default_factory=list)
+    loops: list[Loop] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """What all tasks move in a loop."""
+        return self.loops[0].nbytes
+
+    @property
+    def end_to_end_s(self) -> float:
+        """Median of the loops."""
+        return statistics.median(loop.end_to_end_s for loop in self.loops)
+
+    @property
+    def task_s(self) -> float:
+        """Median of the loops, of the slowest task in each."""
+        return statistics.median(loop.slowest_task_s for loop in self.loops)
+
+    @property
+    def gb_per_s(self) -> float:
+        """End to end, from the median latency."""
+        return self.nbytes / self.end_to_end_s / GB
+
+    @property
+    def task_gb_per_s(self) -> float:
+        """From the median task latency."""
+        return self.nbytes / self.task_s / GB
+
+    @property
+    def range_gb_per_s(self) -> tuple[float, float]:
+        """The slowest and the fastest loop."""
+        rates = [loop.gb_per_s for loop in self.loops]
+        return min(rates), max(rates)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between them, as a part of the median: 0.05 stands for ± 5 %."""
+        low, high = self.range_gb_per_s
+        return (high - low) / 2 / self.gb_per_s
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        """User and system time per 10**9 bytes, median."""
+        return statistics.median(loop.cpu_s / (loop.nbytes / GB) for loop in self.loops)
+
+    @property
+    def disk_per_byte(self) -> float | None:
+        """Bytes that the drives moved in this direction per byte asked for, median."""
+        moved = [
+            (loop.disk.read if self.op == "read" else loop.disk.written) / loop.nbytes
+            for loop in self.loops
+            if loop.disk is not None
+        ]
+        return statistics.median(moved) if moved else None
+
+    @property
+    def cached(self) -> float | None:
+        """How much of the files lay in the page cache before a read, median."""
+        parts = [loop.cached for loop in self.loops if loop.cached is not None]
+        return statistics.median(parts) if parts else None
 
 
 @dataclass(frozen=True)
@@ -69,8 +169,8 @@ class BenchResult:
         workload = self.workload
         tasks = len(workload.places)
         lines = [
-            f"{binary_size(workload.nbytes)} per task and loop, {tasks} "
-            f"{'task' if tasks == 1 else 'tasks'}, {self._loops()} after "
+            f"{binary_size(workload.nbytes)} per task and loop, {counted(tasks, 'task')}, "
+            f"{self._loops()} after "
             f"{workload.warmup_loops} to warm up; medians; {UNIT}",
             f"engine {self.resolved[0]} ({self.resolved[1]}), {self._options()}",
         ]
@@ -107,7 +207,7 @@ class BenchResult:
         words = [
             f"block size {binary_size(o.block_size)}",
             f"queue depth {o.queue_depth}",
-            f"{o.intra_op_parallelism} {'lane' if o.intra_op_parallelism == 1 else 'lanes'}",
+            counted(o.intra_op_parallelism, "lane"),
         ]
         words += ["single submit"] if o.single_submit else []
         words += [] if o.overlap_events else ["sequential requests"]
@@ -144,17 +244,13 @@ _MEMORY = {
 
 def render(result: BenchResult, console: Console) -> None:
     """Shows the result; in a pipe each engine keeps to one line."""
-    if not console.is_terminal:
-        console.width = 200
     several = any(len(result.of(op)) - 1 > 1 for op in result.ops)
-    with console.capture() as shown:
+    with trimmed(console, 200):
         for op in result.ops:
             console.print(_table(result, op, several, console.width))
             console.print()
         for line in result.conditions():
             console.print(Text(line, "dim"), soft_wrap=not console.is_terminal)
-    # Tables pad their cells with blanks, which nobody wants to find in a file.
-    console.file.write("".join(f"{line.rstrip()}\n" for line in shown.get().splitlines()))
 
 
 _COLUMNS = (
@@ -201,15 +297,13 @@ def _cells(result: BenchResult, series: Series, several: bool) -> dict[str, str]
 def as_json(result: BenchResult) -> dict[str, Any]:
     """The same as plain data; times in seconds, rates in GB/s of 10**9 bytes."""
     workload = result.workload
-    software = machine.software()
+    versions = machine.versions()
     directories = dict.fromkeys(place.directory for place in workload.places)
     return {
         "unit": UNIT,
-        "nvmeio": software.nvmeio,
+        "nvmeio": versions.pop("nvmeio"),
         "machine": {
-            "kernel": software.kernel,
-            "python": software.python,
-            "torch": software.torch,
+            **versions,
             "directories": [_directory(path) for path in directories],
         },
         "engine": {"auto": result.resolved[0], "why": result.resolved[1]},

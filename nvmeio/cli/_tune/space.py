@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nvmeio._storage.guarded import SETTINGS_BYTES, read_small
-from nvmeio.cli._terminal import binary_size, parse_size
+from nvmeio.cli._terminal import binary_size, counted, parse_size
 from nvmeio.engines.base import Options
 from nvmeio.handle import MAX_BLOCK_BYTES
 
@@ -106,11 +106,10 @@ def distance(setting: Options) -> int:
 
 def in_words(setting: Options) -> str:
     """A setting for people."""
-    lanes = setting.intra_op_parallelism
     words = [
         binary_size(setting.block_size),
         f"depth {setting.queue_depth}",
-        f"{lanes} {'lane' if lanes == 1 else 'lanes'}",
+        counted(setting.intra_op_parallelism, "lane"),
     ]
     words += ["single submit"] if setting.single_submit else []
     words += [] if setting.overlap_events else ["no overlap"]
