@@ -16,8 +16,7 @@ import typer
 
 import nvmeio
 from nvmeio.cli import bench, generate, inspect, pack, report, tune, verify
-from nvmeio.cli._exits import status_of_interrupt
-from nvmeio.cli._terminal import JsonOption, stdout
+from nvmeio.cli._terminal import JsonOption, status_of_interrupt, stdout
 from nvmeio.compat.deepspeed import installing
 
 
@@ -151,10 +150,10 @@ _UNDERSCORES = {"token_normalize_func": _normal}
 
 app.command("bench", context_settings=_UNDERSCORES)(bench.command)
 app.command("tune", context_settings=_UNDERSCORES)(tune.command)
-app.command("verify")(verify.command)
-app.command("inspect")(inspect.command)
-app.command("pack", context_settings=_UNDERSCORES)(pack.command)
-app.command("generate", context_settings=_UNDERSCORES)(generate.command)
+app.command("verify")(verify.check)
+app.command("inspect")(inspect.inspect)
+app.command("pack", context_settings=_UNDERSCORES)(pack.pack)
+app.command("generate", context_settings=_UNDERSCORES)(generate.generate)
 
 # rich keeps the line breaks of a paragraph, where a narrow terminal makes its own.
 for _registered in app.registered_commands:

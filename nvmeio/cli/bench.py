@@ -18,8 +18,7 @@ from nvmeio import tuned
 from nvmeio.cli._bench import engines, report
 from nvmeio.cli._bench.session import Session
 from nvmeio.cli._bench.workload import MemoryKind, Op, Workload, WorkPlace
-from nvmeio.cli._exits import FAILED, complain, exit_statuses
-from nvmeio.cli._terminal import OptionGroup
+from nvmeio.cli._terminal import FAILED, OptionGroup, say, exit_statuses
 from nvmeio.cli.measure import machine
 from nvmeio.cli.measure.scratch import check_directory
 from nvmeio.engines.base import Options
@@ -259,7 +258,7 @@ def _tell(result: report.BenchResult, errors: Console, as_json: bool) -> None:
     else:
         report.render(result, Console(emoji=False))
     for line in result.not_measured():
-        complain(errors, line, "yellow" if line.startswith("not") else "red")
+        say(errors, line, "yellow" if line.startswith("not") else "red")
 
 
 def _check_slow_bounce(gpu: bool, names: list[str], hint: str) -> None:

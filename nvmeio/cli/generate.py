@@ -15,15 +15,23 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from nvmeio.cli._exits import USAGE, Refused, exit_statuses
-from nvmeio.cli._terminal import GB, JsonOption, OptionGroup, binary_size, say
+from nvmeio.cli._terminal import (
+    GB,
+    USAGE,
+    JsonOption,
+    OptionGroup,
+    Refused,
+    binary_size,
+    exit_statuses,
+    say,
+)
 from nvmeio.cli.pack import dtype_of
 
 _option = OptionGroup()
 _TAIL = 48  # characters of the text that the progress line shows
 
 
-def command(
+def generate(
     model: Annotated[
         list[Path],
         typer.Argument(

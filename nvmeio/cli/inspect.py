@@ -14,13 +14,17 @@ from rich.table import Table
 
 from nvmeio._formats.sniff import NoCheckpointError, kind_of
 from nvmeio.checkpoint.describing import Description, alignment_of, describe
-from nvmeio.cli._exits import FAILED, OK, USAGE, complain, exit_statuses
 from nvmeio.cli._terminal import (
+    FAILED,
+    OK,
+    USAGE,
     Column,
     JsonOption,
     Row,
     binary_size,
+    say,
     counted,
+    exit_statuses,
     fitted,
     printable,
     say,
@@ -29,7 +33,7 @@ from nvmeio.cli._terminal import (
 from nvmeio.errors import IntegrityError, TransferError
 
 
-def command(
+def inspect(
     paths: PathsArgument,
     records: Annotated[
         bool, typer.Option("--records", help="The archive's records, not the tensors.")
@@ -49,7 +53,7 @@ def command(
     with exit_statuses(errors):
         found, status = _describe_all(paths, errors)
     if as_json:
-        told = [_as_json(description) for description in found]
+        told = [_description_as_json(description) for description in found]
         if len(paths) > 1 or paths[0].is_dir():
             typer.echo(json.dumps({"files": told}, indent=2))
         elif told:
@@ -77,14 +81,14 @@ def _describe_all(paths: list[Path], errors: Console) -> tuple[list[Description]
         try:
             found.append(describe(file))
         except (NoCheckpointError, FileNotFoundError) as none:
-            complain(errors, in_words(none))
+            say(errors, in_words(none), "red")
             status = status or USAGE
         except IntegrityError as damaged:
             what = in_words(damaged).removeprefix(f"{file}: ")
-            complain(errors, f"{file}: DAMAGED\n  archive: {what}")
+            say(errors, f"{file}: DAMAGED\n  archive: {what}", "red")
             status = FAILED
         except TransferError as failed:
-            complain(errors, in_words(failed))
+            say(errors, in_words(failed), "red")
             status = FAILED
     return found, status
 
@@ -160,7 +164,7 @@ def _summary(description: Description) -> str:
     return "\n".join(lines)
 
 
-def _as_json(description: Description) -> dict[str, Any]:
+def _description_as_json(description: Description) -> dict[str, Any]:
     return {
         **description._asdict(),
         "records": [
@@ -196,7 +200,7 @@ def checkpoints_in_all(paths: Iterable[Path], errors: Console) -> tuple[list[Pat
     for path in paths:
         inside = list(checkpoints_in(path))
         if not inside:
-            complain(errors, f"{path}: there is no checkpoint in it")
+            say(errors, f"{path}: there is no checkpoint in it", "red")
             status = USAGE
         found += inside
     return found, status

@@ -11,8 +11,15 @@ import typer
 from rich.console import Console
 
 from nvmeio import _checks
-from nvmeio.cli._exits import USAGE, Refused, exit_statuses
-from nvmeio.cli._terminal import OptionGroup, binary_size, say, stdout
+from nvmeio.cli._terminal import (
+    USAGE,
+    OptionGroup,
+    Refused,
+    binary_size,
+    exit_statuses,
+    say,
+    stdout,
+)
 from nvmeio.progress import rich_bar
 
 _option = OptionGroup()
@@ -34,7 +41,7 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     return found
 
 
-def command(
+def pack(
     model: Annotated[
         Path,
         typer.Argument(
@@ -85,12 +92,12 @@ def command(
     errors = Console(stderr=True, emoji=False)
     wanted = dtype_of(dtype)
     with exit_statuses(errors):
-        from nvmeio.inference.packing import pack
+        from nvmeio.inference import packing
 
         with rich_bar(errors, transient=True) as bar, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the packages that transformers imports
             try:
-                report = pack(
+                report = packing.pack(
                     str(model),
                     out,
                     dtype=wanted,

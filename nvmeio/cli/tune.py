@@ -13,8 +13,7 @@ import typer
 from rich.console import Console
 
 from nvmeio import tuned
-from nvmeio.cli._exits import Failed, exit_statuses
-from nvmeio.cli._terminal import OptionGroup, say
+from nvmeio.cli._terminal import Failed, OptionGroup, exit_statuses, say
 from nvmeio.cli._tune import page, result, rig
 from nvmeio.cli._tune.result import Log, TunePlan, TuneResult
 from nvmeio.cli._tune.rig import TuneRun, check_flush

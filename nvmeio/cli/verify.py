@@ -13,14 +13,22 @@ from rich.console import Console
 
 from nvmeio._formats.sniff import NoCheckpointError
 from nvmeio.checkpoint.verifying import Problem, Verdict, verify
-from nvmeio.cli._exits import FAILED, USAGE, complain, exit_statuses
-from nvmeio.cli._terminal import JsonOption, binary_size, counted, printable
+from nvmeio.cli._terminal import (
+    FAILED,
+    USAGE,
+    JsonOption,
+    binary_size,
+    say,
+    counted,
+    exit_statuses,
+    printable,
+)
 from nvmeio.cli.inspect import PathsArgument, checkpoints_in_all, in_words
 from nvmeio.errors import TransferError
 from nvmeio.progress import rich_bar
 
 
-def command(
+def check(
     paths: PathsArgument,
     as_json: JsonOption = False,
 ) -> None:
@@ -39,7 +47,7 @@ def command(
     with exit_statuses(errors):
         found, status = _verify_all(paths, errors)
     if as_json:
-        typer.echo(json.dumps({"files": [_as_json(verdict) for verdict in found]}, indent=2))
+        typer.echo(json.dumps({"files": [_verdict_as_json(verdict) for verdict in found]}, indent=2))
     else:
         for verdict in found:
             _show(verdict)
@@ -54,7 +62,7 @@ def _verify_all(paths: list[Path], errors: Console) -> tuple[list[Verdict], int]
             try:
                 found.append(verify(path, progress=advance))
             except (NoCheckpointError, FileNotFoundError) as none:
-                complain(errors, in_words(none))
+                say(errors, in_words(none), "red")
                 status = USAGE
             except TransferError as failed:
                 size = path.stat().st_size if path.exists() else 0
@@ -103,7 +111,7 @@ def _show(verdict: Verdict) -> None:
     typer.echo(line)
 
 
-def _as_json(verdict: Verdict) -> dict[str, Any]:
+def _verdict_as_json(verdict: Verdict) -> dict[str, Any]:
     return {
         **verdict._asdict(),
         "whole": not verdict.problems,

@@ -29,7 +29,7 @@ from nvmeio.cli._bench.engines import REFERENCE
 from nvmeio.cli._bench.report import Loop, Series
 from nvmeio.cli._bench.task import ProcessPool
 from nvmeio.cli._bench.workload import Lap, Workload, WorkPlace, disk_needs
-from nvmeio.cli._exits import Failed, Refused
+from nvmeio.cli._terminal import Failed, Refused
 from nvmeio.cli.measure import deepspeed, fio, scratch, worker
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError

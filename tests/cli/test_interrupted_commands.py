@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from nvmeio.cli import app
-from nvmeio.cli._exits import INTERRUPTED
+from nvmeio.cli._terminal import INTERRUPTED
 from nvmeio.cli.measure.scratch import scratch
 
 TRIALS = 8

@@ -18,7 +18,7 @@ from nvmeio._io.inflight import WriteBehind
 from nvmeio._storage.durable import sync_file
 from nvmeio.checkpoint.file_objects import FastFileReader
 from nvmeio.cli._bench.workload import Lap, Op, Timing, Workload
-from nvmeio.cli._exits import Failed, Refused
+from nvmeio.cli._terminal import Failed, Refused
 from nvmeio.cli.measure import deepspeed, fio
 from nvmeio.cli.measure.disk import free_huge_pages
 from nvmeio.cli.measure.scratch import buffer_of, fill

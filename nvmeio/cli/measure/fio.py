@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nvmeio.cli._exits import Failed
+from nvmeio.cli._terminal import Failed
 from nvmeio.errors import BackendUnavailableError
 
 INSTALL = "apt-get install fio"

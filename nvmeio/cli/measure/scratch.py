@@ -19,8 +19,7 @@ import nvmeio
 from nvmeio._files.system import find_mount
 from nvmeio._shim import memory_at
 from nvmeio._threads.owner import OwnerThread
-from nvmeio.cli._exits import Refused
-from nvmeio.cli._terminal import binary_size
+from nvmeio.cli._terminal import Refused, binary_size
 from nvmeio.cli.measure import machine
 
 # What stays free whatever is measured: a full file system hurts everybody who shares it.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import nvmeio
-from nvmeio.cli._exits import Failed, Refused
+from nvmeio.cli._terminal import Failed, Refused
 from nvmeio.errors import BackendUnavailableError
 
 _PATIENCE_S = 5.0
