@@ -317,7 +317,7 @@ def test_the_rules_see_what_breaks_them(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_private_modules_are_seen() -> None:
     """Were the rule blind, the tests above would pass."""
-    assert is_private_to_another("nvmeio.cli.verify", "nvmeio.checkpoint._manager.saver")
+    assert is_private_to_another("nvmeio.cli.checkpoints", "nvmeio.checkpoint._manager.saver")
     assert is_private_to_another("nvmeio.offload.module", "nvmeio.cli._bench.session")
     assert not is_private_to_another("nvmeio.cli.bench", "nvmeio.cli._bench.session")
     assert not is_private_to_another("nvmeio.cli.bench", "nvmeio._io.handles")

@@ -1,6 +1,7 @@
 """The `nvmeio` command. Results go to stdout, everything else to stderr.
 
-`main` is the console script; one module of this package serves one subcommand.
+`main` is the console script. A module of this package serves one subcommand; `checkpoints` serves
+verify and inspect, `models` pack and generate.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 import nvmeio
-from nvmeio.cli import bench, generate, inspect, pack, report, tune, verify
+from nvmeio.cli import bench, checkpoints, models, report, tune
 from nvmeio.cli._terminal import JsonOption, status_of_interrupt, stdout
 from nvmeio.compat.deepspeed import installing
 
@@ -150,10 +151,10 @@ _UNDERSCORES = {"token_normalize_func": _normal}
 
 app.command("bench", context_settings=_UNDERSCORES)(bench.command)
 app.command("tune", context_settings=_UNDERSCORES)(tune.command)
-app.command("verify")(verify.check)
-app.command("inspect")(inspect.inspect)
-app.command("pack", context_settings=_UNDERSCORES)(pack.pack)
-app.command("generate", context_settings=_UNDERSCORES)(generate.generate)
+app.command("verify")(checkpoints.check)
+app.command("inspect")(checkpoints.inspect)
+app.command("pack", context_settings=_UNDERSCORES)(models.pack)
+app.command("generate", context_settings=_UNDERSCORES)(models.generate)
 
 # rich keeps the line breaks of a paragraph, where a narrow terminal makes its own.
 for _registered in app.registered_commands:

@@ -1,4 +1,4 @@
-"""What people write and see: sizes, times and counts, tables that fit, progress bars, and how it ends.
+"""What people write and see: sizes, times and counts, tables that fit, bars, and how it ends.
 
 Sizes are binary (1K = 1024), rates in 10**9 bytes. Tables leave columns out where there is little
 room, and show the others whole. Progress is on stderr, where somebody looks at it. docs/cli.md
@@ -7,16 +7,25 @@ lists the exit statuses, and which failure ends in which.
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -194,8 +203,32 @@ def say(console: Console, text: str, style: str = "") -> None:
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-# Each refresh takes the GIL for a millisecond or so beside what is being measured.
-_REFRESHES_PER_SECOND = 4
+@contextmanager
+def progress_bar(
+    console: Console, *columns: ProgressColumn, **task: Any
+) -> Iterator[Callable[..., object]]:
+    """A bar while the body runs, where somebody looks at it.
+
+    Args:
+        console: Where.
+        columns: Beside description and bar.
+        task: As for rich's `Progress.add_task`.
+
+    Yields:
+        Takes what changed, as `Progress.update`.
+    """
+    if not console.is_terminal:
+        yield lambda **changed: None
+        return
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        *columns,
+        console=console,
+        transient=True,
+        refresh_per_second=4,  # each takes the GIL for a millisecond beside what is measured
+    ) as progress:
+        yield partial(progress.update, progress.add_task(**task))
 
 
 @contextmanager
@@ -205,25 +238,12 @@ def steps(console: Console, total: int) -> Iterator[Callable[[str], None]]:
     Yields:
         What to call before each step, with what it is.
     """
-    if not console.is_terminal:
-        yield lambda what: None
-        return
-    with Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(compact=True),
-        console=console,
-        transient=True,
-        refresh_per_second=_REFRESHES_PER_SECOND,
-    ) as progress:
-        bar = progress.add_task("starting", total=total)
-        begun = 0
+    columns = TaskProgressColumn(), TimeRemainingColumn(compact=True)
+    with progress_bar(console, *columns, description="starting", total=total) as update:
+        begun = itertools.count()
 
         def step(what: str) -> None:
-            nonlocal begun
-            progress.update(bar, completed=begun, description=what.ljust(24))
-            begun += 1
+            update(completed=next(begun), description=what.ljust(24))
 
         yield step
 
@@ -235,27 +255,13 @@ def budget(console: Console, seconds: float) -> Iterator[Callable[[float, str], 
     Yields:
         What to call with the seconds that have passed and what is being done.
     """
-    if not console.is_terminal:
-        yield lambda passed, what: None
-        return
-    with Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.fields[left]}"),
-        console=console,
-        transient=True,
-        refresh_per_second=_REFRESHES_PER_SECOND,
-    ) as progress:
-        bar = progress.add_task("starting", total=seconds, left="")
+    left = TextColumn("{task.fields[left]}")
+    with progress_bar(console, left, description="starting", total=seconds, left="") as update:
 
         def tell(passed: float, what: str) -> None:
-            left = max(0.0, seconds - passed)
-            progress.update(
-                bar,
-                completed=min(passed, seconds),
-                description=what.ljust(40),
-                left=Text(f"{left:.0f} s left"),
-            )
+            passed = min(passed, seconds)
+            left = f"{seconds - passed:.0f} s left"
+            update(completed=passed, description=what.ljust(40), left=left)
 
         yield tell
 
@@ -287,12 +293,6 @@ def exit_statuses(errors: Console) -> Iterator[None]:
         for signum in before:
             signal.signal(signum, _terminate)
         yield
-    except _Terminated as terminated:
-        say(errors, "terminated; no files are left", "yellow")
-        raise typer.Exit(128 + terminated.signum) from terminated
-    except KeyboardInterrupt as interrupted:
-        say(errors, "interrupted; no files are left", "yellow")
-        raise typer.Exit(INTERRUPTED) from interrupted
     except Refused as refused:
         say(errors, f"refused: {refused}", "red")
         raise typer.Exit(USAGE) from refused
@@ -302,11 +302,12 @@ def exit_statuses(errors: Console) -> Iterator[None]:
     except (Failed, NvmeioError, OSError, MemoryError) as failed:
         say(errors, f"failed: {failed}", "red")
         raise typer.Exit(FAILED) from failed
-    except Exception as failed:
+    except BaseException as failed:
         status = status_of_interrupt(failed)
         if status is None:
             raise
-        say(errors, "interrupted; no files are left", "yellow")
+        how = "interrupted" if status == INTERRUPTED else "terminated"
+        say(errors, f"{how}; no files are left", "yellow")
         raise typer.Exit(status) from failed
     finally:
         for signum, handler in before.items():
@@ -331,5 +332,3 @@ def status_of_interrupt(failed: BaseException) -> int | None:
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
     raise _Terminated(signum)
-
-

@@ -18,7 +18,7 @@ from nvmeio import tuned
 from nvmeio.cli._bench import engines, report
 from nvmeio.cli._bench.session import Session
 from nvmeio.cli._bench.workload import MemoryKind, Op, Workload, WorkPlace
-from nvmeio.cli._terminal import FAILED, OptionGroup, say, exit_statuses
+from nvmeio.cli._terminal import FAILED, OptionGroup, exit_statuses, say
 from nvmeio.cli.measure import machine
 from nvmeio.cli.measure.scratch import check_directory
 from nvmeio.engines.base import Options

@@ -27,8 +27,8 @@ from nvmeio._formats.sniff import NoCheckpointError
 from nvmeio.checkpoint import verifying
 from nvmeio.checkpoint.describing import TensorFacts, alignment_of, describe
 from nvmeio.checkpoint.verifying import verify
-from nvmeio.cli import app, inspect
-from nvmeio.cli.inspect import _table_of_records, _table_of_tensors, checkpoints_in
+from nvmeio.cli import app, checkpoints
+from nvmeio.cli.checkpoints import _table_of_records, _table_of_tensors, checkpoints_in
 
 
 def run(command: str, *arguments: str | Path) -> Result:
@@ -269,7 +269,7 @@ def test_a_file_that_cannot_be_read_is_damage(
     def fail(*_: Any) -> Any:
         raise nvmeio.TransferError(errno.EIO, operation="open", path=str(path))
 
-    monkeypatch.setattr(inspect, "kind_of", fail)
+    monkeypatch.setattr(checkpoints, "kind_of", fail)
     monkeypatch.setattr(verifying, "kind_of", fail)
     done = run("verify", tmp_path)
     assert done.exit_code == 1 and "cannot be read" in done.stdout

@@ -1,0 +1,355 @@
+"""`nvmeio inspect` (what is in a checkpoint, and where) and `nvmeio verify` (is it whole)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from nvmeio._formats.sniff import NoCheckpointError, kind_of
+from nvmeio.checkpoint.describing import Description, alignment_of, describe
+from nvmeio.checkpoint.verifying import Problem, Verdict, verify
+from nvmeio.cli._terminal import (
+    FAILED,
+    OK,
+    USAGE,
+    Column,
+    JsonOption,
+    Row,
+    binary_size,
+    counted,
+    exit_statuses,
+    fitted,
+    printable,
+    say,
+    stdout,
+)
+from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.progress import rich_bar
+
+PathsArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="PATH...",
+        help="Checkpoints of nvmeio.save or torch.save, safetensors files, or directories of them.",
+        show_default=False,
+    ),
+]
+
+# A file of such a name that is no checkpoint, an empty one for instance, is one that was lost.
+_PROMISE = frozenset({".pt", ".pth", ".ckpt", ".safetensors"})
+
+
+# Finding them
+
+
+def checkpoints_in_all(paths: Iterable[Path], errors: Console) -> tuple[list[Path], int]:
+    """The checkpoints that several paths stand for, and the exit status so far.
+
+    A path that stands for none is told on `errors`, and makes the status that of wrong usage.
+    """
+    found: list[Path] = []
+    status = OK
+    for path in paths:
+        inside = list(checkpoints_in(path))
+        if not inside:
+            say(errors, f"{path}: there is no checkpoint in it", "red")
+            status = USAGE
+        found += inside
+    return found, status
+
+
+def in_words(error: Exception) -> str:
+    """What went wrong with a path, for people: an OSError's number is no part of it."""
+    strerror = error.strerror if isinstance(error, OSError) else None
+    return strerror or str(error)
+
+
+def checkpoints_in(path: Path) -> Iterator[Path]:
+    """The path itself, or the checkpoints in the directory that it is, and in those below it.
+
+    What cannot be read is among them, for the caller to say so. A link that leads to something else
+    below the directory, as `latest` does, is not followed, so that nothing is looked at twice.
+    """
+    if path.is_dir():
+        top = os.path.realpath(path)
+        yield from _below(path, top, {top})
+    else:
+        yield path
+
+
+def _below(directory: Path, top: str, seen: set[str]) -> Iterator[Path]:
+    for inside in sorted(directory.iterdir()):
+        if inside.name.startswith("."):
+            continue
+        if inside.is_symlink() and os.path.realpath(inside).startswith(os.path.join(top, "")):
+            continue
+        if inside.is_dir():
+            where = os.path.realpath(inside)
+            if where not in seen:  # a link to a directory above this one leads round in circles
+                seen.add(where)
+                yield from _below(inside, top, seen)
+        elif inside.is_file() and _may_be_one(inside):
+            yield inside
+
+
+def _may_be_one(path: Path) -> bool:
+    try:
+        kind_of(path)
+    except NoCheckpointError:
+        return path.suffix in _PROMISE
+    except FileNotFoundError:
+        return False  # removed since the directory was read
+    except TransferError:
+        return True
+    return True
+
+
+# inspect
+
+
+def inspect(
+    paths: PathsArgument,
+    records: Annotated[
+        bool, typer.Option("--records", help="The archive's records, not the tensors.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """What is in checkpoints: tensors, dtypes, shapes, where each lies and how it is aligned.
+
+    No tensor is read, and nothing of the pickle is run: safe for files of any source.
+
+    Example: [bold]nvmeio inspect checkpoints/latest.pt[/]
+
+    Exit status: 0 shown, 1 one is damaged or cannot be read, 2 a PATH is missing or no checkpoint,
+    130 interrupted.
+    """
+    errors = Console(stderr=True, emoji=False)
+    with exit_statuses(errors):
+        found, status = _describe_all(paths, errors)
+    if as_json:
+        told = [_description_as_json(description) for description in found]
+        if len(paths) > 1 or paths[0].is_dir():
+            typer.echo(json.dumps({"files": told}, indent=2))
+        elif told:
+            typer.echo(json.dumps(told[0], indent=2))
+        raise typer.Exit(status)
+    console = stdout()
+    for number, description in enumerate(found):
+        if number:
+            console.print()
+        if description.kind == "part":
+            line = f"{description.path}: {description.what}, {binary_size(description.nbytes)}"
+            say(console, line)
+            continue
+        table = _table_of_records if records else _table_of_tensors
+        console.print(table(description, console.width))
+        console.print()
+        say(console, _summary(description))
+    raise typer.Exit(status)
+
+
+def _describe_all(paths: list[Path], errors: Console) -> tuple[list[Description], int]:
+    found: list[Description] = []
+    files, status = checkpoints_in_all(paths, errors)
+    for file in files:
+        try:
+            found.append(describe(file))
+        except (NoCheckpointError, FileNotFoundError) as none:
+            say(errors, in_words(none), "red")
+            status = status or USAGE
+        except IntegrityError as damaged:
+            what = in_words(damaged).removeprefix(f"{file}: ")
+            say(errors, f"{file}: DAMAGED\n  archive: {what}", "red")
+            status = FAILED
+        except TransferError as failed:
+            say(errors, in_words(failed), "red")
+            status = FAILED
+    return found, status
+
+
+_TENSOR = (
+    Column("dtype", 2, right=False),
+    Column("shape", 1, right=False),
+    Column("size", 3),
+    Column("offset", 4),
+    Column("aligned to", 5),
+    Column("record", 6, right=False),
+)
+_RECORD = (
+    Column("bytes", 1),
+    Column("offset", 3),
+    Column("aligned to", 4),
+    Column("CRC-32", 2),
+)
+
+
+def _table_of_tensors(description: Description, width: int) -> Table:
+    rows = [
+        Row(
+            printable(tensor.name or "(the object itself)"),
+            {
+                "dtype": printable(tensor.dtype),
+                "shape": "x".join(map(str, tensor.shape)) or "scalar",
+                "size": binary_size(tensor.nbytes),
+                "offset": str(tensor.offset),
+                "aligned to": binary_size(alignment_of(tensor.offset)),
+                "record": printable(tensor.record),
+            },
+        )
+        for tensor in description.tensors
+    ]
+    return fitted("tensor", _TENSOR, rows, width)
+
+
+def _table_of_records(description: Description, width: int) -> Table:
+    rows = [
+        Row(
+            printable(record.name),
+            {
+                "bytes": str(record.nbytes),
+                "offset": str(record.offset),
+                "aligned to": binary_size(record.alignment),
+                "CRC-32": "none" if record.crc32 is None else f"{record.crc32:08x}",
+            },
+        )
+        for record in description.records
+    ]
+    return fitted("record", _RECORD, rows, width)
+
+
+def _summary(description: Description) -> str:
+    # Views begin anywhere in their record: what counts is where the records begin.
+    begins = {record.name: record.offset for record in description.records}
+    storages = {t.record or t.name: begins.get(t.record, t.offset) for t in description.tensors}
+    lines = [
+        f"{description.path}: {description.kind}, {binary_size(description.nbytes)}, "
+        f"{counted(len(description.tensors), 'tensor')} in {counted(len(storages), 'storage')}"
+    ]
+    if description.what:
+        lines.append(f"{description.what}; the rest of the file is holes")
+    if storages:
+        least = min(map(alignment_of, storages.values()))
+        lines.append(f"every storage begins at a multiple of {binary_size(least)}")
+    if any(record.crc32 is None for record in description.records):
+        lines.append("written without checksums")
+    if description.forbidden:
+        names = printable(", ".join(description.forbidden))
+        lines.append(f"weights_only=True refuses it, for it refers to or calls: {names}")
+    return "\n".join(lines)
+
+
+def _description_as_json(description: Description) -> dict[str, Any]:
+    return {
+        **description._asdict(),
+        "records": [
+            {**record._asdict(), "alignment": record.alignment} for record in description.records
+        ],
+        "tensors": [
+            {**tensor._asdict(), "alignment": alignment_of(tensor.offset)}
+            for tensor in description.tensors
+        ],
+    }
+
+
+# verify
+
+
+def check(
+    paths: PathsArgument,
+    as_json: JsonOption = False,
+) -> None:
+    """Checks the CRC-32 of every record of checkpoints, and that their archives are in order.
+
+    Every byte is read, past the page cache, in 64 MiB of memory. Of safetensors files, which have
+    no checksums, the structure is checked; of those that nvmeio pack wrote, every byte. Of ranks
+    with a drive each, the part that is here.
+
+    Example: [bold]nvmeio verify checkpoints/latest.pt[/]
+
+    Exit status: 0 all are whole, 1 one is damaged or cannot be read, 2 a PATH is missing or no
+    checkpoint, 130 interrupted.
+    """
+    errors = Console(stderr=True, emoji=False)
+    with exit_statuses(errors):
+        found, status = _verify_all(paths, errors)
+    if as_json:
+        typer.echo(
+            json.dumps({"files": [_verdict_as_json(verdict) for verdict in found]}, indent=2)
+        )
+    else:
+        for verdict in found:
+            _show(verdict)
+    raise typer.Exit(status)
+
+
+def _verify_all(paths: list[Path], errors: Console) -> tuple[list[Verdict], int]:
+    found: list[Verdict] = []
+    files, status = checkpoints_in_all(paths, errors)
+    with _bar(errors, files) as advance:
+        for path in files:
+            try:
+                found.append(verify(path, progress=advance))
+            except (NoCheckpointError, FileNotFoundError) as none:
+                say(errors, in_words(none), "red")
+                status = USAGE
+            except TransferError as failed:
+                size = path.stat().st_size if path.exists() else 0
+                unreadable = [Problem("", f"cannot be read: {failed}")]
+                found.append(Verdict(str(path), "torch", size, 0, 0, unreadable))
+    if any(verdict.problems for verdict in found):
+        status = FAILED
+    return found, status
+
+
+@contextmanager
+def _bar(console: Console, files: list[Path]) -> Iterator[Callable[[int], None]]:
+    """A bar over the bytes of all files; yields what to call with those that were read."""
+    if not console.is_terminal:
+        yield lambda nbytes: None
+        return
+    total, done = sum(path.stat().st_size for path in files if path.is_file()), 0
+    with rich_bar(console, transient=True) as bar:
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            bar("verifying", done, total)
+
+        yield advance
+
+
+def _show(verdict: Verdict) -> None:
+    if verdict.problems:
+        typer.echo(f"{verdict.path}: DAMAGED")
+        for problem in verdict.problems:
+            what = problem.what.removeprefix(f"{verdict.path}: ")
+            typer.echo(printable(f"  {problem.record or 'archive'}: {what}"))
+        return
+    if verdict.kind == "part":
+        line = f"{verdict.path}: whole, {verdict.what}, {binary_size(verdict.nbytes)}"
+        typer.echo(line + (" (written without a checksum)" if verdict.unchecked else ""))
+        return
+    what = f"{verdict.what}, " if verdict.what else ""
+    what += counted(verdict.records, "tensor" if verdict.kind == "safetensors" else "record")
+    line = f"{verdict.path}: whole, {what}, {binary_size(verdict.nbytes)}"
+    if verdict.kind == "safetensors" and verdict.unchecked:
+        line += " (structure only: the format has no checksums)"
+    elif verdict.unchecked:
+        line += f" ({verdict.unchecked} of them written without a checksum)"
+    typer.echo(line)
+
+
+def _verdict_as_json(verdict: Verdict) -> dict[str, Any]:
+    return {
+        **verdict._asdict(),
+        "whole": not verdict.problems,
+        "problems": [problem._asdict() for problem in verdict.problems],
+    }
