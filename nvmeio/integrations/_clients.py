@@ -7,11 +7,41 @@ then, and by its user's choice.
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from nvmeio.errors import BackendUnavailableError
+
+
+def client(module: str, *names: str, wanted: str, remedy: str) -> Any:
+    """A client's module, or what it has under these names.
+
+    Args:
+        module: The module's name.
+        names: Of its members; one comes as it is, several as a list.
+        wanted: What nvmeio does there, for the message.
+        remedy: How to install it.
+
+    Raises:
+        BackendUnavailableError: It is not installed, or not of the kind that is known here.
+    """
+    try:
+        found = importlib.import_module(module)
+        members = [getattr(found, name) for name in names]
+    except (ImportError, AttributeError) as failed:
+        attempts = [(module, str(failed))]
+        raise BackendUnavailableError(wanted, attempts=attempts, remedy=remedy) from failed
+    return members if len(members) > 1 else (members or [found])[0]
+
+
+def resolved(name: str) -> Any:
+    """What a dotted name stands for; None where there is no such thing."""
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return None
 
 
 def joined(name: str, ours: type, *theirs: type, doc: str | None = None, **attributes: Any) -> Any:

@@ -1,4 +1,6 @@
-"""What an nvmeio offloader in SGLang is told: a JSON file in either of two formats.
+"""What an nvmeio offloader in SGLang is told, and what it refuses.
+
+`read_settings` reads a JSON file in either of two formats.
 
 nvmeio's own::
 
@@ -12,6 +14,9 @@ with ``zero_optimization.offload_param`` on "nvme". Of that, `nvme_path` and `ai
 tunes DeepSpeed's own partitioning and training is known and has no counterpart here; "auto" is
 taken for it. nvmeio's `resident_bytes` and `window` may stand beside them. A key that neither knows
 is refused by name.
+
+`check_server`, `check_layer` and `check_model` refuse what does not work with layers on the drive;
+`mark` has SGLang refuse what would come later.
 """
 
 from __future__ import annotations
@@ -19,8 +24,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import pkgutil
 from collections.abc import Collection, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +33,100 @@ from torch import nn
 
 from nvmeio._storage.guarded import SETTINGS_BYTES, read_small
 from nvmeio.errors import BackendUnavailableError
+from nvmeio.integrations._clients import resolved
+
+VARIABLE = "NVMEIO_SGLANG_CONFIG"
+TRIED = "pip install 'sglang==0.5.23'"
+
+_CONTEXT = "sglang.srt.runtime_context"
+
+# Where SGLang looks for a module that its weights cannot be replaced, or read; and the attribute.
+_MARKS = (
+    (
+        "sglang.srt.model_executor.model_runner_components.weight_updater",
+        "_unsupported_derived_weight_cache_error",
+        "_derived_weight_cache_error",
+    ),
+    (
+        "sglang.srt.model_executor.model_runner_components.weight_exporter",
+        "WeightExporter._weight_export_unsupported_reason",
+        "_weight_export_error",
+    ),
+)
+_MARK = (
+    "the weights of this model are on the drive (nvmeio), where they can be neither replaced nor "
+    f"read while it is served: start a server anew with the other weights, or without {VARIABLE}"
+)
+
+# Models of which a layer reads weights of the one behind it.
+_READ_AHEAD = tuple(
+    f"sglang.srt.models.{name}"
+    for name in ("beam", "deepseek_v4", "hunyuan_v4", "kimi_k3", "muse_spark", "qwen4_exp")
+)
+
+_GRAPHS = "a CUDA graph replays without Python, and would compute with what lies in the window"
+# What does not work with layers on the drive, and why: where SGLang has it (a function of its
+# context, and attributes of what that returns), and as what it is off.
+_REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
+    _GRAPHS: {
+        "get_exec graph.cuda_graph_config.decode.backend": ("disabled",),
+        "get_exec graph.cuda_graph_config.prefill.backend": ("disabled",),
+    },
+    "compiled code skips what brings a layer's weights": {
+        "get_flags capture.enable_torch_compile": (False,),
+    },
+    "it is an offloader too, and a layer has one": {
+        "get_exec offload.cpu_offload_gb": (0,),
+        "get_exec offload.offload_group_size": (0, -1),
+    },
+    "it is an offloader too": {
+        "get_exec offload.ple_offload_embedding": (False, None),
+    },
+    "it runs parts of two layers in turns, without calling the layers": {
+        "get_exec overlap.enable_two_batch_overlap": (False,),
+    },
+    "it computes two layers at once, on two streams, and the window has one order": {
+        "get_disagg enable_pdmux": (False,),
+    },
+    "its kernels read the weights of many layers without calling them": {
+        "get_exec kernel.enable_nvidia_megakernel": (False,),
+        "get_exec kernel.enable_amd_monokernel": (False,),
+    },
+    "it keeps and moves experts of layers itself": {
+        "get_exec moe.enable_paged_experts": (False,),
+        "get_exec moe.kt_weight_path": (None,),
+        "get_parallel dwdp_size": (1, 0, None),
+    },
+    "it replaces weights of layers while they are served": {
+        "get_exec moe.enable_eplb": (False,),
+        "get_exec moe.elastic_ep_backend": (None,),
+        "get_lora enable_lora": (False, None),
+        "get_lora lora_paths": (None, [], {}),
+        "get_spec uno_lora_path": (None,),
+    },
+    "what it releases of the weights is loaded anew by an update, which is refused": {
+        "get_exec features.enable_memory_saver": (False,),
+    },
+    "it waits for an update of weights, which is refused": {
+        "get_model checkpoint_engine_wait_weights_before_ready": (False,),
+    },
+    "other instances would copy weights from addresses where they are no more": {
+        "get_model remote_instance_weight_loader_start_seed_via_transfer_engine": (False,),
+    },
+    "other processes share the weights on the device": {
+        "get_model weight_cache_mode": ("off",),
+    },
+    "it loads weights after the layers were spilled": {
+        "get_model is_startup_weight_load_overlap": (False,),
+    },
+}
+# The flag that helps, by the last attribute; of all others it is to be without theirs.
+_FLAGS = {
+    "backend": "--disable-cuda-graph",
+    "ple_offload_embedding": "--no-ple-offload-embedding",
+    "weight_cache_mode": "--weight-cache-mode off",
+    "is_startup_weight_load_overlap": "no --startup-weight-load-mode overlap",
+}
 
 _OWN = ("nvme_path", "resident_bytes", "window", "aio")
 _AIO = (
@@ -196,167 +295,6 @@ def _known(path: Any, within: str, found: dict[str, Any], known: Collection[str]
     )
 
 
-VARIABLE = "NVMEIO_SGLANG_CONFIG"
-TRIED = "pip install 'sglang==0.5.23'"
-
-_CONTEXT = "sglang.srt.runtime_context"
-
-# Where SGLang looks for a module that its weights cannot be replaced, or read; and the attribute.
-_MARKS = (
-    (
-        "sglang.srt.model_executor.model_runner_components.weight_updater",
-        "_unsupported_derived_weight_cache_error",
-        "_derived_weight_cache_error",
-    ),
-    (
-        "sglang.srt.model_executor.model_runner_components.weight_exporter",
-        "WeightExporter._weight_export_unsupported_reason",
-        "_weight_export_error",
-    ),
-)
-_MARK = (
-    "the weights of this model are on the drive (nvmeio), where they can be neither replaced nor "
-    f"read while it is served: start a server anew with the other weights, or without {VARIABLE}"
-)
-
-
-# Models of which a layer reads weights of the one behind it.
-_READ_AHEAD = tuple(
-    f"sglang.srt.models.{name}"
-    for name in ("beam", "deepseek_v4", "hunyuan_v4", "kimi_k3", "muse_spark", "qwen4_exp")
-)
-
-
-class _Refused(NamedTuple):
-    """What does not work with layers on the drive: where SGLang has it, and as what it is off."""
-
-    of: str
-    at: str
-    off: tuple[Any, ...]
-    why: str
-    remedy: str
-
-
-_GRAPHS = "a CUDA graph replays without Python, and would compute with what lies in the window"
-_COMPILED = "compiled code skips what brings a layer's weights"
-_MOVED = "it replaces weights of layers while they are served"
-_EXPERTS = "it keeps and moves experts of layers itself"
-_FUSED = "its kernels read the weights of many layers without calling them"
-_REFUSED = (
-    _Refused(
-        "get_exec",
-        "graph.cuda_graph_config.decode.backend",
-        ("disabled",),
-        _GRAPHS,
-        "--disable-cuda-graph",
-    ),
-    _Refused(
-        "get_exec",
-        "graph.cuda_graph_config.prefill.backend",
-        ("disabled",),
-        _GRAPHS,
-        "--disable-cuda-graph",
-    ),
-    _Refused(
-        "get_flags",
-        "capture.enable_torch_compile",
-        (False,),
-        _COMPILED,
-        "no --enable-torch-compile",
-    ),
-    _Refused(
-        "get_exec",
-        "offload.cpu_offload_gb",
-        (0,),
-        "it is an offloader too, and a layer has one",
-        "no --cpu-offload-gb",
-    ),
-    _Refused(
-        "get_exec",
-        "offload.offload_group_size",
-        (0, -1),
-        "it is an offloader too, and a layer has one",
-        "no --offload-group-size",
-    ),
-    _Refused(
-        "get_exec",
-        "overlap.enable_two_batch_overlap",
-        (False,),
-        "it runs parts of two layers in turns, without calling the layers",
-        "no --enable-two-batch-overlap",
-    ),
-    _Refused(
-        "get_exec",
-        "features.enable_memory_saver",
-        (False,),
-        "what it releases of the weights is loaded anew by an update, which is refused",
-        "no --enable-memory-saver",
-    ),
-    _Refused(
-        "get_disagg",
-        "enable_pdmux",
-        (False,),
-        "it computes two layers at once, on two streams, and the window has one order",
-        "no --enable-pdmux",
-    ),
-    _Refused(
-        "get_exec",
-        "kernel.enable_nvidia_megakernel",
-        (False,),
-        _FUSED,
-        "no --enable-nvidia-megakernel",
-    ),
-    _Refused(
-        "get_exec", "kernel.enable_amd_monokernel", (False,), _FUSED, "no --enable-amd-monokernel"
-    ),
-    _Refused(
-        "get_exec",
-        "offload.ple_offload_embedding",
-        (False, None),
-        "it is an offloader too",
-        "--no-ple-offload-embedding",
-    ),
-    _Refused(
-        "get_exec", "moe.enable_paged_experts", (False,), _EXPERTS, "no --enable-paged-experts"
-    ),
-    _Refused("get_exec", "moe.kt_weight_path", (None,), _EXPERTS, "no --kt-weight-path"),
-    _Refused("get_parallel", "dwdp_size", (1, 0, None), _EXPERTS, "no --dwdp-size"),
-    _Refused("get_exec", "moe.enable_eplb", (False,), _MOVED, "no --enable-eplb"),
-    _Refused("get_exec", "moe.elastic_ep_backend", (None,), _MOVED, "no --elastic-ep-backend"),
-    _Refused("get_lora", "enable_lora", (False, None), _MOVED, "no --enable-lora"),
-    _Refused("get_lora", "lora_paths", (None, [], {}), _MOVED, "no --lora-paths"),
-    _Refused("get_spec", "uno_lora_path", (None,), _MOVED, "no --uno-lora-path"),
-    _Refused(
-        "get_model",
-        "remote_instance_weight_loader_start_seed_via_transfer_engine",
-        (False,),
-        "other instances would copy weights from addresses where they are no more",
-        "no --remote-instance-weight-loader-start-seed-via-transfer-engine",
-    ),
-    _Refused(
-        "get_model",
-        "checkpoint_engine_wait_weights_before_ready",
-        (False,),
-        "it waits for an update of weights, which is refused",
-        "no --checkpoint-engine-wait-weights-before-ready",
-    ),
-    _Refused(
-        "get_model",
-        "weight_cache_mode",
-        ("off",),
-        "other processes share the weights on the device",
-        "--weight-cache-mode off",
-    ),
-    _Refused(
-        "get_model",
-        "is_startup_weight_load_overlap",
-        (False,),
-        "it loads weights after the layers were spilled",
-        "no --startup-weight-load-mode overlap",
-    ),
-)
-
-
 def check_server(hooked: Sequence[str]) -> None:
     """Refuse what does not work with layers on the drive.
 
@@ -370,28 +308,30 @@ def check_server(hooked: Sequence[str]) -> None:
     missing = [
         (name, "has no hook of nvmeio's")
         for name in hooked
-        if not hasattr(_resolved(name), "__wrapped__")
+        if not hasattr(resolved(name), "__wrapped__")
     ]
     missing += [
         (f"{module}.{name}", "is not there")
         for module, name, _ in _MARKS
-        if _resolved(f"{module}.{name}") is None
+        if resolved(f"{module}.{name}") is None
     ]
     context = importlib.import_module(_CONTEXT)
-    for each in _REFUSED:
-        try:
-            value: Any = getattr(context, each.of)()
-            for attribute in each.at.split("."):
-                value = getattr(value, attribute)
-        except AttributeError:
-            if each.why is _GRAPHS:
-                missing.append((f"{_CONTEXT}.{each.of}().{each.at}", "is not there"))
-            continue  # this SGLang does not have it
-        if value not in each.off:
-            raise ValueError(
-                f"SGLang's {each.at} is {value!r}, which does not work with layers on the drive "
-                f"({VARIABLE}): {each.why}. Start it with {each.remedy}"
-            )
+    for why, places in _REFUSED.items():
+        for place, off in places.items():
+            function, _, at = place.partition(" ")
+            try:
+                value: Any = attrgetter(at)(getattr(context, function)())
+            except AttributeError:
+                if why is _GRAPHS:
+                    missing.append((f"{_CONTEXT}.{function}().{at}", "is not there"))
+                continue  # this SGLang does not have it
+            if value not in off:
+                name = at.rpartition(".")[2]
+                flag = _FLAGS.get(name, f"no --{name.replace('_', '-')}")
+                raise ValueError(
+                    f"SGLang's {at} is {value!r}, which does not work with layers on the drive "
+                    f"({VARIABLE}): {why}. Start it with {flag}"
+                )
     if missing:
         raise BackendUnavailableError(
             "this SGLang lacks what nvmeio streams layers by", attempts=missing, remedy=TRIED
@@ -432,10 +372,3 @@ def mark(layer: nn.Module) -> None:
     """Have SGLang refuse to update or to export the weights of a model with this layer."""
     for _, _, attribute in _MARKS:
         setattr(layer, attribute, _MARK)
-
-
-def _resolved(name: str) -> Any:
-    try:
-        return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError):
-        return None

@@ -10,11 +10,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nvmeio.errors import BackendUnavailableError
+from nvmeio.integrations._clients import client
 from nvmeio.integrations._metrics import metrics
 
 
@@ -30,12 +29,12 @@ def instrument(meter: Any) -> None:
 
     Cost: nothing but when a reader collects; no handle is kept alive.
     """
-    try:
-        observation = importlib.import_module("opentelemetry.metrics").Observation
-    except ImportError as missing:
-        attempts = [("opentelemetry", str(missing))]
-        hint = "pip install opentelemetry-api"
-        raise BackendUnavailableError("no instruments", attempts=attempts, remedy=hint) from missing
+    observation = client(
+        "opentelemetry.metrics",
+        "Observation",
+        wanted="no instruments",
+        remedy="pip install opentelemetry-api",
+    )
 
     def observe(name: str) -> Callable[[Any], Iterable[Any]]:
         return lambda _: [observation(each.value) for each in metrics() if each.name == name]

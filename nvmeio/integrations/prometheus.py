@@ -11,11 +11,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
-from nvmeio.errors import BackendUnavailableError
+from nvmeio.integrations._clients import client
 from nvmeio.integrations._metrics import metrics
 
 
@@ -33,14 +32,11 @@ class NvmeioCollector:
     """
 
     def __init__(self, prefix: str = "nvmeio") -> None:
-        try:
-            self._core: Any = importlib.import_module("prometheus_client.core")
-        except ImportError as missing:
-            attempts = [("prometheus_client", str(missing))]
-            hint = "pip install 'nvmeio[metrics]'"
-            raise BackendUnavailableError(
-                "no metrics for Prometheus", attempts=attempts, remedy=hint
-            ) from missing
+        self._core = client(
+            "prometheus_client.core",
+            wanted="no metrics for Prometheus",
+            remedy="pip install 'nvmeio[metrics]'",
+        )
         self._prefix = prefix
 
     def collect(self) -> Iterator[Any]:

@@ -10,10 +10,10 @@ How: SGLang hands every list of decoder layers to its offloader (`wrap_modules`)
 has them post-processed (fused, repacked, quantised) module by module, and calls `post_init`. SGLang
 allocates all layers before it loads any weight, and a checkpoint may bring the weights in any
 order, so a layer is not complete before the last one is. Until then layers lie in files that are
-mapped (`parking`), whose pages are written out as they fill. When a layer was post-processed, it
-goes into a file in `nvme_path` as it is then, and its memory is given back before the next one is
-touched. So the device holds a window of layers and those that are resident, and the process at no
-time more of its own than a layer and `PARKED_BYTES`.
+mapped (`inference.spilling`), whose pages are written out as they fill. When a layer was
+post-processed, it goes into a file in `nvme_path` as it is then, and its memory is given back
+before the next one is touched. So the device holds a window of layers and those that are resident,
+and the process at no time more of its own than a layer and `PARKED_BYTES`.
 
 What the layers hold can then be read within their forward only. What SGLang reads elsewhere stays
 (`kept_parameters`), and what cannot work is refused (`_sglang_settings`): at start with the flag
@@ -38,11 +38,10 @@ import torch
 from torch import nn
 
 from nvmeio._io.handles import new_handle
-from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle
 from nvmeio.inference.spilling import Spiller, park, put_out
 from nvmeio.inference.stream import WeightStream
-from nvmeio.integrations._clients import joined
+from nvmeio.integrations._clients import client, joined
 from nvmeio.integrations._kv_identity import server_begins
 from nvmeio.integrations._sglang_settings import (
     TRIED,
@@ -81,14 +80,11 @@ def register() -> None:
     path = os.environ.get(VARIABLE)
     if not path:
         return
-    try:
-        hooks: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
-    except ImportError as failed:
-        raise BackendUnavailableError(
-            "nvmeio plugs into SGLang through its plugin hooks",
-            attempts=[("sglang.srt.plugins.hook_registry", str(failed))],
-            remedy=TRIED,
-        ) from failed
+    hooks = client(
+        "sglang.srt.plugins.hook_registry",
+        wanted="nvmeio plugs into SGLang through its plugin hooks",
+        remedy=TRIED,
+    )
     plugin = Plugin(path)
     kinds = hooks.HookType
     hooks.HookRegistry.register(_TARGET, plugin.create, kinds.REPLACE)

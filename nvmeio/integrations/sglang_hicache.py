@@ -23,7 +23,6 @@ import hashlib
 import importlib
 import json
 import logging
-import pkgutil
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -36,13 +35,34 @@ from nvmeio import buffers
 from nvmeio._blocks.store import BlockStore
 from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._formats.safetensors_shards import parse_size
-from nvmeio.errors import BackendUnavailableError, ClosedError
-from nvmeio.integrations._clients import joined, on_demand
+from nvmeio.errors import ClosedError
+from nvmeio.integrations._clients import client, joined, on_demand, resolved
 from nvmeio.integrations._kv_identity import Model, Options, identity_of
 
 __all__ = ["HiCache", "NvmeHiCache"]  # noqa: F822 (made by __getattr__)
 
 logger = logging.getLogger("nvmeio")
+
+_CONTEXT = "sglang.srt.runtime_context"
+_HOOKS = "sglang.srt.plugins.hook_registry"
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+TARGETS = (
+    "sglang.srt.managers.cache_controller.HiCacheController.reset",  # of every flush
+    f"{_UPDATER}.update_weights_from_disk",
+    f"{_UPDATER}.update_weights_from_tensor",
+    f"{_UPDATER}.update_weights_from_ipc",
+    f"{_UPDATER}.load_weights_from_distributed",
+    f"{_UPDATER}.end_weight_update",  # also of what was written into the memory of weights
+)
+# Of the server's arguments, which decide what is computed with the same files.
+_SETTINGS = (
+    *("dtype", "quantization", "kv_cache_dtype", "json_model_override_args", "model_impl"),
+    *("quantization_param_path", "torchao_config", "model_loader_extra_config", "load_format"),
+    *("speculative_draft_model_quantization",),
+)
+
+_backends: weakref.WeakSet[Any] = weakref.WeakSet()
+_hooked: list[bool] = []  # in this process, once
 
 _INTERFACE = "sglang.srt.mem_cache.hicache_storage"
 _KV = "kv"
@@ -435,40 +455,16 @@ def _restorable(there: list[bool], transfer: Any, policies: Any) -> set[int]:
 
 
 def _backend() -> Any:
-    try:
-        base = importlib.import_module(_INTERFACE).HiCacheStorage
-    except ImportError as failed:
-        raise BackendUnavailableError(
-            "nvmeio plugs into SGLang as a storage backend of its hierarchical cache",
-            attempts=[(_INTERFACE, str(failed))],
-            remedy="pip install 'sglang>=0.5.23'",
-        ) from failed
+    base = client(
+        _INTERFACE,
+        "HiCacheStorage",
+        wanted="nvmeio plugs into SGLang as a storage backend of its hierarchical cache",
+        remedy="pip install 'sglang>=0.5.23'",
+    )
     return joined("NvmeHiCache", HiCache, base)
 
 
 __getattr__ = on_demand(__name__, "NvmeHiCache", _backend)
-
-
-_CONTEXT = "sglang.srt.runtime_context"
-_HOOKS = "sglang.srt.plugins.hook_registry"
-_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-TARGETS = (
-    "sglang.srt.managers.cache_controller.HiCacheController.reset",  # of every flush
-    f"{_UPDATER}.update_weights_from_disk",
-    f"{_UPDATER}.update_weights_from_tensor",
-    f"{_UPDATER}.update_weights_from_ipc",
-    f"{_UPDATER}.load_weights_from_distributed",
-    f"{_UPDATER}.end_weight_update",  # also of what was written into the memory of weights
-)
-# Of the server's arguments, which decide what is computed with the same files.
-_SETTINGS = (
-    *("dtype", "quantization", "kv_cache_dtype", "json_model_override_args", "model_impl"),
-    *("quantization_param_path", "torchao_config", "model_loader_extra_config", "load_format"),
-    *("speculative_draft_model_quantization",),
-)
-
-_backends: weakref.WeakSet[Any] = weakref.WeakSet()
-_hooked: list[bool] = []  # in this process, once
 
 
 def served(model_name: str | None) -> tuple[list[Model], list[Any]]:
@@ -526,15 +522,15 @@ def _hook() -> list[str]:
     except (ImportError, AttributeError):
         return [_HOOKS]
     # One that has hooks of others is not touched again.
-    taken = {target for target in TARGETS if hasattr(_resolved(target), "__wrapped__")}
-    free = [target for target in TARGETS if target not in taken and _resolved(target)]
+    taken = {target for target in TARGETS if hasattr(resolved(target), "__wrapped__")}
+    free = [target for target in TARGETS if target not in taken and resolved(target)]
     for target in free:
         registry.register(target, _after, after)
     registry.apply_hooks()
     return [
         target
         for target in TARGETS
-        if target not in free or not hasattr(_resolved(target), "__wrapped__")
+        if target not in free or not hasattr(resolved(target), "__wrapped__")
     ]
 
 
@@ -542,10 +538,3 @@ def _after(_: Any, *args: Any, **named: Any) -> None:
     """Behind each of `TARGETS`, whatever came of it; its result stays what it is."""
     for backend in list(_backends):
         backend.new_generation()
-
-
-def _resolved(name: str) -> Any:
-    try:
-        return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError):
-        return None

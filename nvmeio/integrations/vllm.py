@@ -40,7 +40,7 @@ from nvmeio._threads.jobs import Job
 from nvmeio.checkpoint import load
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle
-from nvmeio.integrations._clients import joined
+from nvmeio.integrations._clients import client, joined
 from nvmeio.integrations._kv_identity import server_begins
 
 __all__ = ["iterate_weights", "register"]
@@ -54,6 +54,7 @@ GROUP_BYTES = 128 << 20
 # more. Some 100 ms of a fast drive, so that it goes on while the model copies.
 MEMORY_BYTES = 512 << 20
 
+_LOADING = "vllm.model_executor.model_loader"
 # What of vLLM's default loader is replaced, all by name in one of its methods.
 _METHOD = "_get_weights_iterator"
 _READS_SAFETENSORS = "safetensors_weights_iterator"
@@ -217,25 +218,17 @@ def register() -> None:
             another way than those that this was written for.
     """
     server_begins()
-    where = "vllm.model_executor.model_loader"
-    try:
-        loading: Any = importlib.import_module(where)
-        decorate, base = loading.register_model_loader, loading.DefaultModelLoader
-        _check_method(base)
-    except (ImportError, AttributeError) as failed:
-        raise BackendUnavailableError(
-            "nvmeio plugs into vLLM as a model loader",
-            attempts=[(where, str(failed))],
-            remedy="pip install 'vllm>=0.32'",
-        ) from failed
-    decorate(FORMAT)(joined("NvmeModelLoader", Loader, base))
-
-
-def _check_method(base: Any) -> None:
-    code = getattr(base, _METHOD).__code__
+    hint = {
+        "wanted": "nvmeio plugs into vLLM as a model loader",
+        "remedy": "pip install 'vllm>=0.32'",
+    }
+    decorate, base = client(_LOADING, "register_model_loader", "DefaultModelLoader", **hint)
+    known = getattr(getattr(base, _METHOD, None), "__code__", None)
     for name in (_READS_SAFETENSORS, _READS_PICKLES):
-        if name not in code.co_names:
-            raise AttributeError(f"{base.__name__}.{_METHOD} calls no {name}")
+        if known is None or name not in known.co_names:
+            unknown = [(_LOADING, f"{base.__name__}.{_METHOD} calls no {name}")]
+            raise BackendUnavailableError(hint["wanted"], attempts=unknown, remedy=hint["remedy"])
+    decorate(FORMAT)(joined("NvmeModelLoader", Loader, base))
 
 
 class Loader:

@@ -31,8 +31,7 @@ import torch
 
 from nvmeio._blocks.store import BlockStore
 from nvmeio._formats.safetensors_shards import parse_size
-from nvmeio.errors import BackendUnavailableError
-from nvmeio.integrations._clients import joined, on_demand
+from nvmeio.integrations._clients import client, joined, on_demand
 from nvmeio.integrations._kv_identity import Model, Options, identity_of
 
 __all__ = ["NvmeTier", "Tier"]  # noqa: F822 (made by __getattr__)
@@ -274,15 +273,12 @@ def _configuration() -> Any:
 
 
 def _tier() -> Any:
-    try:
-        base = importlib.import_module(_TIERING).SecondaryTierManager
-        medium = importlib.import_module(_BASE).Medium.STORAGE
-    except (ImportError, AttributeError) as failed:
-        raise BackendUnavailableError(
-            "nvmeio plugs into vLLM as a secondary tier of its KV offloading",
-            attempts=[(_TIERING, str(failed))],
-            remedy="pip install 'vllm>=0.32'",
-        ) from failed
+    hint = {
+        "wanted": "nvmeio plugs into vLLM as a secondary tier of its KV offloading",
+        "remedy": "pip install 'vllm>=0.32'",
+    }
+    base = client(_TIERING, "SecondaryTierManager", **hint)
+    medium = client(_BASE, "Medium", **hint).STORAGE
     return joined("NvmeTier", Tier, base, medium=medium)
 
 

@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from nvmeio.compat.deepspeed import handles
-from nvmeio.compat.deepspeed import handles as handles_module
 
 
 def _op(name: str, *members: Any) -> ModuleType:
@@ -25,11 +24,11 @@ ASYNC_IO = _op(
     handles.aio_handle,
     handles.aio_read,
     handles.aio_write,
-    handles_module.deepspeed_memcpy,
+    handles.deepspeed_memcpy,
 )
 GDS = _op("gds", handles.gds_handle)
-PIN_MEMORY = _op("pin_memory", handles_module.pin_handle)
-UTILS = _op("utils", handles_module.cast_to_byte_tensor)
+PIN_MEMORY = _op("pin_memory", handles.pin_handle)
+UTILS = _op("utils", handles.cast_to_byte_tensor)
 
 
 class _Builder:

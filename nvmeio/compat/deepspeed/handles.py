@@ -14,12 +14,13 @@ of DeepSpeed 0.19.8.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -58,19 +59,29 @@ class _Handle:
 
     def __init__(
         self,
-        io: AioHandle,
-        block_size: int,
-        single_submit: bool,
-        overlap_events: bool,
+        block_size: int = 1024 * 1024,
+        queue_depth: int = 128,
+        single_submit: bool = False,
+        overlap_events: bool = False,
+        intra_op_parallelism: int = 1,
     ) -> None:
-        self._io = io
         self._block_size = block_size
-        self._single_submit = single_submit
-        self._overlap_events = overlap_events
+        self._single_submit = _checks.switch("single_submit", single_submit)
+        self._overlap_events = _checks.switch("overlap_events", overlap_events)
+        self._io = self._opened(
+            _whole_pages(block_size),
+            queue_depth,
+            self._single_submit,
+            self._overlap_events,
+            intra_op_parallelism,
+        )
         self._pending: deque[Operation] = deque()
         self._waiting = threading.Lock()
         self._finished = 0
         self._failures: list[BaseException] = []
+
+    def _opened(self, *settings: Any) -> AioHandle:
+        return AioHandle(*settings)
 
     # --- blocking, apart from the others ------------------------------------------------------
 
@@ -92,14 +103,14 @@ class _Handle:
             TransferError: The file cannot be opened or read, or (`ShortTransferError`) ends first.
             IntegrityError: `validate` found a difference.
         """
-        self._begin_read(buffer, filename, validate, file_offset).result()
+        self._begin("pread", buffer, filename, file_offset, validate).result()
         return 0
 
     def write(
         self, buffer: torch.Tensor, filename: FileName, validate: bool, file_offset: int = 0
     ) -> int:
         """Write a tensor to a file, whatever else is pending; as `read`. Returns 0."""
-        self._begin_write(buffer, filename, validate, file_offset).result()
+        self._begin("pwrite", buffer, filename, file_offset, validate).result()
         return 0
 
     # --- blocking or not ----------------------------------------------------------------------
@@ -130,7 +141,8 @@ class _Handle:
             TransferError: The file cannot be opened. Other failures too if it is synchronous;
                 if it is not, `wait` raises them.
         """
-        return self._submitted(self._begin_read(buffer, filename, validate, file_offset), async_op)
+        operation = self._begin("pread", buffer, filename, file_offset, validate)
+        return self._submitted(operation, async_op)
 
     @_async_by_name
     def pwrite(
@@ -142,19 +154,20 @@ class _Handle:
         file_offset: int = 0,
     ) -> int:
         """Write a tensor to a file, with all choices; as `pread`."""
-        return self._submitted(self._begin_write(buffer, filename, validate, file_offset), async_op)
+        operation = self._begin("pwrite", buffer, filename, file_offset, validate)
+        return self._submitted(operation, async_op)
 
     def sync_pread(self, buffer: torch.Tensor, filename: FileName, file_offset: int = 0) -> int:
         """Read a file into a tensor, and wait for all that is pending; the count, as `wait`."""
-        return self._submitted(self._begin_read(buffer, filename, False, file_offset), False)
+        return self._submitted(self._begin("pread", buffer, filename, file_offset), False)
 
     def sync_pwrite(self, buffer: torch.Tensor, filename: FileName, file_offset: int = 0) -> int:
         """Write a tensor to a file, and wait for all that is pending; the count, as `wait`."""
-        return self._submitted(self._begin_write(buffer, filename, False, file_offset), False)
+        return self._submitted(self._begin("pwrite", buffer, filename, file_offset), False)
 
     def async_pread(self, buffer: torch.Tensor, filename: FileName, file_offset: int = 0) -> int:
         """Begin to read a file into a tensor; 0. Leave the tensor alone until `wait`."""
-        return self._submitted(self._begin_read(buffer, filename, False, file_offset), True)
+        return self._submitted(self._begin("pread", buffer, filename, file_offset), True)
 
     def async_pwrite(
         self,
@@ -177,7 +190,7 @@ class _Handle:
             raise TypeError("async_pwrite takes either a file name or a descriptor (fd)")
         file = filename if fd is None else fd
         assert file is not None
-        return self._submitted(self._begin_write(buffer, file, False, file_offset), True)
+        return self._submitted(self._begin("pwrite", buffer, file, file_offset), True)
 
     def wait(self) -> int:
         """Wait for everything that is pending.
@@ -208,34 +221,25 @@ class _Handle:
 
     # --- the steps of a transfer --------------------------------------------------------------
 
-    def _begin_read(
-        self, buffer: torch.Tensor, filename: FileName, validate: bool, file_offset: int
-    ) -> Operation:
-        # DeepSpeed writes to the memory itself, whatever autograd or inference mode make of it.
-        if isinstance(buffer, torch.Tensor):
-            buffer = buffer.detach()
-            if buffer.is_inference() and not torch.is_inference_mode_enabled():
-                with torch._C._InferenceMode(True):  # of C alone: see `_memory.tensors`
-                    return self._begin(self._io.pread, buffer, filename, validate, file_offset)
-        return self._begin(self._io.pread, buffer, filename, validate, file_offset)
-
-    def _begin_write(
-        self, buffer: torch.Tensor, filename: FileName, validate: bool, file_offset: int
-    ) -> Operation:
-        return self._begin(self._io.pwrite, buffer, filename, validate, file_offset)
-
-    @staticmethod
     def _begin(
-        transfer: Callable[..., Operation | int],
+        self,
+        transfer: Literal["pread", "pwrite"],
         buffer: torch.Tensor,
         filename: FileName,
-        validate: bool,
         file_offset: int,
+        validate: bool = False,
     ) -> Operation:
         file = os.fsdecode(filename) if isinstance(filename, bytes) else filename
-        operation = transfer(buffer, file, bool(validate), True, file_offset)
-        assert isinstance(operation, Operation)
-        return operation
+        mode: Any = contextlib.nullcontext()
+        # DeepSpeed writes to the memory itself, whatever autograd or inference mode make of it.
+        if transfer == "pread" and isinstance(buffer, torch.Tensor):
+            buffer = buffer.detach()
+            if buffer.is_inference() and not torch.is_inference_mode_enabled():
+                mode = torch._C._InferenceMode(True)  # of C alone: see `_memory.tensors`
+        with mode:
+            begun = getattr(self._io, transfer)(buffer, file, bool(validate), True, file_offset)
+        assert isinstance(begun, Operation)
+        return begun
 
     def _submitted(self, operation: Operation, async_op: bool) -> int:
         """Count a transfer as pending; what the call that began it returns."""
@@ -327,19 +331,6 @@ class aio_handle(_Handle):
         ValueError, TypeError: A parameter is out of range, or of the wrong type.
     """
 
-    def __init__(
-        self,
-        block_size: int = 1024 * 1024,
-        queue_depth: int = 128,
-        single_submit: bool = False,
-        overlap_events: bool = False,
-        intra_op_parallelism: int = 1,
-    ) -> None:
-        single = _checks.switch("single_submit", single_submit)
-        overlap = _checks.switch("overlap_events", overlap_events)
-        io = AioHandle(_whole_pages(block_size), queue_depth, single, overlap, intra_op_parallelism)
-        super().__init__(io, block_size, single, overlap)
-
 
 class gds_handle(_Handle):
     """DeepSpeed's `gds_handle`: CUDA tensors to and from files through cuFile.
@@ -351,23 +342,13 @@ class gds_handle(_Handle):
         BackendUnavailableError: cuFile cannot be had; says why, and what to use instead.
     """
 
-    def __init__(
-        self,
-        block_size: int = 1024 * 1024,
-        queue_depth: int = 128,
-        single_submit: bool = False,
-        overlap_events: bool = False,
-        intra_op_parallelism: int = 1,
-    ) -> None:
-        single = _checks.switch("single_submit", single_submit)
-        overlap = _checks.switch("overlap_events", overlap_events)
+    _io: GdsHandle
+
+    def _opened(self, *settings: Any) -> GdsHandle:
         try:
-            self._gds = GdsHandle(
-                _whole_pages(block_size), queue_depth, single, overlap, intra_op_parallelism
-            )
+            return GdsHandle(*settings)
         except BackendUnavailableError as no:
             raise _no_cufile(no) from no
-        super().__init__(self._gds, block_size, single, overlap)
 
     def new_pinned_device_tensor(self, num_elem: int, example_tenosr: torch.Tensor) -> torch.Tensor:
         """A 1-D CUDA tensor that is registered with cuFile.
@@ -376,7 +357,7 @@ class gds_handle(_Handle):
             num_elem: Number of elements, >= 0.
             example_tenosr: A tensor whose dtype (and CUDA device) is taken.
         """
-        return self._gds.new_pinned_device_tensor(num_elem, example_tenosr)
+        return self._io.new_pinned_device_tensor(num_elem, example_tenosr)
 
     def free_pinned_device_tensor(self, tensor: torch.Tensor) -> bool:
         """Take a tensor of `new_pinned_device_tensor` out of the registration.
@@ -395,9 +376,9 @@ class gds_handle(_Handle):
             CuFileError: cuFile refused the memory.
         """
         if not tensor.is_contiguous() or not tensor.numel():
-            self._gds.pin_device_tensor(tensor)  # says what is wrong
+            self._io.pin_device_tensor(tensor)  # says what is wrong
         try:
-            self._gds.pin_device_tensor(tensor)
+            self._io.pin_device_tensor(tensor)
         except ValueError:
             return False
         return True
@@ -409,7 +390,7 @@ class gds_handle(_Handle):
             As `free_pinned_device_tensor`.
         """
         try:
-            self._gds.unpin_device_tensor(tensor)
+            self._io.unpin_device_tensor(tensor)
         except ValueError:
             return False
         return True
