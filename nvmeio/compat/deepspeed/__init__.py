@@ -4,15 +4,11 @@ Code written for DeepSpeed changes its import line, ``from nvmeio.compat.deepspe
 AsyncIOBuilder``; DeepSpeed itself and whatever imports it are left alone and told to use nvmeio by
 `install`, or from outside by ``nvmeio deepspeed -- python train.py``.
 
-Reading order: `handles` (the verbs), `pins` (page-locked memory), `builders` (what `load` hands
-out), `installing` (into DeepSpeed), `launching` and `startup` (into a whole process tree). What
-differs on purpose is one table in docs/deepspeed.md.
+Reading order: `handles` (the verbs, and page-locked memory), `installing` (the builders, and into
+DeepSpeed), `startup` (into a whole process tree). What differs on purpose is one table in
+docs/deepspeed.md.
 """
 
-from nvmeio.compat.deepspeed.builders import AsyncIOBuilder as AsyncIOBuilder
-from nvmeio.compat.deepspeed.builders import GDSBuilder as GDSBuilder
-from nvmeio.compat.deepspeed.builders import PinMemoryBuilder as PinMemoryBuilder
-from nvmeio.compat.deepspeed.builders import UtilsBuilder as UtilsBuilder
 from nvmeio.compat.deepspeed.handles import aio_handle as aio_handle
 from nvmeio.compat.deepspeed.handles import aio_read as aio_read
 from nvmeio.compat.deepspeed.handles import aio_write as aio_write
@@ -20,6 +16,10 @@ from nvmeio.compat.deepspeed.handles import cast_to_byte_tensor as cast_to_byte_
 from nvmeio.compat.deepspeed.handles import deepspeed_memcpy as deepspeed_memcpy
 from nvmeio.compat.deepspeed.handles import gds_handle as gds_handle
 from nvmeio.compat.deepspeed.handles import pin_handle as pin_handle
+from nvmeio.compat.deepspeed.installing import AsyncIOBuilder as AsyncIOBuilder
+from nvmeio.compat.deepspeed.installing import GDSBuilder as GDSBuilder
+from nvmeio.compat.deepspeed.installing import PinMemoryBuilder as PinMemoryBuilder
+from nvmeio.compat.deepspeed.installing import UtilsBuilder as UtilsBuilder
 from nvmeio.compat.deepspeed.installing import install as install
 from nvmeio.compat.deepspeed.installing import installed as installed
 

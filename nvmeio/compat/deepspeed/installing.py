@@ -1,4 +1,6 @@
-"""Into an installed DeepSpeed: its ops replaced by those of this package, in this process.
+"""DeepSpeed's op builders by name, and into an installed DeepSpeed: its ops replaced by ours.
+
+Nothing is built: a builder's `load` hands out what is here.
 
 DeepSpeed keeps every op that is loaded in one dict, `OpBuilder._loaded_ops`, and looks there before
 it compiles anything (``ops/op_builder/builder.py``); so the ops are put there. The rest is what
@@ -13,9 +15,10 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
-from nvmeio.compat.deepspeed import builders, handles
+from nvmeio.compat.deepspeed import handles
 from nvmeio.errors import BackendUnavailableError
 
 logger = logging.getLogger("nvmeio")
@@ -23,12 +26,80 @@ logger = logging.getLogger("nvmeio")
 # Looked at by the builders' `load` before `_loaded_ops` (ops/op_builder/pin_memory_load.py).
 _PIN_MEMORY_CACHE = "_deepspeed_pin_memory_op_module"
 
-# gds too: DeepSpeed's own cannot work beside our pin_memory, whose symbols it looks for with dlsym.
-_OPS = {
-    "async_io": builders.ASYNC_IO,
-    "pin_memory": builders.PIN_MEMORY,
-    "gds": builders.GDS,
+
+def _op(name: str, *members: Any) -> ModuleType:
+    module = ModuleType(name, f"DeepSpeed's {name} op, on nvmeio.")
+    for member in members:
+        setattr(module, member.__name__, member)
+    return module
+
+
+# Without a `__file__`: DeepSpeed opens that of its pin_memory op as a shared library.
+_MODULES = {
+    "async_io": _op(
+        "async_io",
+        handles.aio_handle,
+        handles.aio_read,
+        handles.aio_write,
+        handles.deepspeed_memcpy,
+    ),
+    "gds": _op("gds", handles.gds_handle),
+    "pin_memory": _op("pin_memory", handles.pin_handle),
+    "utils": _op("utils", handles.cast_to_byte_tensor),
 }
+# gds too: DeepSpeed's own cannot work beside our pin_memory, whose symbols it looks for with dlsym.
+_OPS = {name: _MODULES[name] for name in ("async_io", "pin_memory", "gds")}
+STARTUP = Path(__file__).parent / "startup"
+
+
+class _Builder:
+    """What callers use of DeepSpeed's `OpBuilder`."""
+
+    NAME: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.name = self.NAME
+        self.error_log: str | None = None
+
+    def load(self, verbose: bool = False) -> ModuleType:
+        """The op's module, at once."""
+        return _MODULES[self.NAME]
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether the op works here."""
+        return True
+
+
+class AsyncIOBuilder(_Builder):
+    """``AsyncIOBuilder().load()``: aio_handle, aio_read, aio_write, deepspeed_memcpy."""
+
+    NAME = "async_io"
+
+
+class GDSBuilder(_Builder):
+    """``GDSBuilder().load()``: gds_handle, which raises where cuFile cannot be had."""
+
+    NAME = "gds"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether a `gds_handle` can be made here; with `verbose`, prints why not."""
+        reason = handles.no_cufile()
+        self.error_log = None if reason is None else str(reason)
+        if verbose and reason is not None:
+            print(f" [WARNING]  {self.error_log}")
+        return reason is None
+
+
+class PinMemoryBuilder(_Builder):
+    """``PinMemoryBuilder().load()``: pin_handle."""
+
+    NAME = "pin_memory"
+
+
+class UtilsBuilder(_Builder):
+    """``UtilsBuilder().load()``: cast_to_byte_tensor."""
+
+    NAME = "utils"
 
 
 def install() -> None:
@@ -50,7 +121,7 @@ def install() -> None:
     writer = _import("deepspeed.io.fast_file_writer")
     caches = _op_caches(accelerator, op_builder)
     _check_not_loaded(caches)
-    setattr(sys, _PIN_MEMORY_CACHE, builders.PIN_MEMORY)
+    setattr(sys, _PIN_MEMORY_CACHE, _OPS["pin_memory"])
     for cache in caches:
         cache.update(_OPS)
     _answer_probes(accelerator)
@@ -60,7 +131,7 @@ def install() -> None:
 
 def installed() -> bool:
     """Whether DeepSpeed uses nvmeio in this process. Imports nothing."""
-    return getattr(sys, _PIN_MEMORY_CACHE, None) is builders.PIN_MEMORY
+    return getattr(sys, _PIN_MEMORY_CACHE, None) is _OPS["pin_memory"]
 
 
 def _import(name: str) -> Any:
@@ -79,7 +150,7 @@ def _op_caches(accelerator: Any, op_builder: Any) -> list[dict[str, Any]]:
 
     A source tree has a top-level `op_builder`, whose classes the accelerator then prefers.
     """
-    classes = [*_builder(accelerator, "AsyncIOBuilder").__mro__, op_builder.OpBuilder]
+    classes = [*accelerator.get_op_builder("AsyncIOBuilder").__mro__, op_builder.OpBuilder]
     caches = [vars(c)["_loaded_ops"] for c in classes if "_loaded_ops" in vars(c)]
     if not caches:
         raise BackendUnavailableError(
@@ -88,11 +159,6 @@ def _op_caches(accelerator: Any, op_builder: Any) -> list[dict[str, Any]]:
             remedy="DS_BUILD_OPS=0 pip install deepspeed==0.19.8",
         )
     return caches
-
-
-def _builder(accelerator: Any, name: str) -> Any:
-    """The builder class of this name for the accelerator in use."""
-    return accelerator.get_op_builder(name)
 
 
 def _check_not_loaded(caches: list[dict[str, Any]]) -> None:
@@ -110,15 +176,11 @@ def _check_not_loaded(caches: list[dict[str, Any]]) -> None:
 
 def _answer_probes(accelerator: Any) -> None:
     """`is_compatible`, which asks for libaio's headers and a compiler, speaks for nvmeio now."""
-    answers = {
-        "AsyncIOBuilder": builders.AsyncIOBuilder.is_compatible,
-        "GDSBuilder": builders.GDSBuilder.is_compatible,
-    }
-    for name, is_compatible in answers.items():
-        builder = _builder(accelerator, name)
+    for ours in (AsyncIOBuilder, GDSBuilder):
+        builder = accelerator.get_op_builder(ours.__name__)
         # The accelerator has one class for all that it has no op for; that one stays.
         if builder is not None and vars(builder).get("NAME") in _OPS:
-            builder.is_compatible = is_compatible
+            builder.is_compatible = ours.is_compatible
     # Probed at its first use, and kept (ops/__init__.py).
     known = vars(sys.modules["deepspeed.ops"]).get("__compatible_ops__", {})
     works = {name: True for name in _OPS if name in known}
@@ -131,10 +193,7 @@ def _serve_fast_file_writer(*users: Any) -> None:
     """On CPU, DeepSpeed has no op with the one function that its FastFileWriter needs."""
     for module in users:
         if module.UtilsBuilder.NAME == "deepspeed_not_implemented":
-            module.UtilsBuilder = builders.UtilsBuilder
-
-
-STARTUP = Path(__file__).parent / "startup"
+            module.UtilsBuilder = UtilsBuilder
 
 
 def environment(base: Mapping[str, str]) -> dict[str, str]:
