@@ -54,8 +54,7 @@ from nvmeio._storage.replace import replace_file
 from nvmeio._threads.jobs import run_interruptible
 from nvmeio.errors import IntegrityError, transfer_error
 from nvmeio.handle import AioHandle
-from nvmeio.integrations._dcp import metadata as metadata_module
-from nvmeio.integrations._dcp.metadata import load_metadata
+from nvmeio.integrations._dcp import metadata as stored
 from nvmeio.integrations._dcp.reading import read_items
 from nvmeio.integrations._dcp.writing import GuardingStager as GuardingStager
 from nvmeio.integrations._dcp.writing import ItemSource, stream_transforms, write_file
@@ -224,9 +223,8 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
     def _exists(self) -> bool:
         """Whether there is a checkpoint to be replaced."""
         # As torch: of ranks that save each for itself, the first one stands for all.
-        return metadata_module.metadata_path(
-            self.path, None if self.use_collectives else 0
-        ).exists() or (metadata_module.metadata_path(self.path, self._own_metadata).exists())
+        ranks = {None if self.use_collectives else 0, self._own_metadata}
+        return any(stored.metadata_path(self.path, rank).exists() for rank in ranks)
 
     @property
     def _own_metadata(self) -> int | None:
@@ -242,9 +240,9 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
         prefix: str = plan.storage_data.prefix
         if self._exists():
             # Here, not in the plan: a planner may keep a plan and bring it again for the next save.
-            prefix = metadata_module.replacing(prefix, self.save_id)
+            prefix = stored.replacing(prefix, self.save_id)
         files = [
-            _DataFile(f"{prefix}{number}{metadata_module.SUFFIX}", items, InFlight())
+            _DataFile(f"{prefix}{number}{stored.SUFFIX}", items, InFlight())
             for number, items in enumerate(self._split(plan.items))
         ]
 
@@ -321,13 +319,13 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
             result.index: result.storage_data for each in results for result in each
         }
         metadata.storage_meta = self.storage_meta()
-        path = metadata_module.metadata_path(self.path, self._own_metadata)
+        path = stored.metadata_path(self.path, self._own_metadata)
         data = pickle.dumps(metadata)
 
         def replace() -> list[str]:
-            before = metadata_module.referred_to(path)
+            before = stored.referred_to(path)
             replace_file(path, data, durable=self.sync_files)
-            return metadata_module.remove_stale(self.path, before, self._own_metadata)
+            return stored.remove_stale(self.path, before, self._own_metadata)
 
         removed = run_interruptible(replace)
         if removed:
@@ -397,12 +395,12 @@ class NvmeStorageReader(_InDirectory, StorageReader):
             IntegrityError: The metadata file is damaged, or none, or names what is not DCP's own or
                 lies outside of the checkpoint.
         """
-        path = metadata_module.metadata_path(self.path, kwargs.get("rank"))
+        path = stored.metadata_path(self.path, kwargs.get("rank"))
         try:
-            data = read_small(path, metadata_module.METADATA_BYTES)
+            data = read_small(path, stored.METADATA_BYTES)
         except OSError as failed:
             raise transfer_error(failed, "open", path, detail=detail_of(failed)) from failed
-        metadata = load_metadata(data, str(path))
+        metadata = stored.load_metadata(data, str(path))
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         if metadata.storage_meta is not None:
@@ -480,7 +478,7 @@ def _as_here(work: Callable[[], Value]) -> Callable[[], Value]:
 
 
 def _with_prefix(plan: SavePlan, rank: int) -> SavePlan:
-    return dataclasses.replace(plan, storage_data=_StoragePrefix(metadata_module.prefix(rank)))
+    return dataclasses.replace(plan, storage_data=_StoragePrefix(stored.prefix_of(rank)))
 
 
 def _nbytes(item: WriteItem) -> int:

@@ -25,7 +25,8 @@ import json
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from queue import SimpleQueue
 from typing import Any
 
@@ -229,8 +230,7 @@ class HiCache:
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """How many pages, from the first on, are there."""
-        there = self._contains(_KV, keys)
-        return there.index(False) if False in there else len(there)
+        return _leading(self._contains(_KV, keys))
 
     # Interfaces 1 and 2: pages of host pools
 
@@ -238,26 +238,30 @@ class HiCache:
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
         """Pages into the host pool; for each, whether it is there."""
-        return self._read(_KV, keys, host_indices)
+        return self._moved(self._read, _KV, keys, host_indices)
 
     def batch_set_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
         """Store pages of the host pool; for each, whether it is there."""
         before = getattr(extra_info, "prefix_keys", None) or []
-        return self._write(_KV, keys, host_indices, before)
+        return self._moved(self._write, _KV, keys, host_indices, before)
 
     def batch_get_v2(
         self, transfers: Sequence[Any], extra_info: Any = None
     ) -> dict[Any, list[bool]]:
         """`batch_get_v1` for several pools."""
-        return {t.name: self._read(str(t.name), t.keys or [], t.host_indices) for t in transfers}
+        return {
+            t.name: self._moved(self._read, str(t.name), t.keys, t.host_indices) for t in transfers
+        }
 
     def batch_set_v2(
         self, transfers: Sequence[Any], extra_info: Any = None
     ) -> dict[Any, list[bool]]:
         """`batch_set_v1` for several pools."""
-        return {t.name: self._write(str(t.name), t.keys or [], t.host_indices) for t in transfers}
+        return {
+            t.name: self._moved(self._write, str(t.name), t.keys, t.host_indices) for t in transfers
+        }
 
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None
@@ -284,45 +288,53 @@ class HiCache:
                 return store.contains(keys)
         return [False] * len(keys)
 
+    def _moved(
+        self,
+        move: Callable[..., Iterator[list[bool]]],
+        name: str,
+        keys: Sequence[str] | None,
+        indices: torch.Tensor | None,
+        *more: Any,
+    ) -> list[bool]:
+        """What `move` says of each page; those that it does not come to are not there."""
+        keys = keys or []
+        store, starts = self._store(name), _starts(self._pool(name), keys, indices)
+        found: list[bool] = []
+        with contextlib.suppress(ClosedError):
+            if store is not None and starts is not None:
+                for part in move(name, store, keys, starts, *more):
+                    found += part
+        return found + [False] * (len(keys) - len(found))
+
     def _write(
         self,
         name: str,
+        store: BlockStore,
         keys: Sequence[str],
-        indices: torch.Tensor,
+        starts: list[int],
         before: Sequence[str] = (),
-    ) -> list[bool]:
-        store, pool = self._store(name), self._pool(name)
-        starts = _starts(pool, keys, indices)
-        if store is None or starts is None:
-            return [False] * len(keys)
-        found: list[bool] = []
-        with contextlib.suppress(ClosedError):
-            there = store.contains(keys)
-            if not store.is_writer:  # another rank writes the same pages
-                return there
-            for first, last in _parts(len(keys), store.block_bytes):
-                new = [n for n in range(first, last) if not there[n]]
-                pages = [_bytes_of(pool.get_data_page(starts[n], flat=True)) for n in new]
-                stored = dict(zip(new, store.store([keys[n] for n in new], pages), strict=True))
-                found += [stored.get(n, True) for n in range(first, last)]
-            if before or any(there) or len(keys) * store.block_bytes > STAGING_BYTES:
-                store.touch([*before, *keys])  # as one: the last makes room first
-        return found + [False] * (len(keys) - len(found))
+    ) -> Iterator[list[bool]]:
+        pool, there = self._pool(name), store.contains(keys)
+        if not store.is_writer:  # another rank writes the same pages
+            yield there
+            return
+        for first, last in _parts(len(keys), store.block_bytes):
+            new = [n for n in range(first, last) if not there[n]]
+            pages = [_bytes_of(pool.get_data_page(starts[n], flat=True)) for n in new]
+            stored = dict(zip(new, store.store([keys[n] for n in new], pages), strict=True))
+            yield [stored.get(n, True) for n in range(first, last)]
+        if before or any(there) or len(keys) * store.block_bytes > STAGING_BYTES:
+            store.touch([*before, *keys])  # as one: the last makes room first
 
-    def _read(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
-        store, pool = self._store(name), self._pool(name)
-        starts = _starts(pool, keys, indices)
-        if store is None or starts is None:
-            return [False] * len(keys)
-        found: list[bool] = []
-        with contextlib.suppress(ClosedError):
-            if self._gives_views(name, pool):
-                pages = [_bytes_of(pool.get_data_page(start, flat=True)) for start in starts]
-                found += store.load(keys, pages)
-            else:
-                for part in self._read_and_copied(name, store, keys, starts):
-                    found += part
-        return found + [False] * (len(keys) - len(found))
+    def _read(
+        self, name: str, store: BlockStore, keys: Sequence[str], starts: list[int]
+    ) -> Iterator[list[bool]]:
+        pool = self._pool(name)
+        if self._gives_views(name, pool):
+            pages = [_bytes_of(pool.get_data_page(start, flat=True)) for start in starts]
+            yield store.load(keys, pages)
+        else:
+            yield from self._read_and_copied(name, store, keys, starts)
 
     def _gives_views(self, name: str, pool: Any) -> bool:
         known = self._views.get(name)
@@ -439,11 +451,15 @@ def _parts(count: int, nbytes: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + step, count)
 
 
+def _leading(there: Sequence[bool]) -> int:
+    """How many, from the first on, are there."""
+    return sum(1 for _ in takewhile(bool, there))
+
+
 def _restorable(there: list[bool], transfer: Any, policies: Any) -> set[int]:
     """The lengths of prefixes that a pool can restore."""
     if transfer.hit_policy == policies.ALL_PAGES:
-        first = there.index(False) if False in there else len(there)
-        return set(range(1, first + 1))
+        return set(range(1, _leading(there) + 1))
     if transfer.hit_policy == policies.TRAILING_PAGES:
         trailing = max(1, len(transfer.keys) if transfer.keys else 1)
         return {

@@ -1,7 +1,8 @@
-"""DCP's ``.metadata``: a pickle, of which nothing but DCP's own classes is taken.
+"""What is said of a checkpoint's items: by its ``.metadata``, and within each item by torch.save.
 
+``.metadata`` is a pickle, of which nothing but DCP's own classes is taken (`load_metadata`):
 torch's reader unpickles it without a look, so that whoever wrote it can run anything; and it opens
-whatever file the pickle names.
+whatever file the pickle names. `Parser` finds where in an item its tensor lies.
 """
 
 from __future__ import annotations
@@ -45,6 +46,18 @@ _CLASSES = {
     "pathlib._local": {"Path", "PosixPath", "PurePath", "PurePosixPath"},  # Python 3.13
     "builtins": {"frozenset", "set"},
 }
+
+
+METADATA = ".metadata"
+METADATA_BYTES = 2 << 30  # at most: some hundred bytes for each part of each tensor
+SUFFIX = ".distcp"
+
+_OWN = r"[0-9a-f]{8}_"
+_DATA = re.compile(rb"__\d+_(?:" + _OWN.encode() + rb")?\d+\.distcp")
+_REPLACING = re.compile(r"__(\d+)_" + _OWN + r"\d+\.distcp")
+
+ReadBytes = Callable[[int, int], bytes]
+"""Reads (offset, nbytes) of an item; all of it lies within."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -97,21 +110,12 @@ def load_metadata(data: bytes, path: str) -> Metadata:
     return metadata
 
 
-METADATA = ".metadata"
-METADATA_BYTES = 2 << 30  # at most: some hundred bytes for each part of each tensor
-SUFFIX = ".distcp"
-
-_OWN = r"[0-9a-f]{8}_"
-_DATA = re.compile(rb"__\d+_(?:" + _OWN.encode() + rb")?\d+\.distcp")
-_REPLACING = re.compile(r"__(\d+)_" + _OWN + r"\d+\.distcp")
-
-
 def metadata_path(folder: Path, rank: int | None) -> Path:
     """The metadata file: of all ranks, or of one that saves without the others."""
     return folder / (METADATA if rank is None else f"__{rank}{METADATA}")
 
 
-def prefix(rank: int) -> str:
+def prefix_of(rank: int) -> str:
     """What a rank's data files begin with, as torch has it."""
     return f"__{rank}_"
 
@@ -164,10 +168,6 @@ def remove_stale(folder: Path, before: set[str], rank: int | None) -> list[str]:
             os.unlink(folder / name)
             removed.append(name)
     return removed
-
-
-ReadBytes = Callable[[int, int], bytes]
-"""Reads (offset, nbytes) of an item; all of it lies within."""
 
 
 class StoredItem(NamedTuple):

@@ -40,6 +40,13 @@ WHOLE_BYTES = 1 << 20
 # they do not, they are read one by one.
 EDGE_BYTES = 4096
 
+# What is read through chunks is read so many bytes at a time.
+CHUNK_BYTES = 32 << 20
+CHUNKS = 4
+
+# Rows from here on are read one by one rather than with what lies between them.
+ROW_BYTES = 128 << 10
+
 # What a round reads as a whole.
 ROUND_BYTES = 256 << 20
 
@@ -368,14 +375,6 @@ def _view(raw: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _as_bytes(raw: torch.Tensor) -> bytes:
     return ctypes.string_at(raw.data_ptr(), raw.nbytes) if raw.nbytes else b""
-
-
-# What is read through chunks is read so many bytes at a time.
-CHUNK_BYTES = 32 << 20
-CHUNKS = 4
-
-# Rows from here on are read one by one rather than with what lies between them.
-ROW_BYTES = 128 << 10
 
 
 class SlicePart(NamedTuple):

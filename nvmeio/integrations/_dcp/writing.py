@@ -1,14 +1,16 @@
-"""The items of one file, staged and written: placed one after another, group after group.
+"""What a save writes: a file of items, placed one after another and written group after group.
 
-A staged state dict is copied while training goes on (`nvmeio.snapshot`).
+`ItemSource` resolves an item, `Skeletons` lays it out as torch.save would, `write_file` writes.
+`SnapshotStager` stages a state dict, which is copied while training goes on (`nvmeio.snapshot`).
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -43,6 +45,12 @@ from nvmeio.handle import AioHandle
 # another dtype, say), and all of them at once could be too much memory. The queue runs empty
 # between two groups, which takes about 2 ms of 300.
 GROUP_BYTES = 1 << 30
+
+# Records from here on are put on a page boundary, which costs half a page on average.
+_ALIGN_FROM_BYTES = 64 << 10
+
+# What torch aligns storages to within an archive; items keep that in the file.
+_ITEM_ALIGNMENT = 64
 
 Resolve = Callable[[], torch.Tensor | io.BytesIO]
 
@@ -143,13 +151,6 @@ class _FileWriter:
     def end(self) -> int:
         """Where the last item ends: the size of the file."""
         return sum(self.spans[-1]) if self.spans else 0
-
-
-# Records from here on are put on a page boundary, which costs half a page on average.
-_ALIGN_FROM_BYTES = 64 << 10
-
-# What torch aligns storages to within an archive; items keep that in the file.
-_ITEM_ALIGNMENT = 64
 
 
 class Placed(NamedTuple):
@@ -437,53 +438,23 @@ class Staged(dict[str, Any]):
         super().__init__(frozen.peek())
         self._frozen = frozen
 
-    def items(self) -> Any:
-        """Torch asks for them in the thread that saves."""
-        self._frozen.result()
-        return super().items()
-
-    def values(self) -> Any:
-        """As `items`."""
-        self._frozen.result()
-        return super().values()
-
-    def __getitem__(self, key: str) -> Any:
-        self._frozen.result()
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """As ``[key]``."""
-        self._frozen.result()
-        return super().get(key, default)
-
-    def __iter__(self) -> Iterator[str]:
-        self._frozen.result()
-        return super().__iter__()
-
-    def copy(self) -> dict[str, Any]:
-        """As `items`."""
-        return dict(self.items())
-
-    def __or__(self, other: Any) -> Any:
-        return self.copy() | other
-
-    def pop(self, key: str, *default: Any) -> Any:
-        """As ``[key]``."""
-        self._frozen.result()
-        return super().pop(key, *default)
-
-    def popitem(self) -> tuple[str, Any]:
-        """As `items`."""
-        self._frozen.result()
-        return super().popitem()
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        """As ``[key]``."""
-        self._frozen.result()
-        return super().setdefault(key, default)
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "this is copied in this process's memory, so no other process can save it: use "
             "AsyncCheckpointerType.THREAD, or torch's own stager"
         )
+
+
+def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wait_first(self: Staged, *arguments: Any) -> Any:
+        self._frozen.result()
+        return method(self, *arguments)
+
+    return wait_first
+
+
+# Torch asks for them in the thread that saves.
+_LOOKS = ("items", "values", "get", "pop", "popitem", "setdefault", "copy")
+for _name in (*_LOOKS, "__getitem__", "__iter__", "__or__"):
+    setattr(Staged, _name, _waiting(getattr(dict, _name)))
