@@ -246,10 +246,13 @@ def test_buffer_larger_than_the_file_raises(path: Path) -> None:
     assert handle.wait() == 0
 
 
-def test_failure_of_a_transfer_waits_for_wait_however_early_it_is(path: Path) -> None:
+def test_failure_of_a_transfer_waits_for_wait_however_early_it_is(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path.write_bytes(bytes(PAGE))
+    monkeypatch.setattr(handles, "AioHandle", lambda *_: nvmeio.AioHandle(engine=FakeEngine()))
     for _ in range(50):
-        handle = handles._Handle(nvmeio.AioHandle(engine=FakeEngine()), 1 << 20, False, False)
+        handle = aio_handle()
         handle.async_pread(a_tensor(), str(path))
         with pytest.raises(nvmeio.ShortTransferError):
             handle.wait()
@@ -359,7 +362,8 @@ def test_interrupted_wait_can_be_taken_up_again(path: Path) -> None:
 
         gate = threading.Event()
         io = nvmeio.AioHandle(engine=FakeEngine(hold=gate))
-        handle = handles._Handle(io, 1 << 20, False, False)
+        handles.AioHandle = lambda *_: io
+        handle = handles.aio_handle()
         for offset in (0, 4096):
             handle.async_pwrite(torch.ones(4096, dtype=torch.uint8), {str(path)!r}, offset)
         try:

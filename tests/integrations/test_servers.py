@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -427,5 +430,17 @@ def test_sglang_that_is_missing_is_told(tmp_path: Path, monkeypatch: pytest.Monk
         for_sglang.register()
 
 
-def test_every_refusal_says_what_helps() -> None:
-    assert all(each.remedy and each.why for each in _sglang_settings._REFUSED)
+def test_every_refusal_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for why, places in _sglang_settings._REFUSED.items():
+        for place in places:
+            function, _, attributes = place.partition(" ")
+            value: Any = "on"
+            for name in reversed(attributes.split(".")):
+                value = SimpleNamespace(**{name: value})
+            context = SimpleNamespace(
+                **{function: partial(getattr, SimpleNamespace(of=value), "of")}
+            )
+            monkeypatch.setitem(sys.modules, _sglang_settings._CONTEXT, context)
+            with pytest.raises(ValueError, match=rf"{re.escape(why)}\. Start it with .*--\w") as no:
+                _sglang_settings.check_server(())
+            assert f"{attributes} is 'on'" in str(no.value)

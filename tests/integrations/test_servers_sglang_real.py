@@ -6,6 +6,7 @@ import argparse
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -222,9 +223,10 @@ def test_what_is_refused_is_where_sglang_has_it() -> None:
 
     namespaces = namespace_of(ServerArgs)
     derived = {"backend", "enable_torch_compile", "is_startup_weight_load_overlap"}
-    for each in _sglang_settings._REFUSED:
-        *between, field = each.at.split(".")
+    for place in itertools.chain.from_iterable(_sglang_settings._REFUSED.values()):
+        function, _, attributes = place.partition(" ")
+        *between, field = attributes.split(".")
         if field not in derived:
-            assert namespaces[field] == ".".join([each.of.removeprefix("get_"), *between])
+            assert namespaces[field] == ".".join([function.removeprefix("get_"), *between])
     for module in _sglang_settings._READ_AHEAD:
         assert importlib.util.find_spec(module) is not None

@@ -1,4 +1,4 @@
-"""Who can move a tensor: nvmeio, plain Python, torch, DeepSpeed. fio has a module of its own.
+"""Who can move a tensor: nvmeio, plain Python, torch, DeepSpeed, and fio on whole files.
 
 An engine does one transfer when it is told; files, buffers and clocks are the task's (`task.py`).
 """
@@ -25,13 +25,26 @@ from nvmeio.cli.measure.scratch import buffer_of, fill
 from nvmeio.files import probe_direct
 
 REFERENCE_BLOCK_BYTES = 8 << 20
+HUGE_PAGE_BYTES = 2 << 20
 MOST_BYTES_A_CALL = 1 << 30  # Linux moves less than 2 GiB in a system call
+
+OURS = ("auto", "libaio", "threads")
+NAMES = (*OURS, "aio_basic", "python", "torch_save", "torch_fast", "deepspeed", "fio")
+# What ds_io calls them, and how the names read once - and _ are the same.
+ALIASES = {"aio_handle": "auto", "torch_io": "torch_save", "torch_fastio": "torch_fast"}
+RAW = frozenset({*OURS, "aio_basic", "python", "deepspeed", "fio"})
+REFERENCE = "reference"
 
 Move = Callable[[int, list[memoryview], int], int]
 
 
 class BenchEngine:
     """One way to move a tensor.
+
+    Args:
+        workload: What is to be done.
+        directory: Where the task's files are.
+        name: Of the engine.
 
     Attributes:
         suffix: Of its files: engines with the same one share them.
@@ -40,6 +53,9 @@ class BenchEngine:
 
     suffix = "bin"
     buffered = False
+
+    def __init__(self, workload: Workload, directory: Path, name: str) -> None:
+        self._workload = workload
 
     def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
         """Reads the file; the tensor with its bytes, which is another one for torch's engines."""
@@ -60,8 +76,10 @@ class BenchEngine:
 class Nvmeio(BenchEngine):
     """`AioHandle` (or `GdsHandle`), one operation for the whole tensor."""
 
-    def __init__(self, workload: Workload, engine: str, directory: Path) -> None:
-        made = nvmeio.GdsHandle if workload.gds else nvmeio.AioHandle
+    def __init__(self, workload: Workload, directory: Path, name: str) -> None:
+        super().__init__(workload, directory, name)
+        made = nvmeio.GdsHandle if workload.gds and name in OURS else nvmeio.AioHandle
+        engine = name if name in OURS else "auto"
         self._handle: nvmeio.AioHandle = made(*workload.options, engine=engine)
         self.buffered = not probe_direct(directory).supported
 
@@ -82,17 +100,17 @@ class Nvmeio(BenchEngine):
 class FreshHandle(BenchEngine):
     """`AioHandle`, made and closed within the timing, as ds_io's aio_basic does it."""
 
-    def __init__(self, workload: Workload, directory: Path) -> None:
-        self._options = workload.options
+    def __init__(self, workload: Workload, directory: Path, name: str) -> None:
+        super().__init__(workload, directory, name)
         self.buffered = not probe_direct(directory).supported
 
     def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
-        with nvmeio.AioHandle(*self._options) as handle:
+        with nvmeio.AioHandle(*self._workload.options) as handle:
             _finish(handle.async_pread(tensor, path))
         return tensor
 
     def write(self, tensor: torch.Tensor, path: Path) -> None:
-        with nvmeio.AioHandle(*self._options) as handle:
+        with nvmeio.AioHandle(*self._workload.options) as handle:
             _finish(handle.async_pwrite(tensor, path))
 
 
@@ -113,7 +131,8 @@ class Reference(BenchEngine):
 
     suffix = "ref"
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, workload: Workload, directory: Path, name: str) -> None:
+        super().__init__(workload, directory, name)
         self._block = nvmeio.empty_aligned(REFERENCE_BLOCK_BYTES, dtype=torch.uint8)
         fill(self._block, 0)
         self.buffered = not probe_direct(directory).supported
@@ -170,27 +189,22 @@ class TorchSave(BenchEngine):
     suffix = "pt"
     buffered = True
 
-    def __init__(self, workload: Workload, directory: Path) -> None:
-        self._legacy = workload.legacy_save
-
     def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
         loaded: torch.Tensor = torch.load(path, map_location=tensor.device, weights_only=True)
         return loaded
 
     def write(self, tensor: torch.Tensor, path: Path) -> None:
-        torch.save(tensor, path, _use_new_zipfile_serialization=not self._legacy)
+        torch.save(tensor, path, _use_new_zipfile_serialization=not self._workload.legacy_save)
 
 
-class TorchFast(BenchEngine):
+class TorchFast(Nvmeio):
     """`torch.save` and `torch.load` over a file object that moves its bytes through nvmeio."""
 
     suffix = "pt"
 
-    def __init__(self, workload: Workload, directory: Path) -> None:
-        self._handle = nvmeio.AioHandle(*workload.options)
-        self.buffered = not probe_direct(directory).supported
+    def __init__(self, workload: Workload, directory: Path, name: str) -> None:
+        super().__init__(workload, directory, name)
         self._staging = nvmeio.empty_aligned(workload.staging_bytes, dtype=torch.uint8)
-        self._legacy = workload.legacy_save
 
     def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
         with FastFileReader(path, handle=self._handle) as reader:
@@ -204,23 +218,20 @@ class TorchFast(BenchEngine):
             stream = WriteBehind(self._handle, target, self._staging)
             file: Any = stream
             try:
-                torch.save(tensor, file, _use_new_zipfile_serialization=not self._legacy)
+                torch.save(
+                    tensor, file, _use_new_zipfile_serialization=not self._workload.legacy_save
+                )
                 stream.finish()
             except BaseException:
                 stream.abandon()
                 raise
 
-    def sync(self, path: Path) -> None:
-        self._handle.sync_fsync(path)
-
-    def close(self) -> None:
-        self._handle.close()
-
 
 class DeepSpeed(BenchEngine):
     """DeepSpeed's own `aio_handle`, with page-locked memory of its own (see `memory`)."""
 
-    def __init__(self, workload: Workload, directory: Path) -> None:
+    def __init__(self, workload: Workload, directory: Path, name: str) -> None:
+        super().__init__(workload, directory, name)
         block, depth, single, overlap, lanes = workload.options
         self._handle = deepspeed.load().aio_handle(block, depth, single, overlap, lanes)
         alignment = self._handle.get_alignment()
@@ -249,39 +260,24 @@ class DeepSpeed(BenchEngine):
             raise Failed(f"DeepSpeed did not transfer {path}")
 
 
-# Names
-
-OURS = ("auto", "libaio", "threads")
-NAMES = (*OURS, "aio_basic", "python", "torch_save", "torch_fast", "deepspeed", "fio")
-# What ds_io calls them, and how the names read once - and _ are the same.
-ALIASES = {"aio_handle": "auto", "torch_io": "torch_save", "torch_fastio": "torch_fast"}
-RAW = frozenset({*OURS, "aio_basic", "python", "deepspeed", "fio"})
-REFERENCE = "reference"
-
-
 def make(name: str, workload: Workload, task: int) -> BenchEngine:
     """An engine for one task.
 
     Raises:
         BackendUnavailableError: It cannot be had here.
     """
-    directory = workload.places[task].directory
-    if name == REFERENCE:
-        return Reference(directory)
-    if name in OURS:
-        return Nvmeio(workload, name, directory)
-    if name == "python":
-        return Python()
-    others: dict[str, Callable[[Workload, Path], BenchEngine]] = {
-        "aio_basic": FreshHandle,
-        "torch_save": TorchSave,
-        "torch_fast": TorchFast,
-        "deepspeed": DeepSpeed,
-    }
-    return others[name](workload, directory)
+    return _ENGINES[name](workload, workload.places[task].directory, name)
 
 
-HUGE_PAGE_BYTES = 2 << 20
+_ENGINES: dict[str, type[BenchEngine]] = {
+    **dict.fromkeys(OURS, Nvmeio),
+    REFERENCE: Reference,
+    "aio_basic": FreshHandle,
+    "python": Python,
+    "torch_save": TorchSave,
+    "torch_fast": TorchFast,
+    "deepspeed": DeepSpeed,
+}
 
 
 class FioPool:
@@ -324,15 +320,14 @@ class FioPool:
             self._workload.file(index, lap.loop, "bin")
             for index in range(len(self._workload.places))
         ]
-        if lap.op == "write" and self._workload.new_files:
-            for path in paths:
-                path.unlink(missing_ok=True)
+        passing = paths if lap.op == "write" and self._workload.new_files else []
         try:
+            for path in passing:
+                path.unlink(missing_ok=True)
             jobs = fio.run(paths, self._common(lap))
         finally:
-            if lap.op == "write" and self._workload.new_files:
-                for path in paths:
-                    path.unlink(missing_ok=True)
+            for path in passing:
+                path.unlink(missing_ok=True)
         timings = []
         for first in range(0, len(jobs), self._lanes):
             found = fio.figures(jobs[first : first + self._lanes])

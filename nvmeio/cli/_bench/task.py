@@ -165,7 +165,7 @@ class Task:
             loaded: torch.Tensor = torch.load(path, weights_only=True, map_location="cpu")
             return loaded
         back = torch.empty(self._workload.nbytes, dtype=torch.uint8)
-        return engines.Python().read(back, path)
+        return engines.make("python", self._workload, self._index).read(back, path)
 
     def _seed(self, lap: Lap) -> int:
         """Reads find what `make_files` wrote; each write has contents of its own."""
