@@ -19,6 +19,7 @@ import io
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -71,7 +72,7 @@ class NvmeFileSystem(LocalFileSystem):  # type: ignore[misc]
         if self._handle is None:
             return super().__reduce__()
         options = {**self.storage_options, "auto_mkdir": self.auto_mkdir, "handle": None}
-        return _made_again, (type(self), options)
+        return partial(type(self), **options), ()
 
     @property
     def fsid(self) -> str:
@@ -107,10 +108,6 @@ class NvmeFileSystem(LocalFileSystem):  # type: ignore[misc]
         if mode == "xb" and os.path.lexists(path):
             raise TransferError(errno.EEXIST, operation="open", path=path)
         return _Writing(path, self._handle, autocommit)
-
-
-def _made_again(kind: type[NvmeFileSystem], options: dict[str, Any]) -> NvmeFileSystem:
-    return kind(**options)
 
 
 def _opened_again(fs: NvmeFileSystem, path: str, position: int) -> Any:

@@ -400,7 +400,7 @@ def test_a_disk_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_memory_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "_available_memory", lambda: 300 * MIB)
+    monkeypatch.setattr(scratch.system, "available_bytes", lambda: 300 * MIB)
     with pytest.raises(Refused, match="needs 100 MiB of memory"):
         scratch.check_memory(100 * MIB, {tmp_path: 0})
     scratch.check_memory(10 * MIB, {tmp_path: 0})

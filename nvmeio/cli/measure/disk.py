@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._files.system import find_mount
+from nvmeio._memory.system import proc_bytes
 from nvmeio.cli.measure import machine
 
 SECTOR = 512  # /proc/diskstats counts in these whatever the drive's own block is
@@ -69,11 +70,8 @@ class Disks:
 
 def free_huge_pages() -> int:
     """Pages that are reserved for whoever asks for huge ones, and not taken."""
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("HugePages_Free:"):
-                return int(line.split()[1])
-    return 0
+    # A count, without the unit that `proc_bytes` takes it for.
+    return (proc_bytes("/proc/meminfo", "HugePages_Free") or 0) >> 10
 
 
 def drop_from_cache(path: Path) -> None:

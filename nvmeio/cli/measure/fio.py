@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nvmeio._memory.system import proc_bytes
 from nvmeio.cli._terminal import Failed
 from nvmeio.errors import BackendUnavailableError
 
@@ -104,11 +105,8 @@ def beside(path: Path, options: Sequence[str], timeout_s: float = 60.0) -> Itera
 
 def written_by(pid: int) -> int:
     """Bytes that a process has sent to drives; 0 of one that has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("write_bytes:"))
+    # A count, without the unit that `proc_bytes` takes it for.
+    return (proc_bytes(f"/proc/{pid}/io", "write_bytes") or 0) >> 10
 
 
 def _start(paths: Sequence[Path], options: Sequence[str]) -> subprocess.Popen[str]:

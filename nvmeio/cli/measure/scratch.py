@@ -8,7 +8,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import typer
 
 import nvmeio
 from nvmeio._files.system import find_mount
+from nvmeio._memory import system
 from nvmeio._shim import memory_at
 from nvmeio._threads.owner import OwnerThread
 from nvmeio.cli._terminal import Refused, binary_size
@@ -83,20 +84,12 @@ def check_memory(nbytes: int, needs: Mapping[Path, int]) -> None:
         mount = find_mount(directory)
         if mount is not None and mount.file_system in _IN_MEMORY:
             nbytes += files
-    available = _available_memory()
+    available = system.available_bytes()
     if available is not None and nbytes + SPARE_MEMORY_BYTES > available:
         raise Refused(
             f"the work needs {binary_size(nbytes)} of memory and {binary_size(available)} are "
             "available: name a smaller --io-size, or fewer processes or engines at a time"
         )
-
-
-def _available_memory() -> int | None:
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return None
 
 
 @contextmanager
