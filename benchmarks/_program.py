@@ -21,7 +21,7 @@ from _table import as_json, show
 from rich.console import Console
 
 from nvmeio.cli.measure import parse_size
-from nvmeio.cli.measure.scratch import scratch
+from nvmeio.cli.measure.disk import scratch
 from nvmeio.files import probe_direct
 
 SPARE_BYTES = 1 << 29

@@ -25,7 +25,7 @@ from typing import Any
 from _files import huge_pages, remove, write_file
 
 from nvmeio.cli.measure import fio, parse_size
-from nvmeio.cli.measure.scratch import scratch
+from nvmeio.cli.measure.disk import scratch
 from nvmeio.files import probe_direct
 
 BLOCK = 1 << 20

@@ -26,7 +26,7 @@ from typing import Any
 from nvmeio.cli._tune.rig import Rig
 from nvmeio.cli._tune.space import DEFAULT, in_words, settings
 from nvmeio.cli.measure import parse_size
-from nvmeio.cli.measure.scratch import scratch
+from nvmeio.cli.measure.disk import scratch
 from nvmeio.engines.base import Options
 
 OPS = ("read", "write")

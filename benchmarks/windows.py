@@ -33,8 +33,7 @@ from peers import fio
 
 import nvmeio
 from nvmeio.cli.measure import parse_size
-from nvmeio.cli.measure.disk import cpu_seconds
-from nvmeio.cli.measure.scratch import scratch
+from nvmeio.cli.measure.disk import cpu_seconds, scratch
 from nvmeio.cli.measure.worker import order
 from nvmeio.files import probe_direct
 

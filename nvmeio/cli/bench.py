@@ -20,7 +20,7 @@ from nvmeio.cli._bench.session import Session
 from nvmeio.cli._bench.workload import MemoryKind, Op, Workload, WorkPlace
 from nvmeio.cli._terminal import FAILED, OptionGroup, exit_statuses, say
 from nvmeio.cli.measure import machine
-from nvmeio.cli.measure.scratch import check_directory
+from nvmeio.cli.measure.disk import check_directory
 from nvmeio.engines.base import Options
 
 MEMORY_KINDS: tuple[MemoryKind, ...] = ("aligned", "pinned", "ordinary")

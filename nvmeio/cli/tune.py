@@ -20,7 +20,7 @@ from nvmeio.cli._tune.rig import TuneRun, check_flush
 from nvmeio.cli._tune.search import Op
 from nvmeio.cli._tune.space import DEFAULT, default_grid, load_grid
 from nvmeio.cli.measure import machine
-from nvmeio.cli.measure.scratch import check_directory
+from nvmeio.cli.measure.disk import check_directory
 
 _option = OptionGroup()
 

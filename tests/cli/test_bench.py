@@ -30,7 +30,7 @@ from nvmeio.cli._bench.report import Loop, Series
 from nvmeio.cli._bench.task import ProcessPool
 from nvmeio.cli._bench.workload import Lap, Workload, WorkPlace, disk_needs
 from nvmeio.cli._terminal import Failed, Refused
-from nvmeio.cli.measure import deepspeed, fio, scratch, worker
+from nvmeio.cli.measure import deepspeed, disk, fio, worker
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.files import probe_direct
@@ -392,7 +392,7 @@ def unwrapped(text: str) -> str:
 
 def test_a_disk_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type(shutil.disk_usage(tmp_path))(100 * MIB, 60 * MIB, 40 * MIB)
-    monkeypatch.setattr(scratch.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage)
     done = invoke(tmp_path, "--io-size", "30M")  # 30 and 30 of the reference; 5 stay free
     assert done.exit_code == 2
     assert "the files need 60 MiB and 5 MiB are to stay free" in done.stderr
@@ -400,14 +400,14 @@ def test_a_disk_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_memory_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch.system, "available_bytes", lambda: 300 * MIB)
+    monkeypatch.setattr(disk.system, "available_bytes", lambda: 300 * MIB)
     with pytest.raises(Refused, match="needs 100 MiB of memory"):
-        scratch.check_memory(100 * MIB, {tmp_path: 0})
-    scratch.check_memory(10 * MIB, {tmp_path: 0})
+        disk.check_memory(100 * MIB, {tmp_path: 0})
+    disk.check_memory(10 * MIB, {tmp_path: 0})
     memory = Path("/dev/shm")
     if memory.is_dir():
         with pytest.raises(Refused, match="needs 60 MiB of memory"):  # files there are memory
-            scratch.check_memory(10 * MIB, {memory: 50 * MIB})
+            disk.check_memory(10 * MIB, {memory: 50 * MIB})
 
 
 def test_a_file_system_that_is_full_fails_and_is_cleaned(
@@ -610,12 +610,12 @@ def test_figures_of_a_series() -> None:
 
 def test_patterns_tell_seeds_and_places_apart() -> None:
     tensor = torch.empty(9 * MIB + 3, dtype=torch.uint8)
-    scratch.fill(tensor, 1)
-    assert scratch.differs_at(tensor, 1) is None
-    assert scratch.differs_at(tensor, 2) == 0
+    disk.fill(tensor, 1)
+    assert disk.differs_at(tensor, 1) is None
+    assert disk.differs_at(tensor, 2) == 0
     tensor[8 * MIB + 1] ^= 1
-    assert scratch.differs_at(tensor, 1) == 8 * MIB + 1
-    blocks = {bytes(scratch.buffer_of(t)) for t in tensor[: 8 * MIB].split(4096)}
+    assert disk.differs_at(tensor, 1) == 8 * MIB + 1
+    blocks = {bytes(disk.buffer_of(t)) for t in tensor[: 8 * MIB].split(4096)}
     assert len(blocks) == 2048  # no drive finds two alike
 
 

@@ -22,7 +22,7 @@ import torch
 
 from nvmeio.cli import app
 from nvmeio.cli._terminal import INTERRUPTED
-from nvmeio.cli.measure.scratch import scratch
+from nvmeio.cli.measure.disk import scratch
 
 TRIALS = 8
 

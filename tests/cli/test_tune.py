@@ -25,7 +25,7 @@ from nvmeio.cli._tune import page, rig
 from nvmeio.cli._tune.rig import Rig
 from nvmeio.cli._tune.search import Unusable
 from nvmeio.cli._tune.space import DEFAULT, default_grid, load_grid, settings
-from nvmeio.cli.measure.scratch import scratch
+from nvmeio.cli.measure.disk import scratch
 from nvmeio.engines.base import Options
 
 ROOT = Path(nvmeio.__file__).parent.parent

@@ -20,8 +20,7 @@ from nvmeio.checkpoint.file_objects import FastFileReader
 from nvmeio.cli._bench.workload import Lap, Op, Timing, Workload
 from nvmeio.cli._terminal import Failed, Refused
 from nvmeio.cli.measure import deepspeed, fio
-from nvmeio.cli.measure.disk import free_huge_pages
-from nvmeio.cli.measure.scratch import buffer_of, fill
+from nvmeio.cli.measure.disk import buffer_of, fill, free_huge_pages
 from nvmeio.files import probe_direct
 
 REFERENCE_BLOCK_BYTES = 8 << 20

@@ -17,8 +17,7 @@ from nvmeio.cli._bench.report import BenchResult, Loop, Series
 from nvmeio.cli._bench.task import LocalPool, Pool, ProcessPool
 from nvmeio.cli._bench.workload import REFERENCE_BYTES_MOST, Lap, Op, Timing, Workload, disk_needs
 from nvmeio.cli._terminal import Failed, steps
-from nvmeio.cli.measure.disk import DiskBytes, Disks
-from nvmeio.cli.measure.scratch import check_memory, check_space, scratch
+from nvmeio.cli.measure.disk import DiskBytes, Disks, check_memory, check_space, scratch
 from nvmeio.cli.measure.worker import order
 from nvmeio.engines import select
 from nvmeio.engines.base import Options

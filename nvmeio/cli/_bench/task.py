@@ -13,8 +13,14 @@ from nvmeio.cli._bench import engines
 from nvmeio.cli._bench.engines import REFERENCE, BenchEngine, DeepSpeed
 from nvmeio.cli._bench.workload import REFERENCE_BYTES_MOST, Lap, Op, Timing, Workload
 from nvmeio.cli._terminal import Failed
-from nvmeio.cli.measure.disk import cached_fraction, cpu_seconds, drop_from_cache
-from nvmeio.cli.measure.scratch import differs_at, fill, write_file
+from nvmeio.cli.measure.disk import (
+    cached_fraction,
+    cpu_seconds,
+    differs_at,
+    drop_from_cache,
+    fill,
+    write_file,
+)
 from nvmeio.cli.measure.worker import Worker, opened
 
 _SPIN_S = 0.001  # what sleeping may be late by

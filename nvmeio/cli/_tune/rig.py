@@ -21,8 +21,14 @@ from nvmeio.cli._terminal import GB, binary_size, say
 from nvmeio.cli._tune.result import Latencies, Log, TunePlan, TuneResult
 from nvmeio.cli._tune.search import Op, Search, Unusable
 from nvmeio.cli._tune.space import DEFAULT, in_words
-from nvmeio.cli.measure.disk import drop_from_cache
-from nvmeio.cli.measure.scratch import check_memory, check_space, fill, scratch, write_file
+from nvmeio.cli.measure.disk import (
+    check_memory,
+    check_space,
+    drop_from_cache,
+    fill,
+    scratch,
+    write_file,
+)
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError, NvmeioError
 from nvmeio.files import probe_direct

@@ -1,9 +1,9 @@
 """What every measurement here is made with, that of `nvmeio bench` and those of benchmarks/.
 
 All that benchmarks/ takes from the command line is in here: `worker` (a process of its own for a
-peer, and who runs when), `fio` and `deepspeed` (peers that need a word), `disk` (what the drive and
-the page cache had to do with it), `scratch` (directories to measure in), `machine` (what there is
-to measure on, cuFile too).
+peer, and who runs when), `fio` and `deepspeed` (peers that need a word), `disk` (directories to
+measure in, what the drive and the page cache had to do with it), `machine` (what there is to
+measure on, cuFile too).
 """
 
 from nvmeio._checks import parse_size as parse_size

@@ -1,22 +1,46 @@
-"""What a transfer took beside time: processor, drive, page cache."""
+"""Directories to measure in, left as they were found; what a transfer took beside time."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import mmap
 import os
 import resource
-from collections.abc import Iterable
-from contextlib import suppress
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+import typer
+
+import nvmeio
 from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._files.system import find_mount
-from nvmeio._memory.system import proc_bytes
+from nvmeio._memory import system
+from nvmeio._shim import memory_at
+from nvmeio._threads.owner import OwnerThread
+from nvmeio.cli._terminal import Refused, binary_size
 from nvmeio.cli.measure import machine
 
+# What stays free whatever is measured: a full file system hurts everybody who shares it.
+SPARE_FRACTION = 0.05
+SPARE_BYTES_MOST = 1 << 30
+SPARE_MEMORY_BYTES = 256 << 20
+_IN_MEMORY = ("tmpfs", "ramfs")
+_PATTERN_BYTES = 4 << 20
+_STEP = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: multiples lie far apart
+_SEED_STEP = 0xD1B54A32D192ED03  # another such number
 SECTOR = 512  # /proc/diskstats counts in these whatever the drive's own block is
+
+
+# What a transfer took
 
 
 def cpu_seconds() -> float:
@@ -71,7 +95,7 @@ class Disks:
 def free_huge_pages() -> int:
     """Pages that are reserved for whoever asks for huge ones, and not taken."""
     # A count, without the unit that `proc_bytes` takes it for.
-    return (proc_bytes("/proc/meminfo", "HugePages_Free") or 0) >> 10
+    return (system.proc_bytes("/proc/meminfo", "HugePages_Free") or 0) >> 10
 
 
 def drop_from_cache(path: Path) -> None:
@@ -116,3 +140,168 @@ def _resident_fraction(descriptor: int, nbytes: int) -> float | None:
         return (pages - absent) / pages
     finally:
         libc.munmap(address, nbytes)
+
+
+# Directories
+
+
+def check_directory(directory: Path) -> None:
+    """Makes sure that files can be made in it.
+
+    Raises:
+        typer.BadParameter: They cannot, and why.
+    """
+    try:
+        machine.check_directory(directory)
+    except OSError as error:
+        raise typer.BadParameter(str(error), param_hint="DIR") from error
+
+
+def check_space(needs: Mapping[Path, int]) -> None:
+    """Makes sure that files fit, with something to spare.
+
+    Args:
+        needs: Bytes to be written in each directory; those on one file system are added up.
+
+    Raises:
+        Refused: They do not; says how much is needed and how much is there.
+    """
+    by_device: dict[int, tuple[Path, int]] = {}
+    for directory, nbytes in needs.items():
+        device = directory.stat().st_dev
+        first, before = by_device.get(device, (directory, 0))
+        by_device[device] = first, before + nbytes
+    for directory, nbytes in by_device.values():
+        usage = shutil.disk_usage(directory)
+        spare = min(int(usage.total * SPARE_FRACTION), SPARE_BYTES_MOST)
+        if nbytes + spare > usage.free:
+            raise Refused(
+                f"the files need {binary_size(nbytes)} and {binary_size(spare)} are to stay free, "
+                f"but the file system of {directory} has {binary_size(usage.free)} left: name a "
+                "smaller --io-size, or another directory"
+            )
+
+
+def check_memory(nbytes: int, needs: Mapping[Path, int]) -> None:
+    """Makes sure that buffers of this many bytes in all fit into memory.
+
+    Args:
+        nbytes: Of the buffers.
+        needs: Of the files, by directory: those on a file system in memory count too.
+
+    Raises:
+        Refused: They do not. (The kernel would give them all the same, and then end a process.)
+    """
+    for directory, files in needs.items():
+        mount = find_mount(directory)
+        if mount is not None and mount.file_system in _IN_MEMORY:
+            nbytes += files
+    available = system.available_bytes()
+    if available is not None and nbytes + SPARE_MEMORY_BYTES > available:
+        raise Refused(
+            f"the work needs {binary_size(nbytes)} of memory and {binary_size(available)} are "
+            "available: name a smaller --io-size, or fewer processes or engines at a time"
+        )
+
+
+@contextmanager
+def scratch(directories: Iterable[Path], name: str) -> Iterator[dict[Path, Path]]:
+    """A directory of one's own in each directory; removed with all its files, whatever happens.
+
+    Yields:
+        The directories by the one that they lie in.
+    """
+    # Made and removed by a thread of their own: no Ctrl-C comes between a directory's being made
+    # and its being known, or in the middle of a removal.
+    owner = OwnerThread("nvmeio-scratch")
+    made: dict[Path, Path] = {}
+
+    def remove() -> None:
+        for directory, path in list(made.items()):
+            shutil.rmtree(path, ignore_errors=True)
+            del made[directory]
+
+    def remove_at_exit() -> None:  # an interrupt may come before `finally` does what it is for
+        _ignore_signals()
+        owner.call(remove)
+
+    atexit.register(remove_at_exit)
+    try:
+        owner.call(_make, directories, name, made)
+        yield made
+    finally:
+        owner.call(remove)
+        owner.close()
+        atexit.unregister(remove_at_exit)
+
+
+def _make(directories: Iterable[Path], name: str, made: dict[Path, Path]) -> None:
+    for directory in directories:
+        if directory not in made:
+            made[directory] = Path(tempfile.mkdtemp(prefix=f".nvmeio-{name}-", dir=directory))
+
+
+def _ignore_signals() -> None:
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)
+
+
+# Contents
+
+
+def fill(tensor: torch.Tensor, seed: int) -> None:
+    """Fills a CPU byte tensor with bytes that no drive can shorten, the same for the same seed.
+
+    One block of random numbers, with every 8-byte word of each further block moved on by another
+    amount: as fast as memory, where true random numbers take seconds per GiB.
+    """
+    pattern = _Pattern(seed)
+    for index, chunk in enumerate(torch.split(tensor, _PATTERN_BYTES)):
+        chunk.copy_(pattern.block(index)[: chunk.numel()])
+
+
+def differs_at(tensor: torch.Tensor, seed: int) -> int | None:
+    """The first byte at which a CPU byte tensor is not as `fill` makes it; None where all is."""
+    pattern = _Pattern(seed)
+    for index, chunk in enumerate(torch.split(tensor, _PATTERN_BYTES)):
+        wanted = pattern.block(index)[: chunk.numel()]
+        if not torch.equal(chunk, wanted):
+            return index * _PATTERN_BYTES + int((chunk != wanted).nonzero()[0])
+    return None
+
+
+class _Pattern:
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._base = _base_block()
+        self._moved = torch.empty_like(self._base)
+
+    def block(self, index: int) -> torch.Tensor:
+        """The bytes of one block; valid until the next is asked for."""
+        shift = (index * _STEP + self._seed * _SEED_STEP) % (1 << 63)
+        torch.add(self._base, shift, out=self._moved)
+        return self._moved.view(torch.uint8)
+
+
+@lru_cache(maxsize=1)
+def _base_block() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    limit = (1 << 63) - 1
+    return torch.randint(-limit, limit, (_PATTERN_BYTES // 8,), generator=generator)
+
+
+def write_file(path: Path, tensor: torch.Tensor) -> None:
+    """Writes a CPU byte tensor to a file: allocated in one go, direct where that works, durable.
+
+    So whatever is measured later overwrites blocks that were written before, and reads find nothing
+    in the page cache where direct I/O works.
+    """
+    with nvmeio.AioHandle() as handle:
+        handle.sync_pwrite(tensor, path)
+        handle.sync_fsync(path)
+
+
+def buffer_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU byte tensor, for plain Python; valid while the tensor is."""
+    return memory_at(tensor.data_ptr(), tensor.nbytes)
