@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,13 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from nvmeio._memory.copy_on_write import HOW_TO_ALLOW
-from nvmeio.cli._terminal import binary_size
-from nvmeio.cli._terminal import binary_size as _size
+from nvmeio.cli._terminal import binary_size, trimmed
 from nvmeio.cli._tune.space import in_words
 from nvmeio.cli.measure.machine import (
     Aio,
     CuFile,
-    Device,
     Directory,
     EngineChoice,
     Facts,
@@ -33,6 +31,16 @@ from nvmeio.cli.measure.machine import (
     gather,
 )
 from nvmeio.engines.base import Options
+from nvmeio.tuned import Tuned
+
+QUEUE_DEPTH = Options().queue_depth  # what io_setup takes from aio-max-nr, for every lane
+COMFORTABLE_AIO_EVENTS = 8 * QUEUE_DEPTH
+COMFORTABLE_MEMLOCK_BYTES = 1 << 30
+RECOMMENDED_AIO_MAX_NR = 1 << 20  # what databases ask for; the events cost memory only once taken
+
+Severity = Literal["error", "warning", "note"]
+# Fine, or not, or neither; label, value, remark.
+_Row = tuple[bool | None, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -86,52 +94,27 @@ def _plain(value: Any) -> Any:
 def render(report: Report, console: Console) -> None:
     """Shows the report to a person, as wide as the console is."""
     facts, software = report.facts, report.facts.software
-    parts = [
-        _heading(f"nvmeio {software.nvmeio}"),
-        _table(
-            (None, "kernel", software.kernel, ""),
-            (None, "python", software.python, ""),
-            (None, "torch", software.torch, software.cuda_detail),
-            (None, "uvloop", software.uvloop or "not installed", ""),
-        ),
-        _heading("this machine"),
-        _table(
-            (facts.engine.auto is not None, "engine", *_engine(facts.engine)),
-            (facts.aio.library is not None, "libaio", *_libaio(facts.aio)),
-            (aio_is_plentiful(facts.aio), "AIO events", *_aio_events(facts.aio)),
-            (facts.memory.huge_pages != "never", "huge pages", *_huge_pages(facts.memory)),
-            (None, "page-locking", *_memlock(facts.memory)),
-            (None, "snapshots", *_snapshots(facts.memory)),
-        ),
-        _heading("GPUDirect Storage"),
-        _table(*_gds(facts.cufile, software.cuda_available)),
+    versions: list[_Row] = [
+        (None, "kernel", software.kernel, ""),
+        (None, "python", software.python, ""),
+        (None, "torch", software.torch, software.cuda_detail),
+        (None, "uvloop", software.uvloop or "not installed", ""),
     ]
-    for directory in facts.directories:
-        free = f"{_size(directory.free_bytes)} of {_size(directory.total_bytes)}"
-        parts += [
-            _heading(directory.path),
-            _table(
-                (directory.direct.supported, "direct I/O", *_direct(directory)),
-                (None, "file system", *_file_system(directory)),
-                (None, "device", *_device(directory.device)),
-                (None, "free", free, ""),
-                (None, "tuned", *_tuned(directory)),
-            ),
-        ]
-    parts.append(_problems(report.problems))
-    with console.capture() as shown:
-        console.print(Group(*parts))
-    # Tables pad their cells with blanks, which nobody wants to find in a file.
-    lines = shown.get().strip().splitlines()
-    console.file.write("".join(f"{line.rstrip()}\n" for line in lines))
+    with trimmed(console):
+        console.print(Text(f"nvmeio {software.nvmeio}", style="bold"), _table(versions))
+        console.print(_heading("this machine"), _table(_machine(facts)))
+        gds = _gds(facts.cufile, software.cuda_available)
+        console.print(_heading("GPUDirect Storage"), _table(gds))
+        for directory in facts.directories:
+            console.print(_heading(directory.path), _table(_directory(directory)))
+        console.print(_problems(report.problems))
 
 
 def _heading(title: str) -> RenderableType:
     return Text(f"\n{title}", style="bold")
 
 
-def _table(*rows: tuple[bool | None, str, str, str]) -> Table:
-    """Rows of (fine or not or neither, label, value, remark)."""
+def _table(rows: Iterable[_Row]) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_column(width=1)
     table.add_column(width=12)  # fixed, so that the values of all sections stand in one column
@@ -163,45 +146,40 @@ def _problems(problems: Sequence[Finding]) -> RenderableType:
     )
 
 
-def _engine(engine: EngineChoice) -> tuple[str, str]:
+def _machine(facts: Facts) -> Iterator[_Row]:
+    engine, aio, memory = facts.engine, facts.aio, facts.memory
     if engine.auto is None:
-        return "none can be started", engine.reason
-    others = (attempt for attempt in engine.attempts if attempt.name != engine.auto)
-    remarks = (f"{a.name} works too" if a.ok else f"not {a.name}: {a.detail}" for a in others)
-    return engine.auto, ", ".join(remarks)
-
-
-def _libaio(aio: Aio) -> tuple[str, str]:
+        yield False, "engine", "none can be started", engine.reason
+    else:
+        others = (attempt for attempt in engine.attempts if attempt.name != engine.auto)
+        remarks = (f"{a.name} works too" if a.ok else f"not {a.name}: {a.detail}" for a in others)
+        yield True, "engine", engine.auto, ", ".join(remarks)
     if aio.library == "libaio":
-        return aio.path or "found", ""
-    if aio.library == "syscalls":
-        return "not found: the kernel's calls are made directly, as fast", ""
-    return "cannot be loaded", aio.reason
-
-
-def _aio_events(aio: Aio) -> tuple[str, str]:
+        yield True, "libaio", aio.path or "found", ""
+    elif aio.library == "syscalls":
+        yield True, "libaio", "not found: the kernel's calls are made directly, as fast", ""
+    else:
+        yield False, "libaio", "cannot be loaded", aio.reason
     if aio.nr is None or aio.max_nr is None:
-        return "unknown", "/proc/sys/fs/aio-nr cannot be read"
-    return f"{aio.nr} of {aio.max_nr} taken", "fs.aio-nr of fs.aio-max-nr"
-
-
-def _snapshots(memory: MemoryLimits) -> tuple[str, str]:
-    if memory.protection == "any":
-        return "protect", "saves leave the state where it lies, write-protected"
-    return "copy", f"{memory.protection_reason}; {HOW_TO_ALLOW}"
-
-
-def _huge_pages(memory: MemoryLimits) -> tuple[str, str]:
+        yield True, "AIO events", "unknown", "/proc/sys/fs/aio-nr cannot be read"
+    else:
+        taken = f"{aio.nr} of {aio.max_nr} taken"
+        yield aio_is_plentiful(aio), "AIO events", taken, "fs.aio-nr of fs.aio-max-nr"
     if memory.huge_pages is None:
-        return "unknown", "/sys/kernel/mm/transparent_hugepage cannot be read"
-    return memory.huge_pages, ""
-
-
-def _memlock(memory: MemoryLimits) -> tuple[str, str]:
-    limit = "unlimited" if memory.memlock_bytes is None else _size(memory.memlock_bytes)
+        unread = "/sys/kernel/mm/transparent_hugepage cannot be read"
+        yield True, "huge pages", "unknown", unread
+    else:
+        yield memory.huge_pages != "never", "huge pages", memory.huge_pages, ""
+    limit = "unlimited" if memory.memlock_bytes is None else binary_size(memory.memlock_bytes)
     if memory.memlock_exempt and memory.memlock_bytes is not None:
-        return "unlimited", f"by CAP_IPC_LOCK; the limit is {limit}"
-    return limit, ""
+        yield None, "page-locking", "unlimited", f"by CAP_IPC_LOCK; the limit is {limit}"
+    else:
+        yield None, "page-locking", limit, ""
+    if memory.protection == "any":
+        remark = "saves leave the state where it lies, write-protected"
+        yield None, "snapshots", "protect", remark
+    else:
+        yield None, "snapshots", "copy", f"{memory.protection_reason}; {HOW_TO_ALLOW}"
 
 
 _MODES = {
@@ -212,7 +190,7 @@ _MODES = {
 }
 
 
-def _gds(cufile: CuFile, has_gpu: bool) -> Iterator[tuple[bool | None, str, str, str]]:
+def _gds(cufile: CuFile, has_gpu: bool) -> Iterator[_Row]:
     if not has_gpu:  # nothing of it matters then; --json tells it all the same
         yield None, "no GPU", "cuFile is not needed", f"cuFile: {cufile.path or 'not found'}"
         return
@@ -235,53 +213,48 @@ def _gds(cufile: CuFile, has_gpu: bool) -> Iterator[tuple[bool | None, str, str,
     yield None, "cufile.json", cufile.json or "none", "" if cufile.json else "cuFile's defaults"
 
 
-def _direct(directory: Directory) -> tuple[str, str]:
-    direct = directory.direct
-    if not direct.supported:
-        return "no", direct.reason
-    offsets, memory = _size(direct.offset_alignment), _size(direct.memory_alignment)
-    return "works", f"aligned to {offsets} in the file, {memory} in memory"
-
-
-def _file_system(directory: Directory) -> tuple[str, str]:
+def _directory(directory: Directory) -> Iterator[_Row]:
+    direct, device, stored = directory.direct, directory.device, directory.tuned
+    if direct.supported:
+        offsets, memory = map(binary_size, (direct.offset_alignment, direct.memory_alignment))
+        remark = f"aligned to {offsets} in the file, {memory} in memory"
+        yield True, "direct I/O", "works", remark
+    else:
+        yield False, "direct I/O", "no", direct.reason
     if directory.file_system is None:
-        return "unknown", ""
-    return directory.file_system, f"{directory.source} on {directory.mount_point}"
+        yield None, "file system", "unknown", ""
+    else:
+        where = f"{directory.source} on {directory.mount_point}"
+        yield None, "file system", directory.file_system, where
+    if device is None:
+        yield None, "device", "none", "not a local disk, or hidden"
+    else:
+        remarks = [device.model]
+        if device.logical_block_size is not None:
+            remarks.append(f"{device.logical_block_size} B blocks")
+        if device.rotational:
+            remarks.append("reported as rotational")
+        yield None, "device", device.name, ", ".join(filter(None, remarks))
+    free, total = map(binary_size, (directory.free_bytes, directory.total_bytes))
+    yield None, "free", f"{free} of {total}", ""
+    if stored is not None:
+        yield None, "tuned", in_words(stored.aio), _measured(stored)
+    elif directory.tuned_problem:
+        yield None, "tuned", "unknown", "the file of settings cannot be read"
+    else:
+        yield None, "tuned", "not yet", f"nvmeio tune --save {directory.path}"
 
 
-def _tuned(directory: Directory) -> tuple[str, str]:
-    stored = directory.tuned
-    if stored is None:
-        if directory.tuned_problem:
-            return "unknown", "the file of settings cannot be read"
-        return "not yet", f"nvmeio tune --save {directory.path}"
+def _measured(stored: Tuned) -> str:
     rates = [
         f"{op} {rate:.2f}"
         for op, rate in (("read", stored.read_gb_per_s), ("write", stored.write_gb_per_s))
         if rate is not None
     ]
     when = stored.tuned_at.partition("T")[0]
-    measured = f"{', '.join(rates)} GB/s" + (f" on {when}" if when else "") if rates else when
-    return in_words(stored.aio), measured
-
-
-def _device(device: Device | None) -> tuple[str, str]:
-    if device is None:
-        return "none", "not a local disk, or hidden"
-    remarks = [device.model]
-    if device.logical_block_size is not None:
-        remarks.append(f"{device.logical_block_size} B blocks")
-    if device.rotational:
-        remarks.append("reported as rotational")
-    return device.name, ", ".join(filter(None, remarks))
-
-
-QUEUE_DEPTH = Options().queue_depth  # what io_setup takes from aio-max-nr, for every lane
-COMFORTABLE_AIO_EVENTS = 8 * QUEUE_DEPTH
-COMFORTABLE_MEMLOCK_BYTES = 1 << 30
-RECOMMENDED_AIO_MAX_NR = 1 << 20  # what databases ask for; the events cost memory only once taken
-
-Severity = Literal["error", "warning", "note"]
+    if not rates:
+        return when
+    return f"{', '.join(rates)} GB/s" + (f" on {when}" if when else "")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 import nvmeio
 from nvmeio.cli import app, report
 from nvmeio.cli import report as report_module
+from nvmeio.cli._terminal import binary_size
 from nvmeio.cli.measure import machine
 from nvmeio.cli.measure import machine as machine_module
 from nvmeio.engines import select
@@ -537,4 +538,4 @@ def test_markup_in_a_path_is_shown_as_it_is(facts: machine.Facts) -> None:
     ],
 )
 def test_sizes(nbytes: int, shown: str) -> None:
-    assert report._size(nbytes) == shown
+    assert binary_size(nbytes) == shown
