@@ -27,7 +27,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -56,8 +56,8 @@ from nvmeio.errors import IntegrityError, transfer_error
 from nvmeio.handle import AioHandle
 from nvmeio.integrations._dcp import metadata as stored
 from nvmeio.integrations._dcp.reading import read_items
+from nvmeio.integrations._dcp.writing import DataFile, stream_transforms
 from nvmeio.integrations._dcp.writing import GuardingStager as GuardingStager
-from nvmeio.integrations._dcp.writing import ItemSource, stream_transforms, write_file
 from nvmeio.integrations._dcp.writing import SnapshotStager as SnapshotStager
 
 logger = logging.getLogger("nvmeio")
@@ -69,14 +69,6 @@ _TORCH_SAVE: Any = getattr(
 
 PathLike = str | os.PathLike[str]
 Value = TypeVar("Value")
-
-
-class _DataFile(NamedTuple):
-    """A file of one rank, to be written."""
-
-    name: str
-    items: Sequence[WriteItem]
-    flight: InFlight
 
 
 class _InDirectory:
@@ -242,7 +234,7 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
             # Here, not in the plan: a planner may keep a plan and bring it again for the next save.
             prefix = stored.replacing(prefix, self.save_id)
         files = [
-            _DataFile(f"{prefix}{number}{stored.SUFFIX}", items, InFlight())
+            DataFile(self.path / f"{prefix}{number}{stored.SUFFIX}", items)
             for number, items in enumerate(self._split(plan.items))
         ]
 
@@ -255,14 +247,21 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
         results.set_result(found)
         return results
 
-    def _write_files(self, files: Sequence[_DataFile], planner: SavePlanner) -> list[WriteResult]:
+    def _write_files(self, files: Sequence[DataFile], planner: SavePlanner) -> list[WriteResult]:
         with CallHandle(self._handle, self.path) as handle:
-            if len(files) == 1:
+            write = partial(
+                DataFile.write,
+                handle=handle,
+                planner=planner,
+                transforms=self.transforms,
+                checksum=self._checksum,
+                durable=self.sync_files,
                 # The handle is made beside the planning, and closed beside the last fsync.
-                return self._write_file(handle.get, handle.done, planner, files[0])
-            mine = handle.get()
-            write = partial(self._write_file, lambda: mine, lambda: None, planner)
-            workers = max(1, min(self.thread_count, len(files)))
+                is_last=len(files) == 1,
+            )
+            if len(files) <= 1:
+                return [result for file in files for result in write(file)]
+            workers = min(self.thread_count, len(files))
             with concurrent.futures.ThreadPoolExecutor(workers, "nvmeio-dcp") as pool:
                 return [result for each in pool.map(write, files) for result in each]
 
@@ -280,29 +279,6 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
             files[smallest].append(item)
             sizes[smallest] += _nbytes(item) + 1
         return [file for file in files if file]
-
-    def _write_file(
-        self,
-        get_handle: Callable[[], AioHandle],
-        written: Callable[[], None],
-        planner: SavePlanner,
-        file: _DataFile,
-    ) -> list[WriteResult]:
-        sources = [ItemSource(planner, item, self.transforms) for item in file.items]
-        resolve = [source.resolve for source in sources]
-        fqns = [source.item.index.fqn for source in sources]
-        spans = write_file(
-            get_handle,
-            os.fspath(self.path / file.name),
-            list(zip(fqns, resolve, strict=True)),
-            checksum=self._checksum,
-            written=written,
-            flight=file.flight,
-            durable=self.sync_files,
-        )
-        return [
-            source.written(file.name, span) for source, span in zip(sources, spans, strict=True)
-        ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata, which makes the checkpoint the one that is there.

@@ -1,6 +1,6 @@
 """What a save writes: a file of items, placed one after another and written group after group.
 
-`ItemSource` resolves an item, `Skeletons` lays it out as torch.save would, `write_file` writes.
+`DataFile` is written, `Skeletons` lays out each item as torch.save would.
 `SnapshotStager` stages a state dict, which is copied while training goes on (`nvmeio.snapshot`).
 """
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import io
 import math
+import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -33,13 +35,13 @@ from nvmeio._formats.torch_layout import (
     skeleton_of,
 )
 from nvmeio._formats.torch_writing import write_part
+from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._memory import tensors
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads.jobs import run_interruptible
 from nvmeio.checkpoint.frozen import CopyMemory, FrozenState
 from nvmeio.errors import BackendUnavailableError
-from nvmeio.handle import AioHandle
 
 # Items are resolved, then written, so many bytes at a time: a planner may make each tensor anew (in
 # another dtype, say), and all of them at once could be too much memory. The queue runs empty
@@ -52,121 +54,113 @@ _ALIGN_FROM_BYTES = 64 << 10
 # What torch aligns storages to within an archive; items keep that in the file.
 _ITEM_ALIGNMENT = 64
 
-Resolve = Callable[[], torch.Tensor | io.BytesIO]
 
-
-class ItemSpan(NamedTuple):
-    """Where an item lies in its file, in bytes."""
-
-    offset: int
-    nbytes: int
-
-
-def write_file(
-    get_handle: Callable[[], AioHandle],
-    path: str,
-    items: Sequence[tuple[str, Resolve]],
-    *,
-    checksum: bool,
-    written: Callable[[], None],
-    flight: InFlight,
-    durable: bool = True,
-) -> list[ItemSpan]:
-    """Write a file of items and put it in its place; blocks.
+class DataFile:
+    """A file of items, written group after group and then put in its place.
 
     Args:
-        get_handle: What moves the bytes.
         path: The file; one that is there is replaced.
-        items: Name and data of each, in the order of the file.
-        checksum: Compute the CRC-32 of every record.
-        written: Called when the handle is not needed any more.
+        items: What is in it, in its order.
+
+    Attributes:
         flight: What is in flight, for somebody else to cancel.
-        durable: As for `Replacement.commit`.
-
-    Returns:
-        Where each item lies.
-
-    Raises:
-        TransferError: It cannot be written; `path` is as it was.
-        Cancelled: `flight` was cancelled; likewise.
     """
-    writer = _FileWriter(get_handle, checksum, flight)
-    with Replacement(path) as replacement:
-        for name, resolve in items:
-            writer.add(replacement, name, resolve())
-        writer.flush(replacement)
-        written()
-        replacement.truncate(writer.end)
-        replacement.commit(durable)
-    return writer.spans
 
-
-class _FileWriter:
-    def __init__(
-        self,
-        get_handle: Callable[[], AioHandle],
-        checksum: bool,
-        flight: InFlight,
-    ) -> None:
-        self._get_handle = get_handle
-        self._flight = flight
-        self._checksum = checksum
+    def __init__(self, path: Path, items: Sequence[WriteItem]) -> None:
+        self._path = path
+        self._items = items
+        self.flight = InFlight()
         self._skeletons = Skeletons()
         self._start = 0  # of the group, in whole pages
         self._pieces: list[KnownBytes] = []
         self._records: list[StorageRecord] = []
         self._group_bytes = 0
         self._position = 0  # the first free byte
-        self.spans: list[ItemSpan] = []
 
-    def add(self, replacement: Replacement, name: str, data: torch.Tensor | io.BytesIO) -> None:
+    def write(
+        self,
+        handle: CallHandle,
+        planner: SavePlanner,
+        transforms: Any,
+        *,
+        checksum: bool,
+        durable: bool,
+        is_last: bool,
+    ) -> list[WriteResult]:
+        """Write it; blocks.
+
+        Args:
+            handle: Moves the bytes.
+            planner: Resolves the items.
+            transforms: Torch's, which items go through in memory where there are any.
+            checksum: Compute the CRC-32 of every record.
+            durable: As for `Replacement.commit`.
+            is_last: The handle is not needed any more behind it.
+
+        Raises:
+            TransferError: It cannot be written; what was there is as it was.
+            Cancelled: `flight` was cancelled; likewise.
+        """
+        results = []
+        end = 0
+        with Replacement(os.fspath(self._path)) as replacement:
+            for item in self._items:
+                results.append(self._add(item, *_resolved(planner, item, transforms)))
+                end = self._position
+                if self._group_bytes >= GROUP_BYTES:
+                    self._flush(handle, replacement, checksum)
+            self._flush(handle, replacement, checksum)
+            if is_last:
+                handle.done()
+            replacement.truncate(end)
+            replacement.commit(durable)
+        return results
+
+    def _add(
+        self, item: WriteItem, data: torch.Tensor | io.BytesIO, descriptors: dict[str, Any]
+    ) -> WriteResult:
         layout = self._skeletons.layout(data)
-        placed = place(layout, name, self._position)
-        self._pieces += placed.pieces
-        self._records += placed.records
-        self._group_bytes += placed.nbytes
-        self._position = placed.offset + placed.nbytes
-        self.spans.append(ItemSpan(placed.offset, placed.nbytes))
-        if self._group_bytes >= GROUP_BYTES:
-            self.flush(replacement)
+        offset, pieces, records = place(layout, item.index.fqn, self._position)
+        self._pieces += pieces
+        self._records += records
+        self._group_bytes += layout.nbytes
+        self._position = offset + layout.nbytes
+        info = _StorageInfo(self._path.name, offset, layout.nbytes, **descriptors)
+        return WriteResult(item.index, layout.nbytes, info)
 
-    def flush(self, replacement: Replacement) -> None:
+    def _flush(self, handle: CallHandle, replacement: Replacement, checksum: bool) -> None:
         if not self._group_bytes:
             return
         end = round_up(self._position, PAGE_BYTES)
         replacement.reserve(end)
         write_part(
-            self._get_handle(),
+            handle.get(),
             replacement.file,
             FileLayout(end, self._pieces, self._records),
             self._start,
             end,
-            checksum=self._checksum,
-            flight=self._flight,
+            checksum=checksum,
+            flight=self.flight,
         )
         self._pieces, self._records, self._group_bytes = [], [], 0
         self._start = self._position = end
 
-    @property
-    def end(self) -> int:
-        """Where the last item ends: the size of the file."""
-        return sum(self.spans[-1]) if self.spans else 0
 
-
-class Placed(NamedTuple):
-    """An item in a file.
-
-    Attributes:
-        offset: Its first byte in the file.
-        pieces: With offsets in the file, like `records`.
-        records: The memory that belongs there.
-        nbytes: Its length.
-    """
-
-    offset: int
-    pieces: list[KnownBytes]
-    records: list[StorageRecord]
-    nbytes: int
+def _resolved(
+    planner: SavePlanner, item: WriteItem, transforms: Any
+) -> tuple[torch.Tensor | io.BytesIO, dict[str, Any]]:
+    """What is written: the planner's data, or what the transforms make of it, in memory."""
+    data = planner.resolve_data(item)
+    if not getattr(transforms, "extensions", ()):
+        return data, {}
+    made = io.BytesIO()
+    stream, descriptors = transforms.transform_save_stream(item, made)
+    if isinstance(data, io.BytesIO):
+        stream.write(data.getbuffer())
+    else:
+        torch.save(own_storage(data.detach().cpu()), stream)
+    stream.close()
+    return made, {"transform_descriptors": descriptors} if descriptors else {}
 
 
 class Skeletons:
@@ -221,8 +215,10 @@ class Skeletons:
         return self._known[key]
 
 
-def place(layout: FileLayout, name: str, position: int) -> Placed:
-    """Where an item comes to lie in a file.
+def place(
+    layout: FileLayout, name: str, position: int
+) -> tuple[int, list[KnownBytes], list[StorageRecord]]:
+    """Where an item comes to lie in a file: its first byte, and what is written there.
 
     Args:
         layout: The item's own.
@@ -246,7 +242,7 @@ def place(layout: FileLayout, name: str, position: int) -> Placed:
         )
         for record in layout.records
     ]
-    return Placed(offset, pieces, records, layout.nbytes)
+    return offset, pieces, records
 
 
 class _Copied:
@@ -287,13 +283,7 @@ def _bytes_layout(data: io.BytesIO) -> FileLayout:
 
 def _other_layout(tensor: torch.Tensor) -> FileLayout:
     """Of a subclass, quantised, sparse, …: whatever torch makes of it."""
-    tensor = tensor.cpu()
-    if (
-        tensor.layout is torch.strided
-        and not torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
-        and tensor.untyped_storage().nbytes() != tensor.nbytes
-    ):
-        tensor = tensor.clone()  # a view: only what it shows belongs to the item
+    tensor = own_storage(tensor.cpu())  # of a view, only what it shows belongs to the item
     try:
         return plan_layout(tensor)
     except BackendUnavailableError:
@@ -312,37 +302,6 @@ def own_storage(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
         return tensor
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-class ItemSource:
-    """One item on its way into a file, through the stream transforms where there are any."""
-
-    def __init__(self, planner: SavePlanner, item: WriteItem, transforms: Any) -> None:
-        self.item = item
-        self._planner = planner
-        self._transforms = transforms if getattr(transforms, "extensions", ()) else None
-        self._descriptors: dict[str, Any] = {}
-
-    def resolve(self) -> torch.Tensor | io.BytesIO:
-        """What is written: the planner's data, or what the transforms make of it, in memory."""
-        data = self._planner.resolve_data(self.item)
-        if self._transforms is None:
-            return data
-        made = io.BytesIO()
-        stream, descriptors = self._transforms.transform_save_stream(self.item, made)
-        if isinstance(data, io.BytesIO):
-            stream.write(data.getbuffer())
-        else:
-            torch.save(own_storage(data.detach().cpu()), stream)
-        stream.close()
-        if descriptors:
-            self._descriptors = {"transform_descriptors": descriptors}
-        return made
-
-    def written(self, name: str, span: ItemSpan) -> WriteResult:
-        """What torch is told of it."""
-        info = _StorageInfo(name, span.offset, span.nbytes, **self._descriptors)
-        return WriteResult(self.item.index, span.nbytes, info)
 
 
 def stream_transforms(name: str, extensions: Any) -> Any:
