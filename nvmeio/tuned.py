@@ -210,9 +210,7 @@ def _parse(entry: Any, file: Path) -> Tuned:
 
 
 def _as_json(tuned: Tuned) -> dict[str, Any]:
-    return {field.name: getattr(tuned, field.name) for field in dataclasses.fields(tuned)} | {
-        "aio": tuned.aio._asdict()
-    }
+    return {**vars(tuned), "aio": tuned.aio._asdict()}
 
 
 def _damaged(file: Path, what: str) -> ValueError:

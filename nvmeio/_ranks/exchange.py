@@ -168,7 +168,7 @@ class Exchange:
             raise failed
         if flag.item():
             self._check()
-            raise self._error(errno.ECANCELED, "another rank failed, and did not say of what")
+            raise self._store.error(errno.ECANCELED, "another rank failed, and did not say of what")
 
     def _all_reduce(self, flag: torch.Tensor) -> Any:
         import torch.distributed as dist
@@ -291,17 +291,12 @@ class Exchange:
             if isinstance(reason, TransferError):
                 raise reason from failed
             late = "imed out" in str(failed) or "timeout" in str(failed).lower()
-            raise self._error(
+            raise self._store.error(
                 errno.ETIMEDOUT if late else errno.ECONNRESET,
                 f"a rank made no progress for {self._timeout_s:g} s, and is given up"
                 if late
                 else "a rank is gone: its connection ended",
             ) from failed
-
-    def _error(self, code: int, detail: str) -> TransferError:
-        return TransferError(
-            code, operation=self._store.operation, path=self._store.path, detail=detail
-        )
 
 
 class NoExchange(Exchange):

@@ -175,12 +175,9 @@ class Messages:
         """Raise if a rank has failed, as `get` does."""
         told = None if self._store.alone else self._store.failure(self._failed)
         if told is not None:
-            raise TransferError(
+            raise self._store.error(
                 told["errno"] or errno.ECANCELED,
-                operation=self._store.operation,
-                path=self._store.path,
-                detail=f"rank {told['rank']} of {self.size} could not {self._could_not}: "
-                f"{told['text']}",
+                f"rank {told['rank']} of {self.size} could not {self._could_not}: {told['text']}",
             )
 
     def wait_for_others(self, name: str, limit_s: float) -> None:
@@ -213,11 +210,9 @@ class Messages:
         if new != count:
             self._said[rank] = (new, now)
         elif now - since > self.timeout_s:
-            failed = TransferError(
+            failed = self._store.error(
                 errno.ETIMEDOUT,
-                operation=self._store.operation,
-                path=self._store.path,
-                detail=f"rank {rank} of {self.size} made no progress for {self.timeout_s:g} s: "
+                f"rank {rank} of {self.size} made no progress for {self.timeout_s:g} s: "
                 f"it died, hangs, or did not call {self._store.operation}, or without this "
                 "process_group; older checkpoints are as they were",
             )

@@ -182,13 +182,15 @@ class RankStore:
         try:
             return call(*arguments)
         except Exception as failed:
-            raise TransferError(
+            raise self.error(
                 errno.ECONNRESET,
-                operation=self.operation,
-                path=self.path,
-                detail=f"the store of torch.distributed cannot be reached ({failed}): the rank "
-                "that serves it is gone, or the process group was destroyed before this was closed",
+                f"the store of torch.distributed cannot be reached ({failed}): the rank that "
+                "serves it is gone, or the process group was destroyed before this was closed",
             ) from failed
+
+    def error(self, code: int, detail: str) -> TransferError:
+        """That what the ranks do here failed."""
+        return TransferError(code, operation=self.operation, path=self.path, detail=detail)
 
 
 class Calls:
