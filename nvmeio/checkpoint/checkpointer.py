@@ -20,14 +20,14 @@ from nvmeio._threads.jobs import begun, in_thread, run_interruptible
 from nvmeio.checkpoint._load.loading import Loaded
 from nvmeio.checkpoint._load.unpickling import HowToLoad, LoadOptions, MapLocation
 from nvmeio.checkpoint._manager import retention
-from nvmeio.checkpoint._manager.job import SaveJob, SaveReport
+from nvmeio.checkpoint._manager.job import SaveJob, SaveReport, Setup
 from nvmeio.checkpoint._manager.restoring import Wanted, restore, restore_parts, whole_saves
 from nvmeio.checkpoint._manager.saver import JOBS, SaveCall, Saver
 from nvmeio.checkpoint._ranks.agreement import being_made, checked_writers, ranks_of, store_of
 from nvmeio.checkpoint._ranks.drives import OwnDrives, Save
 from nvmeio.checkpoint._ranks.loading_ranks import ALONE, Attempts, LoadingRanks
 from nvmeio.checkpoint._ranks.part_ranks import PartRanks
-from nvmeio.checkpoint._snapshot.state_snapshot import checked_way
+from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots, checked_way
 from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.progress import Progress
@@ -169,21 +169,19 @@ class Checkpointer(ClosingWork):
         self._keep = keep
         self._read_only = bool(read_only)
         self._closing: Future[None] | None = None
-        self._saver = Saver(
+        new_setup = partial(
+            Setup,
             path,
-            keep=keep,
-            handle=handle,
-            store=self._store,
-            timeout_s=timeout_s,
-            memory_bytes=memory_bytes,
-            snapshot=way,
-            checksum=bool(checksum),
-            layout=layout,
-            recycle=bool(recycle),
+            keep,
+            bool(recycle),
+            bool(checksum),
+            Snapshots(memory_bytes, way, path),
+            self._store,
+            timeout_s,
             writers=writers,
             drives=None if shared else OwnDrives(paths),
-            overwrite=bool(overwrite),
         )
+        self._saver = Saver(new_setup, handle, layout, bool(overwrite))
         if not read_only:
             try:
                 run_interruptible(self._saver.open, self._saver.stop_opening)

@@ -15,13 +15,13 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from functools import partial
 
 from nvmeio._io import long_call
 from nvmeio._io.handles import new_handle
 from nvmeio._io.inflight import Cancelled
 from nvmeio._ranks.messages import Messages
-from nvmeio._ranks.rank_store import RankStore
 from nvmeio._storage.durable import make_directory
 from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
 from nvmeio._storage.replace import check_writable
@@ -32,9 +32,7 @@ from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.job import Plan, SaveJob, SaveReport, Setup, pickled_state
 from nvmeio.checkpoint._manager.job_files import FileOfEachRank, OneFile
 from nvmeio.checkpoint._manager.job_parts import OwnFileOfEachRank, PartOfEachRank
-from nvmeio.checkpoint._ranks.drives import OwnDrives
 from nvmeio.checkpoint._ranks.loading_ranks import Ranks
-from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.progress import Progress
@@ -58,42 +56,26 @@ JOBS_ON_OWN_DRIVES: dict[str, type[SaveJob]] = {
 
 
 class Saver:
-    """What saves. Parameters as for `Checkpointer`, checked already."""
+    """What saves.
+
+    Args:
+        new_setup: Makes the setup, of what is this one's own.
+        handle: As for `Checkpointer`, and the others.
+    """
 
     def __init__(
         self,
-        directory: str,
-        *,
-        keep: int,
+        new_setup: Callable[..., Setup],
         handle: AioHandle | None,
-        store: RankStore,
-        timeout_s: float,
-        memory_bytes: int | None,
-        snapshot: str,
-        checksum: bool,
         layout: str,
-        recycle: bool,
-        writers: str | int,
-        drives: OwnDrives | None,
         overwrite: bool,
     ) -> None:
-        self.directory = directory
         self.lineage = retention.Lineage(overwrite)
-        self.setup = Setup(
-            directory=directory,
-            keep=keep,
-            recycle=recycle,
-            checksum=checksum,
-            snapshots=Snapshots(memory_bytes, snapshot, directory),
-            store=store,
-            timeout_s=timeout_s,
-            get_handle=self.get_handle,
-            claim=self._claim,
-            writers=writers,
-            drives=drives,
-            lineage=self.lineage,
+        self.setup = setup = new_setup(
+            get_handle=self.get_handle, claim=self._claim, lineage=self.lineage
         )
-        self._new_job = (JOBS if drives is None else JOBS_ON_OWN_DRIVES)[layout]
+        self.directory = setup.directory
+        self._new_job = (JOBS if setup.drives is None else JOBS_ON_OWN_DRIVES)[layout]
         self._handle = handle
         self._own = handle is None
         self._opening = threading.Lock()
