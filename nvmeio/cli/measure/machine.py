@@ -1,8 +1,10 @@
 """What there is on this machine and in these directories, as plain data.
 
-Reading order: `gather` calls one function per subject below it. Nothing here judges
+Reading order: `gather` calls one function per subject below it; of cuFile `find_cufile` says where
+it lies, and `look_into_cufile` tries it in a process of its own. Nothing here judges
 (`report.find_problems` does) and nothing here prints. What cannot be read is None, never an error:
-a report is most wanted where things are missing.
+a report is most wanted where things are missing. `require_devices` alone refuses: a GPU or cuFile
+that was asked for and is not there.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from nvmeio.files import DirectSupport, probe_direct
 from nvmeio.tuned import Tuned
 
 CAP_IPC_LOCK = 14  # linux/capability.h
+PROBE_LIMIT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -366,9 +369,6 @@ def _installed_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-PROBE_LIMIT_S = 30.0
 
 
 @dataclass(frozen=True)
