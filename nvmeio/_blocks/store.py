@@ -272,7 +272,7 @@ class BlockStore(Closing):
 
         try:
             if taken:
-                failed = self._writes.write(taken, note)
+                failed = self._writes.move(taken, True, note)
         except BaseException as error:  # nothing of it is in flight any more
             failed = {piece.number: error for piece in taken}
             raise
@@ -338,7 +338,7 @@ class BlockStore(Closing):
                 if place is not None and place.nbytes == block.nbytes
             ]
             if there:
-                failed = self._reads.read(there, check)
+                failed = self._reads.move(there, False, check)
         finally:
             catalog.locked(catalog.unpin, places)
         if damaged or failed:

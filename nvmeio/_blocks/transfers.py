@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -139,45 +140,31 @@ class Transfers:
         self._slot_bytes = slot_bytes
         self._in_place = in_place
 
-    def write(
-        self, pieces: Sequence[SlotPiece], beside: Callable[[SlotPiece], object]
+    def move(
+        self, pieces: Sequence[SlotPiece], writing: bool, note: Callable[[SlotPiece], object]
     ) -> dict[int, BaseException]:
-        """Write blocks; `beside` is called with each while they are being written.
+        """Write blocks, or read them.
+
+        Args:
+            pieces: Which.
+            writing: Whether to write them.
+            note: Called with each: while it is being written, or when it has been read, while
+                others are moved.
 
         Returns:
             What failed, by number.
         """
-        return self._move(pieces, True, beside, _nothing)
-
-    def read(
-        self, pieces: Sequence[SlotPiece], arrived: Callable[[SlotPiece], object]
-    ) -> dict[int, BaseException]:
-        """Read blocks; `arrived` is called with each that did, while others are being read.
-
-        Returns:
-            What failed, by number.
-        """
-        return self._move(pieces, False, _nothing, arrived)
-
-    def _move(
-        self,
-        pieces: Sequence[SlotPiece],
-        writing: bool,
-        beside: Callable[[SlotPiece], object],
-        arrived: Callable[[SlotPiece], object],
-    ) -> dict[int, BaseException]:
         if self._moved_in_place(pieces, writing):
             for piece in pieces:
-                beside(piece)
-                arrived(piece)
+                note(piece)
             return {}
         runs = list(_runs(pieces, self._slot_bytes))
-        failed = self._move_runs(runs, writing, beside, arrived)
+        failed = self._move_runs(runs, writing, note)
         # Of a run that failed, which blocks?
         again = [piece for run in runs if len(run) > 1 for piece in run if piece.number in failed]
         for piece in again:
             del failed[piece.number]
-        return failed | self._move_runs([[piece] for piece in again], writing, _nothing, arrived)
+        return failed | self._move_runs([[piece] for piece in again], writing, note)
 
     def _moved_in_place(self, pieces: Sequence[SlotPiece], writing: bool) -> bool:
         first = pieces[0].slot
@@ -189,8 +176,7 @@ class Transfers:
         self,
         runs: Iterable[list[SlotPiece]],
         writing: bool,
-        beside: Callable[[SlotPiece], object],
-        arrived: Callable[[SlotPiece], object],
+        note: Callable[[SlotPiece], object],
     ) -> dict[int, BaseException]:
         begin = self._handle.async_pwrite_batch if writing else self._handle.async_pread_batch
         failed: dict[int, BaseException] = {}
@@ -205,8 +191,8 @@ class Transfers:
                 for piece in run:
                     if item in errors:
                         failed[piece.number] = errors[item]
-                    else:
-                        arrived(piece)
+                    elif not writing:
+                        note(piece)
             return operation.nbytes
 
         try:
@@ -218,9 +204,8 @@ class Transfers:
                 offsets = [run[0].slot * self._slot_bytes for run in group]
                 flying.append((begin(memory, self._file, offsets), group))
                 nbytes += wanted
-                for run in group:
-                    for piece in run:
-                        beside(piece)
+                for piece in itertools.chain(*group) if writing else ():
+                    note(piece)
             while flying:
                 finish_first()
         finally:
@@ -287,7 +272,3 @@ def _errors(operation: Operation, items: int) -> dict[int, BaseException]:
     if isinstance(error, BatchError):
         return dict(error.failures)
     return {} if error is None else dict.fromkeys(range(items), error)
-
-
-def _nothing(_: SlotPiece) -> None:
-    pass

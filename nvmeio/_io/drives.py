@@ -270,13 +270,23 @@ class ScratchFile:
 
     Args:
         directories: One on each of the drives; they exist.
+        band_bytes: For each of several drives, of what is moved as one.
+        growth_bytes: By which it grows at least, where the drives have so much.
 
     Raises:
         OSError: A file cannot be made there.
     """
 
-    def __init__(self, directories: Sequence[str]) -> None:
+    def __init__(
+        self,
+        directories: Sequence[str],
+        band_bytes: int | None = None,
+        growth_bytes: int | None = None,
+    ) -> None:
         self._weights = weights_of(directories, reads=1.0, writes=1.0)
+        band = _BAND_BYTES if band_bytes is None else band_bytes
+        self._band = band * len(directories) if len(directories) > 1 else PAGE_BYTES
+        self._growth_bytes = _LEAST_GROWTH_BYTES if growth_bytes is None else growth_bytes
         self._files: list[File] = []
         self._lengths = [0] * len(directories)
         self._striped: StripedFile | None = None
@@ -323,20 +333,19 @@ class ScratchFile:
         return self.nbytes - self._free.nbytes
 
     def _grow(self, wanted: int) -> None:
-        band = _BAND_BYTES * len(self._files) if len(self._files) > 1 else PAGE_BYTES
-        generous = max(wanted, _LEAST_GROWTH_BYTES, self.nbytes // 4)
+        generous = max(wanted, self._growth_bytes, self.nbytes // 4)
         try:
-            self._extend(round_up(generous, band), band)
+            self._extend(round_up(generous, self._band))
         except TransferError as full:
             if full.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            self._extend(round_up(wanted, band), band)
+            self._extend(round_up(wanted, self._band))
 
-    def _extend(self, more: int, band: int) -> None:
+    def _extend(self, more: int) -> None:
         # Of one drive a band may be of any length; of several, what lies where does not change.
         bands = [self.nbytes + more]
         if len(self._files) > 1:
-            bands = [band] * ((self.nbytes + more) // band)
+            bands = [self._band] * ((self.nbytes + more) // self._band)
         striping = Striping(self._weights, bands)
         try:
             for file, length in zip(self._files, striping.lengths, strict=True):

@@ -18,33 +18,29 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from nvmeio._files.plan import PAGE_BYTES, round_up
-from nvmeio._io.drives import LEAST_CHUNK_BYTES, DriveHandles, StripedFile, Striping, weights_of
+from nvmeio._io.drives import LEAST_CHUNK_BYTES, DriveHandles, ScratchFile
 from nvmeio._io.inflight import new_staging
 from nvmeio._storage import crc32
 from nvmeio._storage.durable import make_directory
-from nvmeio._storage.guarded import open_nameless
 from nvmeio._threads.threads import Thread
 from nvmeio.errors import IntegrityError
-from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.inference._plan.transformers import cache_utilities
 from nvmeio.operation import Operation
 
 # Tokens that are written at once. A layer's newest tokens stay in memory until they are so many.
 BLOCK_TOKENS = 64
+# Of a file over several drives, for each: blocks of a few of them are brought back by all at once.
+_BAND_BYTES = 4 * LEAST_CHUNK_BYTES
 
 # What makes an empty cache of a model with `kv_offload`, of its configuration.
 _makers: weakref.WeakKeyDictionary[Any, Callable[[Any], Any]] = weakref.WeakKeyDictionary()
-
-
-# Of a file over several drives, for each: blocks of a few of them are brought back by all at once.
-_BAND_BYTES = 4 * LEAST_CHUNK_BYTES
 
 
 class OffloadedLayer:
@@ -60,20 +56,16 @@ class OffloadedLayer:
     following: Any = None  # the layer whose blocks are to be read next
     _broken: BaseException | None = None
 
-    def _begin(self) -> None:
-        if not hasattr(self, "_blocks"):
-            self._blocks: list[KVBlock] = []
-            self._writing: list[Operation] = []
-            self._arriving: (
-                tuple[torch.Tensor, list[tuple[torch.Tensor, KVBlock]], list[Operation]] | None
-            )
-            self._arriving = None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._blocks: list[KVBlock] = []
+        self._writing: list[Operation] = []
+        self._arriving: tuple[list[tuple[torch.Tensor, KVBlock]], list[Operation]] | None = None
+        super().__init__(*args, **kwargs)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values, the new ones behind the past ones; `DynamicLayer.update`."""
-        self._begin()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)  # type: ignore[attr-defined]
         self.read_ahead()
@@ -86,7 +78,6 @@ class OffloadedLayer:
 
     def read_ahead(self) -> None:
         """Begin to bring the blocks back."""
-        self._begin()
         if self._broken is not None:
             raise RuntimeError(
                 "past keys and values of this cache were lost when they were written or read: "
@@ -95,7 +86,8 @@ class OffloadedLayer:
         if self._arriving is not None or not self._blocks:
             return
         while self._writing:  # what was written is read from the file
-            self._checked(self._writing.pop(0))
+            with self._breaking():
+                self._writing.pop(0).result()
         itemsize = self.keys.element_size()
         sizes = [math.prod(block.shape) * itemsize for block in self._blocks]
         starts, end = [], 0
@@ -109,7 +101,7 @@ class OffloadedLayer:
             whole = round_up(size, PAGE_BYTES)
             operations += self.store.get(block, memory[start : start + whole])
             pieces.append((memory[start : start + size].view(self.keys.dtype), block))
-        self._arriving = (memory, pieces, operations)
+        self._arriving = (pieces, operations)
 
     def states(self, *new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values, and new ones behind them."""
@@ -117,12 +109,13 @@ class OffloadedLayer:
         arriving, self._arriving = self._arriving, None
         past: list[torch.Tensor] = []
         if arriving is not None:
-            _, pieces, operations = arriving
+            pieces, operations = arriving
             for operation in operations:
                 operation.exception()
-            for operation in operations:
-                self._checked(operation)
-            self._compare(pieces)
+            with self._breaking():
+                for operation in operations:
+                    operation.result()
+                self._compare(pieces)
             past = [memory.view(block.shape) for memory, block in pieces]
         found = []
         for index, kept in enumerate((self.keys, self.values)):
@@ -140,18 +133,15 @@ class OffloadedLayer:
         token = 0
         for number, (memory, block) in enumerate(pieces):
             end = token + block.shape[3]
-            try:
-                what = f"block {number} of past keys and values, tokens {token} to {end - 1}"
-                self.store.check(block, memory, what)
-            except BaseException as failed:
-                self._broken = failed
-                self.store.settle()
-                raise
+            what = f"block {number} of past keys and values, tokens {token} to {end - 1}"
+            self.store.check(block, memory, what)
             token = end
 
-    def _checked(self, operation: Operation) -> None:
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """What fails here is the end of this cache."""
         try:
-            operation.result()
+            yield
         except BaseException as failed:
             self._broken = failed
             self.store.settle()
@@ -183,7 +173,6 @@ class OffloadedLayer:
 
     def get_seq_length(self) -> int:
         """Tokens in the cache."""
-        self._begin()
         if not self.is_initialized or self.keys is None:
             return 0
         newest = self.keys.shape[-2] if self.keys.numel() else 0
@@ -191,10 +180,9 @@ class OffloadedLayer:
 
     def reset(self) -> None:
         """Forget everything."""
-        self._begin()
         while self._writing:
             self._writing.pop(0).exception()
-        for operation in self._arriving[2] if self._arriving is not None else ():
+        for operation in self._arriving[1] if self._arriving is not None else ():
             operation.exception()
         self.store.forget(self._blocks)
         self._blocks, self._arriving, self._broken = [], None, None
@@ -421,8 +409,6 @@ class KVStore:
         self._checksum = checksum
         self.written_bytes = 0
         self.read_bytes = 0
-        self._end = 0
-        self._free: list[tuple[int, int]] = []  # offset and bytes, ascending, not adjacent
         one = directory is None or isinstance(directory, (str, os.PathLike))
         given: Any = [directory] if one else directory
         directories = [os.fspath(each) for each in given if each is not None]
@@ -430,34 +416,15 @@ class KVStore:
             handle = DriveHandles(handle, directories)
         self._handles = handle
         self._flying: list[Operation] = []
-        self._weights = weights_of(directories, reads=1.0, writes=1.0)
-        self._bands = 0
-        self._files: list[File] = []
-        self._file: StripedFile | None = None
-        try:
-            for each in directories:
-                self._files.append(open_nameless(each))
-        except BaseException:
-            for file in self._files:
-                file.close()
-            raise
-        if self._files:
-            self._reach(1)
+        self._file = ScratchFile(directories, _BAND_BYTES, 0) if directories else None
 
-    def _reach(self, nbytes: int) -> None:
-        """Have a striping of at least so many bytes. What lies where does not change."""
-        band = _BAND_BYTES * len(self._files)
-        if self._file is None or self._bands * band < nbytes:
-            self._bands = max(2 * self._bands, -(-nbytes // band))
-            self._file = StripedFile(self._files, Striping(self._weights, [band] * self._bands))
-
-    def _begun(self, memory: torch.Tensor, offset: int, writing: bool) -> list[Operation]:
-        """Begin to move bytes from `offset` of the file on."""
+    def _begun(self, memory: torch.Tensor, place: int, writing: bool) -> list[Operation]:
+        """Begin to move bytes from a place of the file on."""
         begun: list[Operation] = []
         if self._file is None or self._handles is None:
             raise RuntimeError("there is no file")
         begin = self._handles.async_pwrite if writing else self._handles.async_pread
-        for span in self._file.spans(offset, memory.nbytes):
+        for span in self._file.spans(place, memory.nbytes):
             part = memory[span.start : span.start + span.nbytes]
             operation = begin(part, span.file, span.file_offset)
             self._started(operation)
@@ -473,24 +440,13 @@ class KVStore:
         both = memory[:nbytes].view(keys.dtype).view(shape)
         both[0].copy_(keys)
         both[1].copy_(values)
-        if self._file is None or self._handles is None:
+        if self._file is None:
             return KVBlock(shape, 0, 0, memory), []
-        offset = self._place(memory.nbytes)
-        writing = self._begun(memory, offset, writing=True)
+        place = self._file.take(memory.nbytes)
+        writing = self._begun(memory, place, writing=True)
         # While it is written: it only reads the memory.
         found = crc32.of_memory(memory.data_ptr(), nbytes) if self._checksum else None
-        return KVBlock(shape, offset, memory.nbytes, None, found), writing
-
-    def _place(self, nbytes: int) -> int:
-        """Where in the file there is room: where blocks were forgotten, or at its end."""
-        for number, (offset, room) in enumerate(self._free):
-            if room >= nbytes:
-                left = [(offset + nbytes, room - nbytes)] if room > nbytes else []
-                self._free[number : number + 1] = left
-                return offset
-        offset, self._end = self._end, self._end + nbytes
-        self._reach(self._end)
-        return offset
+        return KVBlock(shape, place, memory.nbytes, None, found), writing
 
     def forget(self, blocks: Sequence[KVBlock]) -> None:
         """Let the room of blocks be written again; nothing of them may be in flight.
@@ -498,12 +454,9 @@ class KVStore:
         Beam search writes all of a cache anew for each token: without this, the file would grow by
         as much each time.
         """
-        free = sorted([*self._free, *((b.offset, b.room) for b in blocks if b.room)])
-        self._free = []
-        for offset, room in free:
-            if self._free and sum(self._free[-1]) == offset:
-                offset, room = self._free[-1][0], self._free.pop()[1] + room
-            self._free.append((offset, room))
+        for block in blocks:
+            if self._file is not None and block.room:
+                self._file.give_back(block.offset, block.room)
 
     def _started(self, operation: Operation) -> None:
         # A failure is told by the layer whose tokens they are; the handle need not tell it again.
@@ -549,8 +502,8 @@ class KVStore:
     def close(self) -> None:
         """Let go of the file, and with it of its blocks."""
         self.settle()
-        for file in self._files:
-            file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def _room_for(nbytes: int, for_cuda: bool) -> torch.Tensor:

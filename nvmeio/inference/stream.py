@@ -40,12 +40,12 @@ from nvmeio.handle import AioHandle
 from nvmeio.inference import blocks as in_lockstep_module
 from nvmeio.inference._plan.budget import Shares
 from nvmeio.inference._plan.units import Partition, Unit
-from nvmeio.inference._ranks.rank_reader import Passes, RankReader
+from nvmeio.inference._ranks.rank_reader import RankReader
 from nvmeio.inference._ranks.stream_ranks import Ranks, new_reader
 from nvmeio.inference._stream.own_pass import OwnPass
 from nvmeio.inference._stream.slots import SlotPools
 from nvmeio.inference._stream.stand_ins import ABSENT
-from nvmeio.inference._stream.turns import CLOSED
+from nvmeio.inference._stream.turns import CLOSED, in_turn
 from nvmeio.inference._stream.uses import GradMode, Uses
 from nvmeio.inference._stream.weights import EmbeddingRows, Resources
 from nvmeio.inference.blocks import Lockstep
@@ -97,6 +97,11 @@ class _Origin(NamedTuple):
         return self.stream.memory_of(self.unit, self.converted)
 
 
+def _caller(lockstep: Lockstep[Any] | None) -> Any:
+    """Whose turn it is: a thread's, or that of micro-batches."""
+    return threading.get_ident() if lockstep is None else lockstep
+
+
 class WeightStream(Closing):
     """The weights of one streamed model; `model.weight_stream`, made by `nvmeio.stream_model`.
 
@@ -140,7 +145,6 @@ class WeightStream(Closing):
         self._beside = beside
         self._trainable = trainable
         self._ranks = ranks
-        self._passes = Passes()
         self._own_pass = OwnPass(sum(unit.streamed_bytes for unit in partition.units))
         self._rows = EmbeddingRows(device)
         self._owner: OwnerThread | None = None
@@ -179,43 +183,32 @@ class WeightStream(Closing):
             lockstep.hand_on()
         self._own_pass.check()
         owner, uses = self._check()
-        grad_mode = None
-        if self._trainable:
-            grad_mode = GradMode(torch.is_grad_enabled(), in_backward())
         stays = None if lockstep is not None else uses.settled_use(unit, threading.get_ident())
         try:
             if stays is None:
-                stays = self._ask(owner, uses, unit, lockstep, grad_mode)
+                stays = self._ask(owner, uses, unit, lockstep)
             self._own_pass.note(unit)
             return stays
         finally:
             del stays
 
     def _ask(
-        self,
-        owner: OwnerThread,
-        uses: Uses,
-        unit: Unit,
-        lockstep: Lockstep[Any] | None,
-        grad_mode: GradMode | None,
+        self, owner: OwnerThread, uses: Uses, unit: Unit, lockstep: Lockstep[Any] | None
     ) -> Claim:
         self._own_pass.waits()
-        caller = threading.get_ident() if lockstep is None else lockstep
-        found: Any = None
         try:
             with profiled("wait", unit.name):
-                while True:
-                    found = owner.call(
-                        uses.enter, unit, caller, found, self._cuda_stream(), grad_mode
-                    )
-                    if isinstance(found, Claim):
-                        return found
-                    found.wait()
+                return in_turn(
+                    owner, uses.enter, unit, _caller(lockstep), self._cuda_stream(), self._grads()
+                )
         except BaseException:
             self._own_pass.spoil()
             raise
-        finally:
-            del found
+
+    def _grads(self) -> GradMode:
+        if not self._trainable:
+            return GradMode(False, False)
+        return GradMode(torch.is_grad_enabled(), in_backward())
 
     def origin_of(self, address: int, offset: int) -> Origin | None:
         """Whose weights a tensor lies over that autograd wants to keep; see `_residency.saved`."""
@@ -240,21 +233,11 @@ class WeightStream(Closing):
         if memory is not None:
             owner.post(uses.note_lent, unit)
             return memory
-        lockstep = in_lockstep_module.current()
-        caller: Any = threading.get_ident() if lockstep is None else lockstep
-        grad_mode = GradMode(torch.is_grad_enabled(), in_backward())
-        found: Any = None
-        try:
-            with profiled("wait", unit.name):
-                while True:
-                    found = owner.call(
-                        uses.lend, unit, converted, caller, found, self._cuda_stream(), grad_mode
-                    )
-                    if isinstance(found, torch.Tensor):
-                        return found
-                    found.wait()
-        finally:
-            del found
+        caller = _caller(in_lockstep_module.current())
+        with profiled("wait", unit.name):
+            return in_turn(
+                owner, uses.lend, unit, converted, caller, self._cuda_stream(), self._grads()
+            )
 
     def need_experts(self, unit: Unit, top_k_index: torch.Tensor) -> None:
         """Have those experts in place that tokens are routed to.
@@ -326,7 +309,7 @@ class WeightStream(Closing):
 
     def pass_mark(self) -> object:
         """To hold for as long as a pass goes on: other ranks wait for its units."""
-        return self._own_pass.mark(None if self._ranks is None else self._passes.begin())
+        return self._own_pass.mark()
 
     def end_pass(self) -> None:
         """It is over, and not interrupted; what its last unit held has gone."""
@@ -368,10 +351,7 @@ class WeightStream(Closing):
             owner, uses = self._check()
             held: Any = None
             try:
-                while not isinstance(held, Claim):
-                    if held is not None:
-                        held.wait()
-                    held = owner.call(uses.hold, lockstep, held)
+                held = in_turn(owner, uses.hold, lockstep)
                 return lockstep.run()
             finally:
                 del held
@@ -420,7 +400,8 @@ class WeightStream(Closing):
                     contextlib.closing(SlotPools(self._shares, self._device, self._trainable))
                 )
                 units = self._partition.units
-                reader = new_reader(self._ranks, handles, checkpoint, units, self._passes)
+                in_pass = self._own_pass.any_under_way
+                reader = new_reader(self._ranks, handles, checkpoint, units, in_pass)
                 undo.callback(reader.stop)
                 resources = Resources(handles, checkpoint, memory, reader)
                 uses = Uses(owner, resources, self._partition, self._trainable)
@@ -449,23 +430,19 @@ class WeightStream(Closing):
         if uses is not None and isinstance(uses.resources.reader, RankReader):
             uses.resources.reader.leave_with_others()
         del uses
-        waited: Any = None
         bar: Any = None
         try:
             with contextlib.suppress(ClosedError):
                 bar = owner.call(self._bar)
-                while bar is not None:
-                    waited = owner.call(self._close, owner, threading.get_ident(), waited)
-                    if waited is None:
-                        return
-                    waited.wait()
+                if bar is not None:
+                    in_turn(owner, self._close, threading.get_ident())
         finally:
-            del waited, bar
+            del bar
 
     def _bar(self) -> Claim | None:
         return None if self._uses is None else self._uses.bar()
 
-    def _close(self, owner: OwnerThread, caller: int, waited: Any) -> Any:
+    def _close(self, waited: Any, caller: int) -> Any:
         uses = self._uses
         if uses is None:
             return None

@@ -45,6 +45,7 @@ from nvmeio._threads.owner import OwnerThread
 from nvmeio.checkpoint.safetensors import load_safetensors, read_header, save_safetensors
 from nvmeio.errors import ClosedError, IntegrityError, ShortTransferError, TransferError
 from nvmeio.inference import run_in_blocks
+from nvmeio.inference._stream.turns import Waiting
 from nvmeio.testing import FakeEngine
 
 Make = Callable[..., Any]
@@ -816,17 +817,14 @@ def test_closing_waits_for_a_layer_that_stays(
     turns = net.weight_stream._uses.turns
     threads_that_use, await_shared = turns._shared, turns.await_shared
 
-    class Late:
-        def __init__(self, waiting: Any) -> None:
-            self.gate, self._wait = waiting.gate, waiting.wait
-
+    class Late(Waiting):
         def wait(self) -> None:
-            self._wait()
+            super().wait()
             through.wait(PATIENCE_S)
 
     def await_late(caller: int) -> Any:
         waiting = await_shared(caller)
-        return None if waiting is None else Late(waiting)
+        return None if waiting is None else Late(*waiting)
 
     if late:
         monkeypatch.setattr(turns, "await_shared", await_late)

@@ -192,15 +192,12 @@ def verify(host: torch.Tensor, expected: Sequence[ExpectedBytes], files: Sequenc
 def _compare(each: ExpectedBytes, found: int, files: Sequence[File]) -> None:
     right = found == each.sum if each.cut is None else each.cut[0].agrees(each.cut[1], found)
     if not right:
+        others = "" if each.cut is None else ", or other rows of it"
         where = " or ".join(files[file].path for file in each.files)
         raise IntegrityError(
             f"{where}: bytes [{each.offset}, {each.offset + each.nbytes}) of "
-            f"{each.name!r} are not what was packed there{_or_others(each)}: look at `dmesg` and "
+            f"{each.name!r} are not what was packed there{others}: look at `dmesg` and "
             "`smartctl -a`, and pack the model again (checksum=False takes them as they are)",
             expected=f"CRC-32 {each.sum:08x}" + ("" if each.cut is None else " of the whole"),
             found=f"{found:08x}",
         )
-
-
-def _or_others(each: ExpectedBytes) -> str:
-    return "" if each.cut is None else ", or other rows of it"

@@ -145,14 +145,8 @@ def part_of_rank(checkpoint: SafetensorsSet) -> RankPart | None:
     Raises:
         IntegrityError: It is damaged.
     """
-    text = checkpoint.metadata.get(packed_index.PART)
-    if text is None:
-        return None
-    try:
-        part = packed_index.read_part(text)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
-        raise _bad(checkpoint, f"{type(failed).__name__}: {failed}") from None
-    if isinstance(part, DrivePart):
+    part = _part_in(checkpoint)
+    if part is None or isinstance(part, DrivePart):
         return None
     base = base_of(checkpoint)
     return RankPart(
@@ -266,7 +260,8 @@ def open_model(paths: Sequence[str | os.PathLike[str]], handle: AioHandle) -> Sa
 
 
 def _joined(opened: Sequence[SafetensorsSet]) -> SafetensorsSet:
-    parts = [_part_in(each) for each in opened]
+    found = (_part_in(each) for each in opened)
+    parts = [part if isinstance(part, DrivePart) else None for part in found]
     if len(opened) == 1 and parts[0] is None:
         return opened[0]
     by_drive: dict[int, SafetensorsSet] = {}
@@ -309,19 +304,18 @@ def _joined(opened: Sequence[SafetensorsSet]) -> SafetensorsSet:
     return whole
 
 
-def _part_in(opened: SafetensorsSet) -> DrivePart | None:
+def _part_in(opened: SafetensorsSet) -> DrivePart | packed_index.PackedPart | None:
     text = opened.metadata.get(packed_index.PART)
     if text is None:
         return None
     try:
-        part = packed_index.read_part(text)
+        return packed_index.read_part(text)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
         raise IntegrityError(
             f"{opened.path} is no valid part of a packed model: {type(failed).__name__}: {failed}",
             expected="what nvmeio pack writes",
             found=text[:80],
         ) from None
-    return part if isinstance(part, DrivePart) else None
 
 
 def _about(opened: SafetensorsSet) -> object:

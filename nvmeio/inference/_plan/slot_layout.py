@@ -111,9 +111,9 @@ def lay_out(
             together += moved
             share = part.nbytes // count
             for number in range(count):
-                extents = _joined(_cut(part.extents, number * share, (number + 1) * share))
+                own = extents_within(part.extents, number * share, (number + 1) * share)
                 by_expert[number] += [
-                    _read(extent, starts[index], sizes, whole) for extent in extents
+                    _read(extent, starts[index], sizes, whole) for extent in _joined(own)
                 ]
         else:
             reads += moved
@@ -184,7 +184,7 @@ def _joined(extents: Sequence[FileExtent]) -> list[FileExtent]:
     return found
 
 
-def _cut(extents: Sequence[FileExtent], first: int, last: int) -> list[FileExtent]:
+def extents_within(extents: Sequence[FileExtent], first: int, last: int) -> list[FileExtent]:
     """What of the extents lies in [first, last) of their part."""
     found = []
     for extent in extents:

@@ -18,7 +18,7 @@ from nvmeio._residency.tiled_linear import row_bounds
 from nvmeio._storage import crc32
 from nvmeio.errors import IntegrityError
 from nvmeio.inference._plan.checksums import CutSums
-from nvmeio.inference._plan.slot_layout import FileExtent, Weight, WeightPart
+from nvmeio.inference._plan.slot_layout import Weight, WeightPart, extents_within
 
 if TYPE_CHECKING:
     from nvmeio.inference._plan.units import Unit
@@ -107,12 +107,10 @@ def cut_rows(
     """Rows [first, last) of a part; `cut` has their checksums."""
     a_row = part.nbytes // part.shape[0]
     begin, behind = first * a_row, last * a_row
-    extents = []
-    for extent in part.extents:
-        start, end = max(extent.at, begin), min(extent.at + extent.nbytes, behind)
-        if start < end:
-            offset = extent.offset + start - extent.at
-            extents.append(FileExtent(extent.file, offset, end - start, start - begin))
+    extents = [
+        extent._replace(at=extent.at - begin)
+        for extent in extents_within(part.extents, begin, behind)
+    ]
     shape = (last - first, *part.shape[1:])
     return WeightPart(part.dtype, shape, tuple(extents), (), cut)
 

@@ -23,7 +23,6 @@ import _thread
 import errno
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,34 +52,6 @@ LINGER_S = 0.5
 
 # Parts of each unit, by number and rank.
 Parts = Sequence[Sequence[Sequence[Read]]]
-
-
-class Passes:
-    """Which passes of the model are under way; told by marks that die with them."""
-
-    def __init__(self) -> None:
-        self._marks: dict[int, weakref.ref[Any]] = {}
-        self._at = time.monotonic()
-        self._was = False
-
-    def begin(self) -> object:
-        """A mark to hold in a local for as long as the pass goes on."""
-        mark = _RankPassMark()
-        self._marks[threading.get_ident()] = weakref.ref(mark)
-        return mark
-
-    def under_way(self) -> bool:
-        """Whether one is, or was a moment ago."""
-        now = time.monotonic()
-        alive = any(mark() is not None for mark in list(self._marks.values()))
-        if alive or self._was:
-            self._at = now
-        self._was = alive
-        return now - self._at < LINGER_S
-
-
-class _RankPassMark:
-    __slots__ = ("__weakref__",)
 
 
 class SharedFill(Fill):
@@ -121,7 +92,7 @@ class RankReader(Reader):
         exchange: Of the ranks; closed with this.
         parts: Who reads what of which unit.
         names: Of the units.
-        passes: Of the model.
+        in_pass: Whether a pass of the model is under way.
         timeout_s: How long a rank may hold up the others.
     """
 
@@ -132,13 +103,15 @@ class RankReader(Reader):
         exchange: Exchange,
         parts: Parts,
         names: Sequence[str],
-        passes: Passes,
+        in_pass: Callable[[], bool],
         timeout_s: float,
     ) -> None:
         self._exchange = exchange
         self._checkpoint = checkpoint
         self._parts, self._names = parts, names
-        self._passes = passes
+        self._in_pass = in_pass
+        self._was_in_pass = False
+        self._passed_at = time.monotonic()  # when one was under way
         self._timeout_s = timeout_s
         self.rank = exchange.rank
         # For parts that only others want.
@@ -301,8 +274,12 @@ class RankReader(Reader):
 
     def _in_step(self) -> bool:
         """Whether others are to wait until this rank wants something."""
-        busy_s = time.monotonic() - self._wanted_at
-        return not self._leaving and self._passes.under_way() and busy_s < self._timeout_s
+        now, in_pass = time.monotonic(), self._in_pass()
+        if in_pass or self._was_in_pass:
+            self._passed_at = now
+        self._was_in_pass = in_pass
+        is_waited_for = not self._leaving and now - self._passed_at < LINGER_S
+        return is_waited_for and now - self._wanted_at < self._timeout_s
 
     def _state(self) -> dict[str, Any]:
         waits = self._in_step()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -27,7 +27,7 @@ from nvmeio.errors import IntegrityError
 from nvmeio.inference._plan import packed_format
 from nvmeio.inference._plan.slot_layout import Read
 from nvmeio.inference._plan.units import Unit
-from nvmeio.inference._ranks.rank_reader import Passes, RankReader, room_bytes, shares
+from nvmeio.inference._ranks.rank_reader import RankReader, room_bytes, shares
 
 # Of a file that no checksums tell apart from another of the same shape.
 _TAIL_BYTES = 64 << 10
@@ -211,7 +211,7 @@ def new_reader(
     handles: DriveHandles,
     checkpoint: SafetensorsSet,
     units: Sequence[Unit],
-    passes: Passes,
+    in_pass: Callable[[], bool],
 ) -> Reader:
     """What brings a stream's units: a part of each from each rank, where there are several."""
     if ranks is None:
@@ -220,7 +220,7 @@ def new_reader(
     try:
         parts = [shares(unit.layout.reads, ranks.size) for unit in units]
         names = [unit.name for unit in units]
-        return RankReader(handles, checkpoint, exchange, parts, names, passes, ranks.timeout_s)
+        return RankReader(handles, checkpoint, exchange, parts, names, in_pass, ranks.timeout_s)
     except BaseException:
         exchange.end(False)
         raise

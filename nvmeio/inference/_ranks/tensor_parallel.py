@@ -25,7 +25,12 @@ from nvmeio.errors import TransferError
 from nvmeio.inference._plan import transformers
 from nvmeio.inference._plan.matching import Matched
 from nvmeio.inference._plan.packed_format import Packed
-from nvmeio.inference._plan.slot_layout import FileExtent, Weight, WeightPart
+from nvmeio.inference._plan.slot_layout import (
+    FileExtent,
+    Weight,
+    WeightPart,
+    extents_within,
+)
 from nvmeio.inference._plan.tiles import cut_rows
 from nvmeio.inference._ranks.stream_ranks import Ranks, digest_of
 
@@ -262,14 +267,12 @@ def _columns(part: WeightPart, first: int, last: int) -> WeightPart:
     rows, width = part.shape
     size = part.dtype.itemsize
     whole, run = width * size, (last - first) * size
-    extents = []
+    extents: list[FileExtent] = []
     for extent in part.extents:
-        behind = extent.at + extent.nbytes
-        for row in range(extent.at // whole, -(-behind // whole)):
+        for row in range(extent.at // whole, -(-(extent.at + extent.nbytes) // whole)):
             begin = row * whole + first * size
-            start, end = max(begin, extent.at), min(begin + run, behind)
-            if start < end:
-                offset = extent.offset + start - extent.at
-                at = row * run + start - begin
-                extents.append(FileExtent(extent.file, offset, end - start, at))
+            extents += (
+                found._replace(at=row * run + found.at - begin)
+                for found in extents_within([extent], begin, begin + run)
+            )
     return WeightPart(part.dtype, (rows, last - first), tuple(extents))

@@ -19,11 +19,10 @@ class PassCancelled(Exception):
     """A pass was told to stop; raised in it at the next layer."""
 
 
-class _PassMark:
+class PassMark:
     """A pass that is under way, for as long as its frame has this."""
 
-    def __init__(self, held: object) -> None:
-        self._held = held
+    __slots__ = ("__weakref__",)
 
 
 class OwnPass:
@@ -40,6 +39,7 @@ class OwnPass:
         self.progress: Progress | None = None
         self._total_bytes = total_bytes
         self._here = threading.local()
+        self._marks: dict[int, weakref.ref[PassMark]] = {}  # by the number of the thread
         self._spoilt: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def begin(self, cache: Any) -> None:
@@ -68,17 +68,21 @@ class OwnPass:
             with contextlib.suppress(TypeError):  # tuples, as old models have them
                 self._here.cache = weakref.ref(cache)
 
-    def mark(self, held: object) -> object:
-        """To hold for as long as a pass goes on, with what else is held so long."""
-        mark = _PassMark(held)
-        self._here.mark = weakref.ref(mark)
+    def mark(self) -> PassMark:
+        """To hold for as long as a pass goes on."""
+        mark = PassMark()
+        self._marks[threading.get_ident()] = weakref.ref(mark)
         return mark
 
     @property
     def under_way(self) -> bool:
         """Whether this thread is within a pass that has a mark."""
-        reference = getattr(self._here, "mark", None)
+        reference = self._marks.get(threading.get_ident())
         return reference is not None and reference() is not None
+
+    def any_under_way(self) -> bool:
+        """Whether any thread is."""
+        return any(mark() is not None for mark in list(self._marks.values()))
 
     def end(self) -> bool:
         """It is over, and not interrupted; whether it has waited for anything."""

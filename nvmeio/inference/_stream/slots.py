@@ -168,7 +168,7 @@ class SlotPools:
         self._work: _WorkRoom | None = None
         # Of what stays and was given up by a failure: its place is kept for it. The pool has just
         # enough for all, and another order might cut it into pieces that are too small. By name:
-        # see `Opening`.
+        # see `Resources`.
         self._places: dict[str, tuple[Lease, torch.Tensor]] = {}
         # Of a GPU: twins, and until when streams that were let at them are at work there.
         self._free: list[tuple[torch.Tensor, list[Mark]]] = []

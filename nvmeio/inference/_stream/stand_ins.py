@@ -57,6 +57,21 @@ _SEAMS = {"_call_impl", "_apply", "__deepcopy__"}
 _NAMED = 16
 
 
+def refuse_change() -> NoReturn:
+    """Raise: somebody changes a weight that is read from its checkpoint each time."""
+    raise RuntimeError(
+        "a weight of a streamed model cannot be changed, and adapters cannot be merged into it: it "
+        "is read from its checkpoint. Save the adapters, and merge them into a model that is "
+        "loaded. Adapters that begin by changing the base (PiSSA, OLoRA, CorDA, LoftQ, KaSA) "
+        "are begun in a model that is loaded: save that base and them, and stream that base"
+    )
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    """A method: in memory a change would reach one layer, until it is read again."""
+    refuse_change()
+
+
 class _Absent(torch.Tensor):
     """A weight that is on disk, or what was made of its shape.
 
@@ -98,13 +113,7 @@ class _Absent(torch.Tensor):
     def is_meta(self) -> bool:  # type: ignore[override]
         return not self.frozen  # as of `FrozenElsewhere`
 
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, _: torch.Tensor) -> None:
-        refuse_change()
+    data: Any = property(torch.Tensor.detach, _refuse)
 
 
 class Elsewhere(nn.Parameter):
@@ -123,13 +132,7 @@ class Elsewhere(nn.Parameter):
     def device(self) -> torch.device:  # type: ignore[override]
         return self.on_device
 
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, _: torch.Tensor) -> None:
-        refuse_change()
+    data: Any = property(torch.Tensor.detach, _refuse)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A parameter in memory, which is nobody's but the caller's."""
@@ -142,21 +145,11 @@ class Frozen(nn.Parameter):
     They are made where it says that it is. `data` is what they are merged into.
     """
 
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach().as_subclass(_Unchanged)
-
-    @data.setter
-    def data(self, _: torch.Tensor) -> None:
-        refuse_change()
+    data: Any = property(lambda self: self.detach().as_subclass(_Unchanged), _refuse)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """As of `Elsewhere`."""
         return _remember(memo, self, self.detach())
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        """In memory a change would reach this layer and not another, until it is read again."""
-        refuse_change()
 
     # By name: a `__torch_function__` would cost time in each product.
     copy_ = zero_ = fill_ = add_ = sub_ = mul_ = div_ = addmm_ = clamp_ = _refuse
@@ -215,23 +208,7 @@ class _Unchanged(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return tree_map(marked, found)
 
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, _: torch.Tensor) -> None:
-        refuse_change()
-
-
-def refuse_change() -> NoReturn:
-    """Raise: somebody changes a weight that is read from its checkpoint each time."""
-    raise RuntimeError(
-        "a weight of a streamed model cannot be changed, and adapters cannot be merged into it: it "
-        "is read from its checkpoint. Save the adapters, and merge them into a model that is "
-        "loaded. Adapters that begin by changing the base (PiSSA, OLoRA, CorDA, LoftQ, KaSA) "
-        "are begun in a model that is loaded: save that base and them, and stream that base"
-    )
+    data: Any = property(torch.Tensor.detach, _refuse)
 
 
 def on_disk(value: object) -> bool:

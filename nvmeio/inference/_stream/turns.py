@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import _thread
 from collections import deque
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
 
 from nvmeio._threads.future import SLICE_S
 from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio.errors import ClosedError
+
+Value = TypeVar("Value")
 
 CLOSED = "the stream of weights is closed: model.weight_stream.reopen()"
 
@@ -32,6 +34,19 @@ class Waiting(NamedTuple):
         """Block until it is worthwhile to ask again; an interrupt ends it at once."""
         while not self.gate.acquire(timeout=SLICE_S):
             pass
+
+
+def in_turn(owner: OwnerThread, ask: Callable[..., Value | Waiting], *args: Any) -> Value:
+    """Have the owner do `ask(waited, *args)` until that gives nothing more to wait for."""
+    found: Any = None
+    try:
+        while True:
+            found = owner.call(ask, found, *args)
+            if not isinstance(found, Waiting):
+                return found  # type: ignore[no-any-return]
+            found.wait()
+    finally:
+        del found  # an error that is kept must not keep the claim
 
 
 class SharedUse(NamedTuple):

@@ -157,27 +157,27 @@ class Uses:
 
     def enter(
         self,
+        waited: Waiting | None,
         unit: Unit,
         caller: Hashable,
-        waited: Waiting | None,
         cuda_stream: Any,
-        grad_mode: GradMode | None = None,
+        grad_mode: GradMode,
     ) -> Claim | Waiting:
         """Have a unit's weights in place.
 
         Args:
+            waited: What an earlier call returned.
             unit: Which one.
             caller: Who asks: a thread's number, or its lockstep.
-            waited: What an earlier call returned.
             cuda_stream: Current where the caller computes, if that is a GPU.
-            grad_mode: What the caller's autograd does; None: it is off.
+            grad_mode: What the caller's autograd does.
         """
         queued = self.turns.take(caller, waited)
         if queued is not None:
             return queued
         try:
             with devices.on_stream(cuda_stream):
-                slot = self._bring(unit, grad_mode or GradMode(False, False))
+                slot = self._bring(unit, grad_mode)
                 self.resources.memory.ready(slot)  # it may have been bound for another stream
             self._settle(slot, caller)
         except BaseException:
@@ -190,7 +190,7 @@ class Uses:
         self.units_used += 1
         return self._owner.claim(self._leave, use, caller)
 
-    def hold(self, lockstep: Lockstep[Any], waited: Waiting | None) -> Claim | Waiting:
+    def hold(self, waited: Waiting | None, lockstep: Lockstep[Any]) -> Claim | Waiting:
         """Give the turn to micro-batches, until the claim ends."""
         queued = self.turns.take(lockstep, waited)
         if queued is not None:
@@ -256,10 +256,10 @@ class Uses:
 
     def lend(
         self,
+        waited: Waiting | None,
         unit: Unit,
         converted: bool,
         caller: Hashable,
-        waited: Waiting | None,
         cuda_stream: Any,
         grad_mode: GradMode,
     ) -> torch.Tensor | Waiting:
