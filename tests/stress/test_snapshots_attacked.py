@@ -177,7 +177,8 @@ def test_every_file_is_the_moment_of_its_save(
 
 
 # One process forks writers, kills each while somebody writes to what it saves, and looks at it.
-# A writer tells by a byte that a save has begun ("b"), or is durable ("d").
+# A writer tells by a byte that a save has begun ("b"), or is durable ("d"; "m" where pages
+# were copied aside for it).
 KILLED = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
@@ -213,11 +214,10 @@ def saves_for_ever(tell):
         writer.start()
         report = saver.wait_sync()
         over.set()
-        os.write(tell, b"d")
+        os.write(tell, b"m" if report.moved_bytes else b"d")
         writer.join()
-        assert report.moved_bytes > 0, "nothing had to be copied aside"
 
-within = looked_at = last = 0
+within = looked_at = last = moved = 0
 for turn in range(kills):
     told, tell = os.pipe()
     pid = os.fork()
@@ -240,17 +240,21 @@ for turn in range(kills):
     said += os.read(told, 100)
     os.close(told)
     within += said.endswith(b"b")
+    moved += said.count(b"m")
     steps = []
     for path in folder.glob("step-*.pt"):
         steps.append(step := int(path.stem.removeprefix("step-")))
         found = torch.load(path)["tensors"]
         assert all(bool((tensor == step).all()) for tensor in found), (path, turn)
         looked_at += 1
-    durable = last + said.count(b"d")
-    assert max(steps, default=0) in (durable, durable + 1), (steps, last, said)
-    last = max(steps, default=0)
+    durable = last + said.count(b"d") + said.count(b"m")
+    # A writer goes on from here, if the kill came between a name and the pointer to it.
+    pointer = folder / "latest"
+    last = int(os.readlink(pointer)[5:13]) if pointer.is_symlink() else 0
+    assert last in (durable, durable + 1) and (not last or last in steps), (steps, last, said)
 assert within > kills // 4 and looked_at > 0, within
-print(f"{kills} kills, {within} of them while pages were copied aside, {looked_at} files, 0 wrong")
+print(f"{kills} kills, {within} of them within a save that was written to, {moved} saves before "
+      f"with pages copied aside, {looked_at} files, 0 wrong")
 """
 
 
