@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
-from nvmeio._files.plan import round_up
+from nvmeio._pages import round_up
 from nvmeio.errors import AlignmentError, BackendUnavailableError
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from nvmeio._checks import OFFSET_MAX
 from nvmeio._core.core import REAP_EVERY, Core
 from nvmeio._core.records import Record, make_room
 from nvmeio._files.descriptors import Descriptors
-from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._memory import holds
 from nvmeio._memory.tensors import LOOKED_UP_BYTES, Data, Memory, is_simple
+from nvmeio._pages import PAGE_BYTES
 from nvmeio.engines import transfers
 from nvmeio.engines.base import Opcode, ShortRequest, Transfer
 from nvmeio.engines.transfers import BOUNCE_FROM_BYTES

@@ -10,8 +10,8 @@ from typing import NamedTuple, NoReturn
 
 from nvmeio import _checks
 from nvmeio._files.descriptors import MEMORY_FILE_SYSTEMS, Descriptors, open_error
-from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._files.system import file_system_of
+from nvmeio._pages import PAGE_BYTES
 from nvmeio._threads.closing import Closing
 from nvmeio.errors import ClosedError
 

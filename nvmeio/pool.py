@@ -27,9 +27,9 @@ from typing import NoReturn
 import torch
 
 from nvmeio import _checks
-from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._memory.leases import LeaseQueue, Waiter
 from nvmeio._memory.mappings import Mapping
+from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._threads.closing import Closing
 from nvmeio._threads.running_loop import resolve, running_loop
 from nvmeio.errors import ClosedError

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import support
 
-from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._memory import mappings as mappings_module
+from nvmeio._pages import PAGE_BYTES
 
 MIB = 1 << 20
 PAGE = PAGE_BYTES

@@ -16,9 +16,9 @@ import torch
 from support import needs_protection, run_python
 
 import nvmeio
-from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._memory.copy_on_write import WriteProtection
 from nvmeio._memory.mappings import Mapping
+from nvmeio._pages import PAGE_BYTES
 
 MIB = 1 << 20
 

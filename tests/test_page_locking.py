@@ -192,7 +192,7 @@ import ctypes, os, resource, sys
 import torch
 from nvmeio._memory import mappings
 from nvmeio import buffers
-from nvmeio._files.plan import PAGE_BYTES
+from nvmeio._pages import PAGE_BYTES
 from nvmeio.errors import TransferError
 from nvmeio.pool import PinnedPool
 

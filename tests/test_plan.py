@@ -8,7 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from nvmeio._files.plan import PAGE_BYTES, Alignment, Plan, plan_read, plan_write
+from nvmeio._files.plan import Alignment, Plan, plan_read, plan_write
+from nvmeio._pages import PAGE_BYTES
 
 ALIGNMENTS = st.sampled_from([1, 512, 1024, 4096, 8192, 65536])
 OFFSETS = st.one_of(

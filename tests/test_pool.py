@@ -17,10 +17,10 @@ import torch
 from support import collect, new_loop, run_python, spin_until_collected
 
 from nvmeio import buffers
-from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._memory import mappings
 from nvmeio._memory.leases import LeaseQueue, Waiter
 from nvmeio._memory.mappings import Mapping
+from nvmeio._pages import PAGE_BYTES
 from nvmeio.errors import ClosedError
 from nvmeio.pool import PinnedPool
 

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import new_loop, spin_until_collected
 
-from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._memory.leases import FreeBlocks
+from nvmeio._pages import PAGE_BYTES
 from nvmeio.pool import PinnedPool
 
 PAGE = PAGE_BYTES

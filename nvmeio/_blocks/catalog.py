@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from nvmeio._blocks.table import WRITER_BYTES, NotATable, Table
-from nvmeio._files.plan import round_up
+from nvmeio._pages import round_up
 from nvmeio._storage.durable import free_bytes, make_directory, reserve
 from nvmeio._storage.guarded import make_private_directory, open_own
 from nvmeio._storage.locks import become_writer

@@ -34,8 +34,8 @@ from nvmeio._blocks.catalog import BlockPlace, Catalog
 from nvmeio._blocks.table import Key, names_of
 from nvmeio._blocks.transfers import InPlace, SlotPiece, Transfers
 from nvmeio._blocks.worker import StoreWorker
-from nvmeio._files.plan import round_up
 from nvmeio._io.handles import new_handle
+from nvmeio._pages import round_up
 from nvmeio._storage import crc32
 from nvmeio._threads.closing import Closing
 from nvmeio._threads.endings import Ending, leave

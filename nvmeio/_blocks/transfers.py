@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 
 from nvmeio import buffers
-from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._io.inflight import MOST_BYTES
 from nvmeio._memory import tensors
+from nvmeio._pages import PAGE_BYTES
 from nvmeio._shim import memory_at
 from nvmeio.errors import BatchError
 from nvmeio.files import File

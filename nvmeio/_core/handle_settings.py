@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nvmeio import buffers
-from nvmeio._files.plan import PAGE_BYTES
+from nvmeio._pages import PAGE_BYTES
 from nvmeio.engines.base import Options
 
 

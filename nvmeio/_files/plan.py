@@ -16,22 +16,11 @@ A file without direct I/O (alignment 0) is one buffered span of single bytes.
 
 from __future__ import annotations
 
-import mmap
 from typing import NamedTuple
 
-PAGE_BYTES = mmap.PAGESIZE
-TENSOR_ALIGNMENT = 64  # of torch's own CPU tensors, in bytes
+from nvmeio._pages import PAGE_BYTES
+
 _new = tuple.__new__
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The next multiple from a value on."""
-    return -(-value // multiple) * multiple
-
-
-def round_down(value: int, multiple: int) -> int:
-    """The last multiple up to a value."""
-    return value // multiple * multiple
 
 
 class Alignment(NamedTuple):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from nvmeio._files.plan import PAGE_BYTES
+from nvmeio._pages import PAGE_BYTES
 from nvmeio._shim import memory_at
 
 

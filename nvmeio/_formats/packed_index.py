@@ -13,9 +13,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from nvmeio._files.plan import PAGE_BYTES, round_down
 from nvmeio._formats.safetensors_header import TensorEntry
 from nvmeio._io.drives import Striping
+from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio._storage import crc32
 
 KEY = "nvmeio.pack"

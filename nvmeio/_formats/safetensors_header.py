@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._formats.safetensors_shards import as_package
+from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio.errors import IntegrityError
 
 LENGTH_BYTES = 8

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 
 import torch
 
-from nvmeio._files.plan import PAGE_BYTES, round_down
 from nvmeio._formats import pickle_calls, pickle_values, torch_pickle, torch_zip
 from nvmeio._formats.pickle_values import Scan
 from nvmeio._formats.torch_zip import Archive
 from nvmeio._io.spans import Load, Span
 from nvmeio._memory import system
+from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio.errors import IntegrityError, transfer_error
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

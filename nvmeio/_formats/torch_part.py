@@ -12,10 +12,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._formats.torch_file import read_buffered
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_writing import Crc
+from nvmeio._pages import PAGE_BYTES
 from nvmeio._storage import crc32
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._files.plan import PAGE_BYTES
+from nvmeio._pages import PAGE_BYTES
 
 Storages = dict[str, torch.UntypedStorage]
 """Storages by the key of their record."""

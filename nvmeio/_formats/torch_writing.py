@@ -29,10 +29,10 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._files.plan import PAGE_BYTES, round_down, round_up
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes, ReadOnce, StorageRecord, resized
 from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._memory import holds, mappings
+from nvmeio._pages import PAGE_BYTES, round_down, round_up
 from nvmeio._storage import crc32
 from nvmeio.errors import ClosedError
 from nvmeio.files import File

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 
 from nvmeio import tuned
-from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._io.handles import new_handle
 from nvmeio._memory.leases import FreeBlocks
+from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._storage import durable
 from nvmeio._storage.guarded import open_nameless
 from nvmeio._threads.serial import do_all

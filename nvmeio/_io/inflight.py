@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio import buffers
-from nvmeio._files.plan import PAGE_BYTES, round_down
+from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio._shim import memory_at
 from nvmeio._threads.jobs import run_interruptible
 from nvmeio._threads.serial import do_all

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import (
@@ -37,6 +36,7 @@ from nvmeio._io.spans import (
 )
 from nvmeio._memory import devices, mappings, system
 from nvmeio._memory.mappings import Prefault
+from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._ranks.exchange import Exchange
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

@@ -34,12 +34,12 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio import files
-from nvmeio._files.plan import PAGE_BYTES, round_down, round_up
 from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._io.long_call import LongCall
 from nvmeio._memory import devices, system
 from nvmeio._memory.devices import Mark
 from nvmeio._memory.mappings import Mapping, Prefault
+from nvmeio._pages import PAGE_BYTES, round_down, round_up
 from nvmeio.errors import ShortTransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

@@ -24,7 +24,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nvmeio._files.plan import PAGE_BYTES, round_up
+from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._shim import ffi, lib
 from nvmeio.errors import IntegrityError
 

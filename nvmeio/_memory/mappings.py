@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._memory.system import (
     check_available,
     clear_cuda_error,
@@ -36,6 +35,7 @@ from nvmeio._memory.system import (
     no_memory,
     not_lockable,
 )
+from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._threads.serial import Serial
 from nvmeio._threads.threads import Thread
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nvmeio._files.plan import round_up
+from nvmeio._pages import round_up
 
 # Tiles are of a multiple of so many rows. Matrix kernels take rows in blocks: products of whole
 # blocks have the whole's last bits more often than others (of one token, with blocks of 16 rows

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from nvmeio._checks import OFFSET_MAX
-from nvmeio._files.plan import PAGE_BYTES, Plan
+from nvmeio._files.plan import Plan
 from nvmeio._memory.devices import Mark
+from nvmeio._pages import PAGE_BYTES
 from nvmeio._shim import ffi, lib
 from nvmeio._threads.threads import start
 from nvmeio.engines._queued import DeviceRequest, QueuedEngine

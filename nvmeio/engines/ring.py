@@ -30,9 +30,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nvmeio._files.plan import PAGE_BYTES, round_down
 from nvmeio._memory.devices import Copier
 from nvmeio._memory.tensors import Memory
+from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio._threads.threads import Thread
 from nvmeio.engines import base, transfers
 from nvmeio.engines._queued import QueuedEngine, counted

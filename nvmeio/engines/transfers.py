@@ -14,9 +14,10 @@ import torch
 
 from nvmeio import _checks, files
 from nvmeio._files.descriptors import Descriptors
-from nvmeio._files.plan import PAGE_BYTES, Plan, plan_read, plan_write
+from nvmeio._files.plan import Plan, plan_read, plan_write
 from nvmeio._memory import holds, mappings
 from nvmeio._memory.tensors import Memory
+from nvmeio._pages import PAGE_BYTES
 from nvmeio.engines.base import DeviceTransfer, Opcode, Rows, Transfer
 from nvmeio.errors import IntegrityError, TransferError, transfer_error
 

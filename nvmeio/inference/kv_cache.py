@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._io.drives import LEAST_CHUNK_BYTES, DriveHandles, ScratchFile
 from nvmeio._io.inflight import new_staging
+from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._storage import crc32
 from nvmeio._storage.durable import make_directory
 from nvmeio._threads.threads import Thread

@@ -16,7 +16,6 @@ import torch
 
 from nvmeio import _checks, buffers, files
 from nvmeio._checks import Paths
-from nvmeio._files.plan import PAGE_BYTES, TENSOR_ALIGNMENT, round_up
 from nvmeio._formats import packed_index
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
@@ -27,6 +26,7 @@ from nvmeio._io.drives import weights_of
 from nvmeio._io.handles import handle_for
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
+from nvmeio._pages import PAGE_BYTES, TENSOR_ALIGNMENT, round_up
 from nvmeio._storage import crc32
 from nvmeio._storage.durable import make_directory, rename, sync_directory, sync_file
 from nvmeio._storage.guarded import INDEX_BYTES, read_small

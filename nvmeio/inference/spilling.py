@@ -36,11 +36,11 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio import _checks, buffers, files
-from nvmeio._files.plan import TENSOR_ALIGNMENT, round_up
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.handles import handle_for
+from nvmeio._pages import TENSOR_ALIGNMENT, round_up
 from nvmeio._storage.durable import make_directory, reserve
 from nvmeio._storage.guarded import create, make_private_directory
 from nvmeio.handle import AioHandle

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio import _checks, files
-from nvmeio._files.plan import PAGE_BYTES, round_down, round_up
 from nvmeio._formats.safetensors_set import header_of
 from nvmeio._io.handles import new_handle
 from nvmeio._memory.mappings import Mapping as MemoryMapping
+from nvmeio._pages import PAGE_BYTES, round_down, round_up
 from nvmeio._residency.lent import LentPool, LentSlot
 from nvmeio._residency.order import Cyclic
 from nvmeio._residency.reader import Fill, Reader, WantedBytes

@@ -34,8 +34,8 @@ import torch
 
 from nvmeio import buffers
 from nvmeio._blocks.store import BlockStore
-from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._formats.safetensors_shards import parse_size
+from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio.errors import ClosedError
 from nvmeio.integrations._clients import client, joined, on_demand, resolved
 from nvmeio.integrations._kv_identity import Model, Options, identity_of

@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 
 import nvmeio
 from nvmeio import cli
-from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._formats import packed_index
 from nvmeio._formats.packed_index import Dealing
 from nvmeio._io import drives
 from nvmeio._io.drives import DriveHandles
+from nvmeio._pages import PAGE_BYTES
 from nvmeio.checkpoint.verifying import verify
 from nvmeio.engines.threads import Block, ThreadsEngine
 from nvmeio.errors import IntegrityError

@@ -39,8 +39,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 import nvmeio
 from nvmeio._files import system
-from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._formats.safetensors_set import header_of
+from nvmeio._pages import PAGE_BYTES
 from nvmeio._threads.owner import OwnerThread
 from nvmeio.checkpoint.safetensors import load_safetensors, read_header, save_safetensors
 from nvmeio.errors import ClosedError, IntegrityError, ShortTransferError, TransferError

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 import nvmeio
 from nvmeio import cli
-from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._formats import packed_index
+from nvmeio._pages import PAGE_BYTES
 from nvmeio.checkpoint.verifying import verify
 from nvmeio.inference import pack
 from nvmeio.inference._plan.slot_layout import Read

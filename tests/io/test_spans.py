@@ -29,13 +29,13 @@ from support import (
 )
 
 import nvmeio
-from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._io import spans as span_reads
 from nvmeio._io import spans as spans_module
 from nvmeio._io.spans import Load, Span, inside, plan_reads, read
 from nvmeio._memory import mappings
 from nvmeio._memory import mappings as mappings_module
 from nvmeio._memory.mappings import Prefault
+from nvmeio._pages import PAGE_BYTES
 from nvmeio._threads.jobs import in_thread
 
 NewHandle = Callable[..., nvmeio.AioHandle]

@@ -36,11 +36,11 @@ from typing import NamedTuple
 import torch
 
 from nvmeio import buffers
-from nvmeio._files.plan import PAGE_BYTES, round_down, round_up
 from nvmeio._formats.torch_layout import FileLayout, StorageRecord
 from nvmeio._io.inflight import MOST_BYTES, Cancelled
 from nvmeio._memory import devices as devices_module
 from nvmeio._memory import system
+from nvmeio._pages import PAGE_BYTES, round_down, round_up
 from nvmeio._threads.future import SLICE_S
 from nvmeio._threads.threads import Thread
 

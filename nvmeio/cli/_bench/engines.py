@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import nvmeio
-from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._io.inflight import WriteBehind
+from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._storage.durable import sync_file
 from nvmeio.checkpoint.file_objects import FastFileReader
 from nvmeio.cli._bench.workload import Lap, Op, Timing, Workload

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 import nvmeio
-from nvmeio._files.plan import PAGE_BYTES
+from nvmeio._pages import PAGE_BYTES
 from nvmeio.cli import _terminal
 from nvmeio.cli._terminal import GB, binary_size, say
 from nvmeio.cli._tune.result import Latencies, Log, TunePlan, TuneResult

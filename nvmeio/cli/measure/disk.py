@@ -21,9 +21,9 @@ import torch
 import typer
 
 import nvmeio
-from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._files.system import find_mount
 from nvmeio._memory import system
+from nvmeio._pages import PAGE_BYTES
 from nvmeio._shim import memory_at
 from nvmeio._threads.owner import OwnerThread
 from nvmeio.cli._terminal import Refused, binary_size

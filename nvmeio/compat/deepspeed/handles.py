@@ -25,9 +25,9 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from nvmeio import _checks, buffers
-from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._memory import mappings
 from nvmeio._memory.tensors import cast_to_byte_tensor as cast_to_byte_tensor
+from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio.errors import BackendUnavailableError, NvmeioError, TransferError
 from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle

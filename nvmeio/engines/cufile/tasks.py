@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._memory import copy_on_write
 from nvmeio._memory.devices import Copier
+from nvmeio._pages import PAGE_BYTES
 from nvmeio.engines._queued import DeviceRequest, QueuedEngine
 from nvmeio.engines.base import CompletionQueue, DeviceTransfer, Opcode, Transfer
 from nvmeio.engines.cufile.library import CuFileFailure, Library

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from nvmeio import _checks
-from nvmeio._files.plan import round_up
 from nvmeio._memory.system import huge_page_bytes
+from nvmeio._pages import round_up
 from nvmeio.inference._plan.units import Partition, Unit
 
 # Layers in the window unless a number is asked for: one in use, one arriving, one in the queue.

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nvmeio._files.plan import PAGE_BYTES, round_down, round_up
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio._io.spans import HOLE_BYTES, read_to
+from nvmeio._pages import PAGE_BYTES, round_down, round_up
 from nvmeio.errors import IntegrityError
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nvmeio._files.plan import TENSOR_ALIGNMENT, round_up
 from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._pages import TENSOR_ALIGNMENT, round_up
 from nvmeio._residency.tiled_linear import can_be_tiled
 from nvmeio.inference._plan.checksums import ExpectedBytes, expected_of
 from nvmeio.inference._plan.slot_layout import SlotLayout, Weight, dealt, lay_out

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from nvmeio import buffers
-from nvmeio._files.plan import TENSOR_ALIGNMENT, round_up
 from nvmeio._memory import devices
 from nvmeio._memory.devices import Mark
+from nvmeio._pages import TENSOR_ALIGNMENT, round_up
 from nvmeio._residency import window
 from nvmeio._residency.lent import LentPool, laid_over, lease_now
 from nvmeio._residency.on_device import DevicePool

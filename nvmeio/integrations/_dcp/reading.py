@@ -23,11 +23,11 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from nvmeio import files
-from nvmeio._files.plan import round_up
 from nvmeio._formats.torch_file import read_buffered
 from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._io.spans import Span
 from nvmeio._io.spans import read as read_spans
+from nvmeio._pages import round_up
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

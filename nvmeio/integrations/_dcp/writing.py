@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio import _checks
-from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._formats.torch_layout import (
     FileLayout,
     KnownBytes,
@@ -38,6 +37,7 @@ from nvmeio._formats.torch_writing import write_part
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._memory import tensors
+from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads.jobs import run_interruptible
 from nvmeio.checkpoint.frozen import CopyMemory, FrozenState

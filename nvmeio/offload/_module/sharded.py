@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from nvmeio._files.plan import PAGE_BYTES, round_up
+from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio.errors import BackendUnavailableError, ClosedError
 from nvmeio.offload._module.param_store import ParamStore, store_of
 from nvmeio.offload._module.stages import ParamUnit, Stage

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._io.drives import FileSpan, StripedFile
+from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio.offload._step.pipeline import Move
 from nvmeio.offload._swap_files.extents import Extent, extents_of, file_tensor, moves_of, parts_of
 from nvmeio.offload._swap_files.subgroups import SlotSpan, aligned

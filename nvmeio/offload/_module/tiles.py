@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nvmeio._files.plan import PAGE_BYTES
+from nvmeio._pages import PAGE_BYTES
 from nvmeio._residency import tiled_linear
 from nvmeio._residency.tiled_linear import LinearRows
 from nvmeio.offload._module.param_store import store_of

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._checks import Paths
-from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._io.drives import DriveHandles
 from nvmeio._memory import devices
+from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._ranks.rank_store import several
 from nvmeio._threads.endings import Ending
 from nvmeio._threads.serial import do_all

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._files.plan import PAGE_BYTES, round_down
 from nvmeio._io.drives import FileSpan, StripedFile
+from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio.files import File
 from nvmeio.offload._step.pipeline import Move
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._files.plan import PAGE_BYTES, round_down, round_up
+from nvmeio._pages import PAGE_BYTES, round_down, round_up
 
 # Pieces from this size on begin on a page: their edges then go direct when they move alone.
 _PAGED_BYTES = 64 << 10
