@@ -2,7 +2,7 @@
 
     all: who has which part?         messages through the store
     rank 0: directory and pickle     asks for ranges of bytes; who has them sends them to all
-    all: the storages                _io.shared_spans, each byte read by a rank that has it
+    all: the storages                _ranks.shared_spans, each byte read by a rank that has it
 
 What is no storage is put into an image of the archive in memory, with holes where storages are, so
 that all else sees a file: torch's own refusals of what weights_only forbids, too. A process alone
@@ -23,10 +23,10 @@ from nvmeio._formats import torch_zip
 from nvmeio._formats.torch_file import is_asked_for, read_buffered
 from nvmeio._formats.torch_part import HEAD_BYTES, PartHead, head_of
 from nvmeio._io.inflight import InFlight
-from nvmeio._io.shared_spans import RankSpan
 from nvmeio._io.spans import read_scattered
 from nvmeio._ranks.exchange import NoExchange
 from nvmeio._ranks.rank_store import RankStore
+from nvmeio._ranks.shared_spans import RankSpan
 from nvmeio._storage.locks import open_reading
 from nvmeio.checkpoint._ranks.drives import OwnDrives, Save, Survey
 from nvmeio.checkpoint._ranks.loading_ranks import LoadingRanks
