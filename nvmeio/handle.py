@@ -24,7 +24,7 @@ from nvmeio._memory.tensors import Data
 from nvmeio._threads.closing import ClosingWork
 from nvmeio._threads.jobs import run_interruptible
 from nvmeio.bound import BoundFile
-from nvmeio.engines import ring, select, transfers
+from nvmeio.engines import device_ring, select, transfers
 from nvmeio.engines import transfers as transfers_module
 from nvmeio.engines.base import Counters, Engine, Opcode, Options
 from nvmeio.engines.transfers import FileOffsets, row_places
@@ -80,7 +80,7 @@ class AioHandle(HandleSettings, ClosingWork):
         intra_op_parallelism: int = 1,
         *,
         engine: str | Engine = "auto",
-        ring_bytes: int | str = ring.DEFAULT_BYTES,
+        ring_bytes: int | str = device_ring.DEFAULT_BYTES,
     ) -> None:
         block_size = _checks.size("block_size", block_size)
         ring_bytes = _checks.size("ring_bytes", ring_bytes)
@@ -92,7 +92,7 @@ class AioHandle(HandleSettings, ClosingWork):
             _checks.switch("overlap_events", overlap_events),
             _checks.integer("intra_op_parallelism", intra_op_parallelism, 1, 1024),
         )
-        _checks.integer("ring_bytes", ring_bytes, ring.LEAST_BYTES)
+        _checks.integer("ring_bytes", ring_bytes, device_ring.LEAST_BYTES)
         self._options = options
         self._copier = devices.new_copier()
         # By a thread: where an interrupt comes meanwhile, `__del__` finds all of it, or nothing.

@@ -36,7 +36,7 @@ from nvmeio._threads.serial import do_all
 from nvmeio._threads.threads import start
 from nvmeio.engines import transfers
 from nvmeio.engines.base import Counters, Engine, Opcode, Options, Transfer
-from nvmeio.engines.ring import RingEngine
+from nvmeio.engines.device_ring import RingEngine
 from nvmeio.engines.transfers import RowPlaces
 from nvmeio.errors import TransferError
 from nvmeio.files import File

@@ -2,7 +2,7 @@
 
 `QueuedEngine` and `QueuedRequest` are the base of all of them: the portable engine
 (`nvmeio.engines.threads`), and those that move device memory (`DeviceRequest`), which are the ring
-(`nvmeio.engines.ring`) and cuFile (`nvmeio.engines.cufile`).
+(`nvmeio.engines.device_ring`) and cuFile (`nvmeio.engines.cufile`).
 """
 
 from __future__ import annotations

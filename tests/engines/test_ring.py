@@ -34,7 +34,7 @@ from support import (
 )
 
 import nvmeio
-from nvmeio.engines.ring import RingEngine
+from nvmeio.engines.device_ring import RingEngine
 from nvmeio.testing import FakeEngine
 
 PAGE = 4096

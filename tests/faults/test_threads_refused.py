@@ -23,7 +23,7 @@ from nvmeio._threads.owner import OwnerThread
 from nvmeio.checkpoint._snapshot import copies
 from nvmeio.engines.base import Options
 from nvmeio.engines.cufile import driver
-from nvmeio.engines.ring import RingEngine
+from nvmeio.engines.device_ring import RingEngine
 from nvmeio.inference.blocks import Lockstep
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.testing import FakeEngine

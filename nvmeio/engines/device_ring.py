@@ -35,8 +35,8 @@ from nvmeio._memory.tensors import Memory
 from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio._threads.threads import Thread
 from nvmeio.engines import base, transfers
+from nvmeio.engines._device_ring_parts import RingPart, RingRequest, RingRowsRequest
 from nvmeio.engines._queued import QueuedEngine, counted
-from nvmeio.engines._ring_parts import RingPart, RingRequest, RingRowsRequest
 from nvmeio.engines.base import (
     CompletionQueue,
     Counters,
