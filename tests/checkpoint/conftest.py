@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint._snapshot_training import Training
 from faults._support import MIB
 from support import HeldEngine
 
 import nvmeio
+from nvmeio._formats import torch_writing
 
 
 @pytest.fixture
@@ -37,3 +39,15 @@ def held(new: Any, engine_held: HeldEngine, new_handle: Any) -> nvmeio.Checkpoin
     """One that writes nothing before the gate of `engine_held` is opened."""
     checkpointer: nvmeio.Checkpointer = new(handle=new_handle(engine_held, block_size=MIB))
     return checkpointer
+
+
+@pytest.fixture
+def little_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of a state is not read yet when somebody writes to it."""
+    monkeypatch.setattr(torch_writing, "STAGING_BYTES", MIB // 4)
+    monkeypatch.setattr(torch_writing, "STAGINGS", 2)
+
+
+@pytest.fixture
+def training() -> Training:
+    return Training()

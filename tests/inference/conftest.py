@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import nvmeio
+from nvmeio.inference._plan import budget as budget_module
 from nvmeio.inference._plan import units
 
 
@@ -58,3 +59,9 @@ def stream(one_handle: nvmeio.AioHandle) -> Iterator[Callable[..., Any]]:
     yield make
     for model in made:
         model.weight_stream.close()
+
+
+@pytest.fixture
+def small_ones_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices of tests are smaller than what is worth a read."""
+    monkeypatch.setattr(budget_module, "LEAST_BYTES", 1 << 14)

@@ -14,8 +14,8 @@ import interrupting
 import pytest
 import torch
 from fake_accelerator import DEVICE, Accelerator, Pace, accelerator
+from offload._saved_activations import Doubles, made, small
 from support import spin_until, spin_until_collected
-from test_activations import Doubles, made, small
 from torch import nn
 
 import nvmeio

@@ -6,7 +6,6 @@ import asyncio
 import copy
 import io
 import logging
-import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,14 @@ from _offload_models import (
     model,
     train,
 )
+from offload._swapping import SMALL, swapped
 from support import (
     PATIENCE_S,
     assert_levels_off,
     on_every_loop,
     resident_bytes,
-    spin_until_collected,
 )
 
-import nvmeio
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.offload._step.turns import Step
 
@@ -52,12 +50,6 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 # One that differs by a bit differs in all that follow.
 STEPS = [12, pytest.param(200, marks=pytest.mark.stress)]
-# Small subgroups, so that parameters are split and there are several of each.
-SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10, "durable": False}
-
-
-def swapped(made: Any, folder: Path, cls: Any = torch.optim.Adam, **options: Any) -> Any:
-    return SwappedOptimizer(cls, made.parameters(), swap_dir=folder, **{**SMALL, **options})
 
 
 @pytest.mark.parametrize("steps", STEPS)
@@ -514,192 +506,3 @@ def test_an_optimizer_that_is_not_elementwise(tmp_path: Path) -> None:
                 stepping.step()
                 stepping.zero_grad()
         assert all(map(torch.equal, first, second))
-
-
-# Bad input
-
-
-def test_closures_are_refused(tmp_path: Path) -> None:
-    made = model()
-    refused = pytest.raises(TypeError, match="takes no closure")
-    with swapped(made, tmp_path) as optimizer, refused:
-        optimizer.step(lambda: 0.0)
-
-
-@pytest.mark.parametrize("cls", [torch.optim.LBFGS, torch.optim.SparseAdam, torch.nn.Linear, 3])
-def test_classes_that_cannot_be_swapped(cls: Any, tmp_path: Path) -> None:
-    with pytest.raises(TypeError):
-        SwappedOptimizer(cls, model().parameters(), swap_dir=tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"subgroup_bytes": 10}, ValueError),
-        ({"subgroup_bytes": 1.5}, TypeError),
-        ({"buffer_bytes": 0}, ValueError),
-        ({"master_dtype": 32}, TypeError),
-        ({"master_dtype": "float33"}, ValueError),
-        ({"master_dtype": torch.int32}, ValueError),
-        ({"gradients": "nvme"}, ValueError),
-        ({"ratio": 1.5}, ValueError),
-        ({"ratio": "all"}, TypeError),
-        ({"ratio": 0.5, "resume": True}, ValueError),
-        ({"swap_dir": None}, ValueError),
-        ({"swap_dir": None, "ratio": 0.0, "gradients": "disk"}, ValueError),
-        ({"handle": 3}, TypeError),
-        ({"lr": -1.0}, ValueError),
-        ({"learning_rate": 1.0}, TypeError),
-    ],
-)
-def test_bad_arguments(options: dict[str, Any], error: type[Exception], tmp_path: Path) -> None:
-    with pytest.raises(error):
-        SwappedOptimizer(
-            torch.optim.Adam, model().parameters(), **{"swap_dir": tmp_path, **options}
-        )
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_optimizer_in_the_place_of_its_class_is_refused(tmp_path: Path) -> None:
-    made = model()
-    with pytest.raises(TypeError, match=r"pass the class, AdamW, .* swapped_like"):
-        SwappedOptimizer(torch.optim.AdamW(made.parameters()), made.parameters(), swap_dir=tmp_path)
-    with pytest.raises(TypeError, match=r"pass the class, AdamW, .* swapped_like"):
-        SwappedOptimizer(torch.optim.AdamW(made.parameters()), swap_dir=tmp_path)
-    with pytest.raises(TypeError, match="params is missing: parameters or groups of them"):
-        SwappedOptimizer(torch.optim.AdamW, swap_dir=tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name", ["durable", "checksum", "resume", "recoverable", "pipeline_read", "pipeline_write"]
-)
-def test_switches_are_what_they_say(name: str, tmp_path: Path) -> None:
-    """The string "false", as tuners print it, was taken for True."""
-    made = model()
-    with swapped(made, tmp_path, **{name: "false"}) as optimizer:
-        train(made, optimizer, 1)
-        assert (optimizer.plan.buffers == 2) == name.startswith("pipeline")
-    with pytest.raises(TypeError, match=f"{name} must be true or false.* not 'off'"):
-        swapped(made, tmp_path, **{name: "off"})
-
-
-def test_parameters_that_changed_are_refused_before_anything_happens(tmp_path: Path) -> None:
-    made = model()
-    with swapped(made, tmp_path) as optimizer:
-        train(made, optimizer, 1)
-        weights = [p.detach().clone() for p in made.parameters()]
-        last = made[5].weight
-        kept = last.data
-        for changed, says in (
-            (torch.zeros(1, 7), "shape"),
-            (kept.double(), "dtype"),
-        ):
-            for p in made.parameters():
-                p.grad = torch.ones_like(p)
-            last.grad = None
-            last.data = changed
-            with pytest.raises(RuntimeError, match=f"its {says} was"):
-                optimizer.step()
-            last.data = kept
-            assert all(map(torch.equal, made.parameters(), weights))
-
-
-def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
-    made = torch.nn.Embedding(10, 4, sparse=True)
-    with swapped(made, tmp_path) as optimizer:
-        made(torch.tensor([1])).sum().backward()
-        before = made.weight.detach().clone()
-        with pytest.raises(TypeError, match="sparse"):
-            optimizer.step()
-        assert torch.equal(made.weight, before)
-        assert not optimizer.broken
-    with swapped(made, tmp_path, gradients="disk"):
-        made.weight.grad = None
-        # The only parameter keeps its gradient in memory; a second one would be refused.
-
-
-def test_zeroed_gradients_on_the_drive_are_gone(tmp_path: Path) -> None:
-    made = model()
-    with swapped(made, tmp_path, gradients="disk") as optimizer:
-        loss_of(made, 0).backward()
-        assert sum(p.grad is not None for p in made.parameters()) == 1
-        optimizer.zero_grad()
-        before = optimizer.generation
-        optimizer.step()
-        assert optimizer.generation == before
-        with pytest.raises(ValueError, match="set_to_none"):
-            optimizer.zero_grad(set_to_none=False)
-
-
-def test_the_models_zero_grad_is_noticed(tmp_path: Path) -> None:
-    """Many loops (that of transformers, for one) call the model's and not the optimizer's."""
-    ours, theirs = model(), model()
-    reference = torch.optim.Adam(theirs.parameters())
-    with swapped(ours, tmp_path, gradients="disk") as optimizer:
-        for step in range(4):
-            for made, stepping in ((ours, optimizer), (theirs, reference)):
-                loss_of(made, step).backward()
-                stepping.step()
-                made.zero_grad()
-        assert_same_weights(ours, theirs)
-        loss_of(ours, 9).backward()
-        ours.zero_grad()
-        before = optimizer.generation
-        optimizer.step()
-        assert optimizer.generation == before
-
-
-def test_it_is_neither_copied_nor_pickled(tmp_path: Path) -> None:
-    with swapped(model(), tmp_path) as optimizer:
-        with pytest.raises(TypeError, match="state_dict"):
-            pickle.dumps(optimizer)
-        with pytest.raises(TypeError, match="another swap_dir"):
-            copy.deepcopy(optimizer)
-
-
-def test_closed_is_closed(tmp_path: Path) -> None:
-    optimizer = swapped(model(), tmp_path)
-    optimizer.close()
-    optimizer.close()
-    assert "closed" in repr(optimizer)
-    for call in (optimizer.step, optimizer.state_dict, optimizer.reload_weights):
-        with pytest.raises(nvmeio.ClosedError):
-            call()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_dropped_is_closed(tmp_path: Path) -> None:
-    """Nobody closes an optimizer: its files go when it does."""
-    made = model()
-    optimizer = swapped(made, tmp_path, gradients="disk")
-    train(made, optimizer, 1)
-    del optimizer
-    spin_until_collected(lambda: list(tmp_path.iterdir()) == [])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_fused_step_that_changes_no_weights_is_refused(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
-    """torch 2.13's fused SGD on the CPU leaves weights of these dtypes as they are: so did we."""
-    theirs = torch.nn.Parameter(torch.ones(256, dtype=dtype))
-    theirs.grad = torch.ones_like(theirs)
-    torch.optim.SGD([theirs], lr=0.5, fused=True).step()
-    if bool((theirs == 0.5).all()):
-        pytest.skip("this torch steps them")
-    ours = torch.nn.Parameter(torch.ones(256, dtype=dtype))
-    options: dict[str, Any] = {"swap_dir": tmp_path, "lr": 0.5, "durable": False}
-    with pytest.raises(ValueError, match=r"fused=True of SGD leaves .* leave out fused, or step"):
-        SwappedOptimizer(torch.optim.SGD, [ours], fused=True, **options)
-    with SwappedOptimizer(torch.optim.SGD, [ours], **options) as optimizer:
-        ours.grad = torch.ones_like(ours)
-        optimizer.step()
-        assert bool((ours == 0.5).all())
-        optimizer.param_groups[0]["fused"] = True
-        with pytest.raises(ValueError, match="fused=True of SGD leaves"):
-            optimizer.step()
-    masters = {"fused": True, "master_dtype": torch.float32}
-    with SwappedOptimizer(torch.optim.SGD, [ours], **masters, **options) as optimizer:
-        optimizer.step()
-        assert bool((ours == 0).all())
