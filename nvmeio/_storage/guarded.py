@@ -19,6 +19,7 @@ import stat
 import tempfile
 
 from nvmeio import files
+from nvmeio._threads.jobs import run_interruptible
 from nvmeio.errors import IntegrityError, TransferError, naming, transfer_error
 from nvmeio.files import File
 
@@ -161,7 +162,10 @@ def read_small(path: str | os.PathLike[str], most: int) -> bytes:
         OSError: It cannot be opened or read; it is no regular file (EINVAL, or EISDIR); it is
             larger (EFBIG). Says which.
     """
-    name = os.fspath(path)
+    return run_interruptible(lambda: _read_small(os.fspath(path), most))
+
+
+def _read_small(name: str, most: int) -> bytes:
     fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         facts = os.fstat(fd)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interrupting import everywhere
+from support import new_descriptors, open_descriptors
 
 import nvmeio
 from nvmeio import tuned
@@ -85,6 +87,16 @@ def test_only_a_small_regular_file_is_read(kind: str, tmp_path: Path) -> None:
     with pytest.raises(OSError, match=str(path)) as raised:
         within_limit(lambda: read_small(path, SETTINGS_BYTES))
     assert raised.value.errno == ERRNO[kind]
+
+
+def test_an_interrupt_leaves_no_descriptor(tmp_path: Path) -> None:
+    """Between the open and what closed it one was lost: DCP's reader asks in the main thread."""
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    before = open_descriptors()
+    places = sum(1 for _ in everywhere(lambda: read_small(path, 1)))
+    assert places > 3
+    assert new_descriptors(before) == {}
 
 
 def test_a_file_of_the_most_bytes_is_read(tmp_path: Path) -> None:
