@@ -9,7 +9,7 @@ directions:
 
 There is never a copy of a whole tensor in host memory: the ring's size is all that it takes, made
 once, at the first transfer. Transfers take turns, part by part, so a small one does not wait
-behind a large one. What a part is, of a gather or scatter too, is in `_ring_parts`.
+behind a large one. What a part is, of a gather or scatter too, is in `_device_ring_parts`.
 
 One thread (the pump) does all of this. It sleeps on the eventfds of the host engine and of
 arriving transfers. CUDA's events cannot be slept on beside these, so while copies are under way it
