@@ -20,7 +20,7 @@ from support import LOOPS, HeldEngine, nvmeio_threads, open_descriptors
 import nvmeio
 from nvmeio import _shim, buffers, files
 from nvmeio._memory import copy_on_write
-from nvmeio._threads import endings
+from nvmeio._threads import shutdown
 from nvmeio.engines import libaio
 from nvmeio.engines.base import Engine
 from nvmeio.engines.libaio import LibaioEngine
@@ -74,7 +74,7 @@ def lost_on_purpose() -> Iterator[None]:
     """What tests lose on purpose is not what the status of the run is about."""
     yield
     gc.collect()
-    endings._untold.clear()
+    shutdown._untold.clear()
 
 
 # Modules that take longest, most of them with few tests: whoever began with one of them last would

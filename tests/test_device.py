@@ -18,7 +18,7 @@ from support import collect
 import nvmeio
 from nvmeio._io import spans as span_reads
 from nvmeio._memory import devices
-from nvmeio._threads.jobs import in_thread
+from nvmeio._threads.interruptible import in_thread
 from nvmeio.engines.cufile import driver
 from nvmeio.inference.blocks import Lockstep
 

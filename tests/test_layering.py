@@ -27,7 +27,7 @@ ROOT = Path(nvmeio.__file__).parent
 # The tree of this page, read from above: who stands lower on it may import who stands higher.
 PAGE = ROOT.parent / "docs/architecture.md"
 # A job computes on its caller's device.
-ALLOWED = {("nvmeio._threads.jobs", "nvmeio._memory.devices")}
+ALLOWED = {("nvmeio._threads.interruptible", "nvmeio._memory.devices")}
 SYSTEMS = ("checkpoint", "inference", "offload", "data")  # none imports another
 
 

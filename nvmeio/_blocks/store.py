@@ -37,9 +37,9 @@ from nvmeio._blocks.worker import StoreWorker
 from nvmeio._io.handles import new_handle
 from nvmeio._pages import round_up
 from nvmeio._storage import crc32
-from nvmeio._threads.closing import Closing
-from nvmeio._threads.endings import Ending, leave
 from nvmeio._threads.future import being_interrupted, may_be_interrupted
+from nvmeio._threads.shutdown import Ending, leave
+from nvmeio._threads.with_statement import Closing
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 

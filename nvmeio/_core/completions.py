@@ -17,7 +17,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from nvmeio._threads.jobs import run_interruptible
+from nvmeio._threads.interruptible import run_interruptible
 from nvmeio._threads.running_loop import resolve
 from nvmeio._threads.threads import Thread, start
 from nvmeio.engines.base import CompletionQueue, Engine

@@ -30,7 +30,7 @@ from nvmeio._files.descriptors import Descriptors
 from nvmeio._memory import holds
 from nvmeio._memory.devices import Copier
 from nvmeio._memory.tensors import Memory
-from nvmeio._threads.jobs import begun, run_interruptible
+from nvmeio._threads.interruptible import begun, run_interruptible
 from nvmeio._threads.running_loop import running_loop
 from nvmeio._threads.serial import do_all
 from nvmeio._threads.threads import start

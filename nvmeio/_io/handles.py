@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from nvmeio import tuned
-from nvmeio._threads.jobs import Job
+from nvmeio._threads.interruptible import Job
 from nvmeio.engines.base import Options
 from nvmeio.engines.libaio import LibaioEngine
 from nvmeio.errors import BackendUnavailableError, ClosedError

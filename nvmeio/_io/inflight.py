@@ -40,7 +40,7 @@ import torch
 from nvmeio import buffers
 from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio._shim import memory_at
-from nvmeio._threads.jobs import run_interruptible
+from nvmeio._threads.interruptible import run_interruptible
 from nvmeio._threads.serial import do_all
 from nvmeio.errors import BatchError, ClosedError, TransferError, with_context
 from nvmeio.files import File

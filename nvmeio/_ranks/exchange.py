@@ -26,7 +26,7 @@ import torch
 from nvmeio._io.inflight import Cancellation, Cancelled
 from nvmeio._ranks.rank_store import RankStore, pauses
 from nvmeio._shim import memory_at
-from nvmeio._threads import jobs, threads
+from nvmeio._threads import interruptible, threads
 from nvmeio.errors import BackendUnavailableError, TransferError
 
 logger = logging.getLogger("nvmeio")
@@ -90,7 +90,7 @@ class Exchange:
         make: Any = dist.ProcessGroupGloo
         arguments = (self._store.for_torch("gloo"), self.rank, self.size, limit)
         # It waits for all ranks to come, and one may have given up.
-        making = jobs.Job(partial(make, *arguments), "nvmeio-exchange")
+        making = interruptible.Job(partial(make, *arguments), "nvmeio-exchange")
         making.start()
         self._until(lambda: making.done, making)
         with self._naming():

@@ -19,7 +19,7 @@ import stat
 import tempfile
 
 from nvmeio import files
-from nvmeio._threads.jobs import run_interruptible
+from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.errors import IntegrityError, TransferError, naming, transfer_error
 from nvmeio.files import File
 

@@ -25,8 +25,8 @@ from nvmeio._io.inflight import Cancellation
 from nvmeio._ranks.messages import DEFAULT_TIMEOUT_S
 from nvmeio._ranks.rank_store import RankStore
 from nvmeio._storage.replace import Replacement
-from nvmeio._threads import endings
-from nvmeio._threads.jobs import begun, run_interruptible
+from nvmeio._threads import shutdown
+from nvmeio._threads.interruptible import begun, run_interruptible
 from nvmeio._threads.serial import do_all
 from nvmeio.checkpoint import safetensors
 from nvmeio.checkpoint._manager.job import Plan, SaveJob, SaveReport, Setup, pickled_state
@@ -269,7 +269,7 @@ _savers: weakref.WeakSet[BackgroundSaver] = weakref.WeakSet()
 def _nobody_asked(future: concurrent.futures.Future[Any]) -> None:
     failed = future.exception()
     if failed is not None:
-        endings.nobody_was_told(failed)
+        shutdown.nobody_was_told(failed)
 
 
 def _at_exit() -> None:
@@ -285,4 +285,4 @@ def _at_exit() -> None:
     do_all(partial(end, saver) for saver in list(_savers) if saver.pid == os.getpid())
 
 
-endings.at_exit(_at_exit)
+shutdown.at_exit(_at_exit)

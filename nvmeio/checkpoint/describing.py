@@ -25,7 +25,7 @@ from nvmeio._io.handles import CallHandle
 from nvmeio._io.spans import Load
 from nvmeio._storage import crc32
 from nvmeio._storage.locks import open_reading
-from nvmeio._threads.jobs import run_interruptible
+from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.checkpoint.safetensors import read_header
 from nvmeio.files import File
 

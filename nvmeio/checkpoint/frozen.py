@@ -19,7 +19,7 @@ from nvmeio._formats.torch_layout import StorageRecord
 from nvmeio._memory.copy_on_write import support
 from nvmeio._memory.mappings import Mapping
 from nvmeio._pages import PAGE_BYTES, round_up
-from nvmeio._threads.jobs import begun, run_interruptible
+from nvmeio._threads.interruptible import begun, run_interruptible
 from nvmeio.checkpoint._snapshot.copies import RecordSpan, tensor_of
 from nvmeio.checkpoint._snapshot.protected import AsideMemory, Protected
 

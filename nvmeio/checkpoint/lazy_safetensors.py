@@ -22,7 +22,7 @@ from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.spans import Load, Span
 from nvmeio._memory import mappings
-from nvmeio._threads.jobs import run_interruptible
+from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 

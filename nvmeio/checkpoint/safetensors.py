@@ -31,7 +31,7 @@ from nvmeio._memory import tensors as tensors_module
 from nvmeio._storage.durable import sync_directory
 from nvmeio._storage.guarded import read_small
 from nvmeio._storage.replace import Replacement
-from nvmeio._threads.jobs import in_thread, run_interruptible
+from nvmeio._threads.interruptible import in_thread, run_interruptible
 from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.progress import Progress

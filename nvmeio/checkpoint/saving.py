@@ -15,7 +15,7 @@ from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._storage.replace import Replacement
-from nvmeio._threads.jobs import in_thread, run_interruptible
+from nvmeio._threads.interruptible import in_thread, run_interruptible
 from nvmeio.checkpoint.file_objects import FastFileWriter
 from nvmeio.handle import AioHandle
 from nvmeio.progress import Progress

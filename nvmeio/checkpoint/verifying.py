@@ -32,7 +32,7 @@ from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._io.spans import Load
 from nvmeio._storage import crc32
 from nvmeio._storage.locks import open_reading
-from nvmeio._threads.jobs import run_interruptible
+from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 from nvmeio import _checks, files
 from nvmeio._io.handles import new_handle
 from nvmeio._storage import durable
-from nvmeio._threads import jobs
-from nvmeio._threads.closing import ClosingWork
+from nvmeio._threads import interruptible
+from nvmeio._threads.with_statement import ClosingWork
 from nvmeio.data.prefetch import Gather, Prefetch
 from nvmeio.engines import transfers
 from nvmeio.engines.transfers import FileOffsets
@@ -133,7 +133,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         layout = record_layout(dtype, shape, file_offset, stride_bytes)
         size = layout.end(_checks.integer("count", count, 0))
         name = os.path.abspath(path)
-        jobs.run_interruptible(lambda: _create(name, size))
+        interruptible.run_interruptible(lambda: _create(name, size))
         return cls(
             name,
             dtype,

@@ -9,7 +9,7 @@ directions:
 
 There is never a copy of a whole tensor in host memory: the ring's size is all that it takes, made
 once, at the first transfer. Transfers take turns, part by part, so a small one does not wait
-behind a large one. What a part is, of a gather or scatter too, is in `_device_ring_parts`.
+behind a large one. What a part is, of a gather or scatter too, is in `_device_ring_requests`.
 
 One thread (the pump) does all of this. It sleeps on the eventfds of the host engine and of
 arriving transfers. CUDA's events cannot be slept on beside these, so while copies are under way it
@@ -35,7 +35,7 @@ from nvmeio._memory.tensors import Memory
 from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio._threads.threads import Thread
 from nvmeio.engines import base, transfers
-from nvmeio.engines._device_ring_parts import RingPart, RingRequest, RingRowsRequest
+from nvmeio.engines._device_ring_requests import RingPart, RingRequest, RingRowsRequest
 from nvmeio.engines._queued import QueuedEngine, counted
 from nvmeio.engines.base import (
     CompletionQueue,

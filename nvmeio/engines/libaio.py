@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nvmeio._shim import KernelAio, ffi, lib, open_kernel_aio
-from nvmeio._threads.jobs import Job
+from nvmeio._threads.interruptible import Job
 from nvmeio._threads.threads import Thread
 from nvmeio.engines.base import (
     BatchRequest,

@@ -31,10 +31,10 @@ from nvmeio._io.drives import DriveHandles
 from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
 from nvmeio._residency.saved import Origin, in_backward
-from nvmeio._threads.closing import Closing
-from nvmeio._threads.endings import Ending
-from nvmeio._threads.jobs import in_thread, run_interruptible
+from nvmeio._threads.interruptible import in_thread, run_interruptible
 from nvmeio._threads.owner import Claim, OwnerThread
+from nvmeio._threads.shutdown import Ending
+from nvmeio._threads.with_statement import Closing
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import blocks as in_lockstep_module

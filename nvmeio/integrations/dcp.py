@@ -51,7 +51,7 @@ from nvmeio._io.inflight import InFlight
 from nvmeio._storage.durable import make_directory
 from nvmeio._storage.guarded import detail_of, read_small
 from nvmeio._storage.replace import replace_file
-from nvmeio._threads.jobs import run_interruptible
+from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.errors import IntegrityError, transfer_error
 from nvmeio.handle import AioHandle
 from nvmeio.integrations._dcp import metadata as stored

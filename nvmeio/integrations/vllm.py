@@ -36,7 +36,7 @@ from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor, tensor
 from nvmeio._io.handles import handle_for
 from nvmeio._io.spans import Load, Span
 from nvmeio._memory import system
-from nvmeio._threads.jobs import Job
+from nvmeio._threads.interruptible import Job
 from nvmeio.checkpoint import load
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle

@@ -14,9 +14,9 @@ from nvmeio import _checks
 from nvmeio._checks import Paths, switch
 from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
-from nvmeio._threads import endings
-from nvmeio._threads.closing import Closing
-from nvmeio._threads.endings import Ending
+from nvmeio._threads import shutdown
+from nvmeio._threads.shutdown import Ending
+from nvmeio._threads.with_statement import Closing
 from nvmeio.errors import ClosedError, NvmeioError
 from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.transactions import Transaction, Transactions
@@ -26,8 +26,8 @@ from nvmeio.offload._optimizer.memory_plans import MemoryPlan
 from nvmeio.offload._optimizer.params import Scaled, StepInputs, check_groups, grads_of
 from nvmeio.offload._optimizer.state_view import StateView
 from nvmeio.offload._optimizer.swapper import StateSwapper, open_state
+from nvmeio.offload._step.arithmetic import Stepper
 from nvmeio.offload._step.pipeline import Times
-from nvmeio.offload._step.stepping import Stepper
 
 DEFAULT_SUBGROUP_BYTES = 64 << 20
 _CLOSED = "the optimizer is closed"
@@ -197,7 +197,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
                 # GradScaler then leaves the scaling to us: only this object reaches the gradients.
                 self._step_supports_amp_scaling = True
         except BaseException:
-            endings.leave(self._transactions.owner)
+            shutdown.leave(self._transactions.owner)
             if self._swapper is not None:
                 self._swapper.store.undo_stay()
             self.close()

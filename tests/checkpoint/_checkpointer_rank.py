@@ -36,7 +36,7 @@ import nvmeio.checkpoint
 from nvmeio._formats import torch_writing
 from nvmeio._ranks import messages as ranks_module
 from nvmeio._ranks import rank_store as rank_store_module
-from nvmeio._threads import jobs as jobs_module
+from nvmeio._threads import interruptible as jobs_module
 from nvmeio.checkpoint import checkpointer as checkpointer_module
 from nvmeio.checkpoint._manager import job
 from nvmeio.checkpoint._manager import saver as saver_module

@@ -17,7 +17,7 @@ from checkpoint._objects import assert_same, noise
 from support import PATIENCE_S, needs_protection
 
 import nvmeio
-from nvmeio._threads import jobs
+from nvmeio._threads import interruptible
 from nvmeio.checkpoint import frozen
 
 pytestmark = needs_protection
@@ -225,16 +225,16 @@ def test_shards_that_have_more_to_copy(mesh: Any) -> None:
 def test_no_thread_for_the_copying(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory stayed protected for ever, and torch refused to resize it."""
     tensor = torch.ones(NUMEL)
-    start = jobs.Job.start
+    start = interruptible.Job.start
 
-    def refuse(job: jobs.Job[Any]) -> None:
+    def refuse(job: interruptible.Job[Any]) -> None:
         if job._name == "nvmeio-snapshot":
             job._refused(RuntimeError("can't start new thread"))
         else:
             start(job)
 
     with monkeypatch.context() as patched:
-        patched.setattr(jobs.Job, "start", refuse)
+        patched.setattr(interruptible.Job, "start", refuse)
         taken = nvmeio.snapshot({"tensor": tensor})
         with pytest.raises(RuntimeError, match="can't start new thread"):
             taken.result()

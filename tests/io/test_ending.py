@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 from support import run_python, spin_until
 
-from nvmeio._threads import endings
-from nvmeio._threads.endings import Ending, open_owned
+from nvmeio._threads import shutdown
 from nvmeio._threads.owner import OwnerThread
+from nvmeio._threads.shutdown import Ending, open_owned
 from nvmeio.errors import ClosedError
 
 
@@ -37,7 +37,7 @@ def test_what_an_interrupted_call_opened_has_ended_when_that_is_raised(owner: Ow
     ended = threading.Event()
 
     def left() -> bool:
-        return bool(endings._left) and endings._left[-1]() is owner
+        return bool(shutdown._left) and shutdown._left[-1]() is owner
 
     def opening() -> Ending:
         ending = Ending(owner, ended.set)
@@ -101,7 +101,7 @@ def test_the_last_one_made_ends_first_and_all_of_them_before_the_engines(end: st
         early = Early()
         weakref.finalize(early, print, "early")
         import nvmeio
-        from nvmeio._threads.endings import Ending
+        from nvmeio._threads.shutdown import Ending
         from nvmeio._threads.owner import OwnerThread
         handle = nvmeio.AioHandle()
         kept = []
@@ -123,7 +123,7 @@ def test_what_was_closed_says_nothing_at_the_end_of_the_interpreter() -> None:
         """
         import sys, types
         sys.modules["early"] = early = types.ModuleType("early")
-        from nvmeio._threads import endings as ending
+        from nvmeio._threads import shutdown as ending
         from nvmeio._threads.owner import OwnerThread
         owner = OwnerThread("closed")
         early.kept = owner.call(lambda: ending.Ending(owner, int))
@@ -138,7 +138,7 @@ def test_what_the_last_end_raises_sets_the_status_of_the_program() -> None:
     """Also a ClosedError, which said nothing there either."""
     done = run_python(
         """
-        from nvmeio._threads.endings import Ending
+        from nvmeio._threads.shutdown import Ending
         from nvmeio._threads.owner import OwnerThread
         from nvmeio.errors import ClosedError
         def fail():

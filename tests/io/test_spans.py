@@ -36,7 +36,7 @@ from nvmeio._memory import mappings
 from nvmeio._memory import mappings as mappings_module
 from nvmeio._memory.mappings import Prefault
 from nvmeio._pages import PAGE_BYTES
-from nvmeio._threads.jobs import in_thread
+from nvmeio._threads.interruptible import in_thread
 
 NewHandle = Callable[..., nvmeio.AioHandle]
 

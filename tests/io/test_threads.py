@@ -19,10 +19,10 @@ from interrupting import everywhere
 from support import die_at_birth, spin_until
 
 from nvmeio._core import completions
-from nvmeio._threads import future, jobs
+from nvmeio._threads import future, interruptible
 from nvmeio._threads import threads as threads_module
 from nvmeio._threads.future import being_interrupted
-from nvmeio._threads.jobs import in_thread, run_interruptible
+from nvmeio._threads.interruptible import in_thread, run_interruptible
 from nvmeio.errors import ClosedError
 
 
@@ -182,14 +182,14 @@ def test_interrupted_at_any_place_the_work_has_ended_or_never_begins(
     waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it holds has been given back when the interrupt is raised; cancelled, it ends soon."""
-    start = jobs.Job.start
+    start = interruptible.Job.start
 
-    def start_and_wait(job: jobs.Job[Any]) -> None:
+    def start_and_wait(job: interruptible.Job[Any]) -> None:
         start(job)
         spin_until(lambda: job.began)
 
     if waits:
-        monkeypatch.setattr(jobs.Job, "start", start_and_wait)
+        monkeypatch.setattr(interruptible.Job, "start", start_and_wait)
     begun: list[int] = []
     ended: list[int] = []
     cancelled: list[threading.Event] = []
@@ -227,13 +227,13 @@ def test_a_thread_that_dies_before_its_first_step_is_told(monkeypatch: pytest.Mo
     """Where it gets no memory for that, `Thread.start` waited for ever, and everybody behind it."""
     with monkeypatch.context() as patched:
         die_at_birth(patched, "nvmeio-work")
-        job = jobs.Job(lambda: 1)
+        job = interruptible.Job(lambda: 1)
         job.start()
         job.wait()
         with pytest.raises(MemoryError, match="did not begin"):
             job.result()
     assert "nvmeio-work" not in [thread.name for thread in threading.enumerate()]
-    late = jobs.Job(lambda: 2)
+    late = interruptible.Job(lambda: 2)
     late.start()
     late.wait()
     assert late.result() == 2

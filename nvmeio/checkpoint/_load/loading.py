@@ -42,7 +42,7 @@ from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Load
 from nvmeio._ranks.messages import DEFAULT_TIMEOUT_S
 from nvmeio._storage.locks import open_reading
-from nvmeio._threads.jobs import in_thread, run_interruptible
+from nvmeio._threads.interruptible import in_thread, run_interruptible
 from nvmeio.checkpoint._load import unpickling
 from nvmeio.checkpoint._load.unpickling import (
     HowToLoad,

@@ -25,7 +25,7 @@ from nvmeio._ranks.messages import Messages
 from nvmeio._storage.durable import make_directory
 from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
 from nvmeio._storage.replace import check_writable
-from nvmeio._threads import endings, jobs, threads
+from nvmeio._threads import interruptible, shutdown, threads
 from nvmeio._threads.future import Future
 from nvmeio._threads.serial import do_all
 from nvmeio.checkpoint._manager import retention
@@ -104,7 +104,7 @@ class Saver:
             call.pickle(state)
             return self.save(call)
 
-        begun = jobs.begun(work, "nvmeio-save", call.cancel)
+        begun = interruptible.begun(work, "nvmeio-save", call.cancel)
         self.under_way = [*self.under_way, begun]
         return begun
 
@@ -120,7 +120,7 @@ class Saver:
         if size > 1 and (call is None or call.take()):
             # It raises the interrupt, and a second one ends it.
             with contextlib.suppress(KeyboardInterrupt, ClosedError):
-                jobs.run_interruptible(tell)
+                interruptible.run_interruptible(tell)
 
     def save(self, call: SaveCall) -> SaveReport:
         """Take the snapshot of what was pickled, once the save before is durable."""
@@ -344,13 +344,13 @@ class Saver:
         try:
             self.close()
         except BaseException as failed:
-            endings.nobody_was_told(failed)
+            shutdown.nobody_was_told(failed)
 
     def _end_abandoned(self, job: SaveJob) -> None:
         try:
             job.result()
         except Exception as failed:
-            endings.nobody_was_told(failed)
+            shutdown.nobody_was_told(failed)
             logger.error("step %d was not saved, and nobody has asked for it", job.step)
         finally:
             self._release()
@@ -465,4 +465,4 @@ def _close_at_exit(saver: Saver) -> None:
         raise
 
 
-endings.at_exit(_at_exit)
+shutdown.at_exit(_at_exit)

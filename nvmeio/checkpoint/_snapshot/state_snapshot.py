@@ -16,7 +16,7 @@ import torch
 
 from nvmeio._formats.torch_layout import Data, StorageRecord
 from nvmeio._memory.copy_on_write import HOW_TO_ALLOW, support
-from nvmeio._threads.jobs import begun
+from nvmeio._threads.interruptible import begun
 from nvmeio.checkpoint._snapshot.copies import (
     LEAST_BYTES,
     DeviceCopies,

@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 
 from nvmeio._memory import devices
-from nvmeio._threads.jobs import begun
+from nvmeio._threads.interruptible import begun
 from nvmeio.engines.cufile import library
 from nvmeio.engines.cufile.library import Library, Properties
 from nvmeio.engines.cufile.registry import Files

@@ -39,7 +39,7 @@ from nvmeio._io.inflight import InFlight
 from nvmeio._memory import tensors
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._storage.replace import Replacement
-from nvmeio._threads.jobs import run_interruptible
+from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.checkpoint.frozen import CopyMemory, FrozenState
 from nvmeio.errors import BackendUnavailableError
 

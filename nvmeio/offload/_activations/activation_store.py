@@ -30,8 +30,8 @@ from nvmeio._checks import Paths
 from nvmeio._io.drives import DriveHandles, ScratchFile
 from nvmeio._io.long_call import profiled
 from nvmeio._storage import crc32, durable, guarded
-from nvmeio._threads.endings import Ending, open_owned
 from nvmeio._threads.owner import Claim, OwnerThread
+from nvmeio._threads.shutdown import Ending, open_owned
 from nvmeio.errors import ClosedError, TransferError, with_context
 from nvmeio.handle import AioHandle
 from nvmeio.offload._activations.activation_reads import ActivationReads, SavedStorage, bytes_over

@@ -40,8 +40,8 @@ from nvmeio._residency.order import Limited, ThereAndBack
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._residency.saved import in_backward
 from nvmeio._residency.window import Keeper, Window
-from nvmeio._threads.endings import Ending, open_owned
 from nvmeio._threads.owner import Claim, OwnerThread, owned
+from nvmeio._threads.shutdown import Ending, open_owned
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.rank_steps import directory_name

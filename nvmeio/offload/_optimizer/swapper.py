@@ -15,8 +15,8 @@ from nvmeio._io.drives import DriveHandles
 from nvmeio._memory import devices
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._ranks.rank_store import several
-from nvmeio._threads.endings import Ending
 from nvmeio._threads.serial import do_all
+from nvmeio._threads.shutdown import Ending
 from nvmeio.buffers import empty_aligned
 from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
@@ -29,8 +29,8 @@ from nvmeio.offload._optimizer.arguments import OptimizerSettings
 from nvmeio.offload._optimizer.gradients import GradientSwapper
 from nvmeio.offload._optimizer.memory_plans import Cuts, MemoryPlan, plan_of
 from nvmeio.offload._optimizer.params import StepInputs, SwappedParam, grads_of
+from nvmeio.offload._step.arithmetic import Stepper, placed
 from nvmeio.offload._step.pipeline import DeviceTurns, Pipeline, Times, new_helper
-from nvmeio.offload._step.stepping import Stepper, placed
 from nvmeio.offload._step.turns import StateLoad, Step, Swapped
 from nvmeio.offload._swap_files.extents import Extent
 from nvmeio.offload._swap_files.subgroups import Piece, Subgroup

@@ -28,7 +28,7 @@ from nvmeio._io.drives import StripedFile, Striping, weights_of
 from nvmeio._ranks.rank_store import several
 from nvmeio._storage import durable, guarded
 from nvmeio._storage.guarded import SETTINGS_BYTES, detail_of, read_small
-from nvmeio._threads import endings
+from nvmeio._threads import shutdown
 from nvmeio.errors import IntegrityError, TransferError, naming, transfer_error
 from nvmeio.files import File
 from nvmeio.offload._generations import manifests
@@ -99,7 +99,7 @@ class SwapDir:
                     return fd
             except BlockingIOError:
                 holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
-                if holder == str(os.getpid()) and endings.wait_for_those_that_end():
+                if holder == str(os.getpid()) and shutdown.wait_for_those_that_end():
                     os.close(fd)
                     continue
                 os.close(fd)
