@@ -36,7 +36,7 @@ import nvmeio.checkpoint
 from nvmeio._formats import torch_writing
 from nvmeio._ranks import messages as ranks_module
 from nvmeio._ranks import rank_store as rank_store_module
-from nvmeio._threads import interruptible as jobs_module
+from nvmeio._threads import interruptible
 from nvmeio.checkpoint import checkpointer as checkpointer_module
 from nvmeio.checkpoint._manager import job
 from nvmeio.checkpoint._manager import saver as saver_module
@@ -732,14 +732,14 @@ def interrupted(me: Rank) -> None:
 
     begins: list[tuple[Any, str, bool]] = [
         (saver_module.SaveCall, "__init__", True),
-        (jobs_module.Job, "start", False),
+        (interruptible.Job, "start", False),
     ]
     places = [
         *begins,
         (saver_module.SaveCall, "pickle", False),
         (saver_module.SaveCall, "pickle", True),
         (checkpointer_module, "run_interruptible", False),
-        (jobs_module.Job, "start", True),
+        (interruptible.Job, "start", True),
     ]
     error = KeyboardInterrupt if me.rank == 0 else nvmeio.TransferError
     with me.new(timeout_s=2 * PATIENCE_S) as checkpointer:
