@@ -12,7 +12,8 @@ PYTEST_ARGS ?=
 # Processes that run the tests, a file at a time each, those first that take longest: two for each
 # core of a small machine, for many tests wait for the drive, or for other processes.
 TEST_JOBS   ?= 4
-TEST_RUNS   := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+# A process that crashes ends the run: xdist would begin it anew, and then wait for ever for its other tests.
+TEST_RUNS   := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 # Whatever the environment says of it: the tests are hundreds of processes, which would all compile nvmeio anew.
 export PYTHONDONTWRITEBYTECODE :=
 DEMO_ARGS   ?=
