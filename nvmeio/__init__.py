@@ -3,19 +3,14 @@
 Reading order for newcomers: `errors`, `_files.plan` (what goes direct), `engines.base` (the
 contract), `native_shim/lane.c` (the pump), `operation`, `_core.core` (who notices an end),
 `handle`. The map is docs/architecture.md. What stands on that begins in `checkpoint/__init__.py`,
-`inference/__init__.py`, `offload/__init__.py` and `data/__init__.py`; its names and `GdsHandle`
-(`gds.py`, `engines/cufile/`) are loaded when they are first asked for.
+`inference/__init__.py`, `offload/__init__.py` and `data/__init__.py`. All names but those of errors
+are loaded when they are first asked for: `import nvmeio` imports no torch.
 """
 
 import importlib
 import typing
 
 from nvmeio import _interpreter  # noqa: F401 - first: refuses Pythons in which torch would hang
-from nvmeio._memory.tensors import cast_to_byte_tensor as cast_to_byte_tensor
-from nvmeio.bound import BoundFile as BoundFile
-from nvmeio.buffers import empty_aligned as empty_aligned
-from nvmeio.buffers import empty_pinned as empty_pinned
-from nvmeio.engines.base import Counters as Counters
 from nvmeio.errors import AlignmentError as AlignmentError
 from nvmeio.errors import BackendUnavailableError as BackendUnavailableError
 from nvmeio.errors import BatchError as BatchError
@@ -26,14 +21,13 @@ from nvmeio.errors import NvmeioError as NvmeioError
 from nvmeio.errors import RowsError as RowsError
 from nvmeio.errors import ShortTransferError as ShortTransferError
 from nvmeio.errors import TransferError as TransferError
-from nvmeio.files import File as File
-from nvmeio.files import open as open
-from nvmeio.handle import AioHandle as AioHandle
-from nvmeio.operation import Operation as Operation
-from nvmeio.operation import as_future as as_future
-from nvmeio.pool import PinnedPool as PinnedPool
 
 if typing.TYPE_CHECKING:
+    # What type checkers and editors see of the table below.
+    from nvmeio._memory.tensors import cast_to_byte_tensor as cast_to_byte_tensor
+    from nvmeio.bound import BoundFile as BoundFile
+    from nvmeio.buffers import empty_aligned as empty_aligned
+    from nvmeio.buffers import empty_pinned as empty_pinned
     from nvmeio.checkpoint import Checkpointer as Checkpointer
     from nvmeio.checkpoint import FastFileReader as FastFileReader
     from nvmeio.checkpoint import FastFileWriter as FastFileWriter
@@ -46,34 +40,71 @@ if typing.TYPE_CHECKING:
     from nvmeio.checkpoint.lazy_safetensors import safe_open as safe_open
     from nvmeio.checkpoint.safetensors import load_safetensors as load_safetensors
     from nvmeio.checkpoint.safetensors import save_safetensors as save_safetensors
+    from nvmeio.engines.base import Counters as Counters
+    from nvmeio.files import File as File
+    from nvmeio.files import open as open
     from nvmeio.gds import GdsHandle as GdsHandle
+    from nvmeio.handle import AioHandle as AioHandle
     from nvmeio.inference import stream_model as stream_model
     from nvmeio.offload import SwappedModule as SwappedModule
     from nvmeio.offload import SwappedOptimizer as SwappedOptimizer
+    from nvmeio.operation import Operation as Operation
+    from nvmeio.operation import as_future as as_future
+    from nvmeio.pool import PinnedPool as PinnedPool
 
 __version__ = "0.1.0"
 
-# Names that are loaded at first use (PEP 562), and from where: `import nvmeio` stays light.
+# Names that are loaded at first use (PEP 562), by where they are.
 _LATER = {
-    "Checkpointer": "nvmeio.checkpoint",
-    "FastFileReader": "nvmeio.checkpoint",
-    "FastFileWriter": "nvmeio.checkpoint",
-    "FrozenState": "nvmeio.checkpoint.frozen",
-    "GdsHandle": "nvmeio.gds",
-    "SwappedModule": "nvmeio.offload",
-    "SwappedOptimizer": "nvmeio.offload",
-    "async_load": "nvmeio.checkpoint",
-    "async_save": "nvmeio.checkpoint",
-    "load": "nvmeio.checkpoint",
-    "load_safetensors": "nvmeio.checkpoint.safetensors",
-    "safe_open": "nvmeio.checkpoint.lazy_safetensors",
-    "save": "nvmeio.checkpoint",
-    "save_safetensors": "nvmeio.checkpoint.safetensors",
-    "snapshot": "nvmeio.checkpoint.frozen",
-    "stream_model": "nvmeio.inference",
+    name: module
+    for module, names in {
+        "nvmeio._memory.tensors": ("cast_to_byte_tensor",),
+        "nvmeio.bound": ("BoundFile",),
+        "nvmeio.buffers": ("empty_aligned", "empty_pinned"),
+        "nvmeio.checkpoint": (
+            "Checkpointer",
+            "FastFileReader",
+            "FastFileWriter",
+            "async_load",
+            "async_save",
+            "load",
+            "save",
+        ),
+        "nvmeio.checkpoint.frozen": ("FrozenState", "snapshot"),
+        "nvmeio.checkpoint.lazy_safetensors": ("safe_open",),
+        "nvmeio.checkpoint.safetensors": ("load_safetensors", "save_safetensors"),
+        "nvmeio.engines.base": ("Counters",),
+        "nvmeio.files": ("File", "open"),
+        "nvmeio.gds": ("GdsHandle",),
+        "nvmeio.handle": ("AioHandle",),
+        "nvmeio.inference": ("stream_model",),
+        "nvmeio.offload": ("SwappedModule", "SwappedOptimizer"),
+        "nvmeio.operation": ("Operation", "as_future"),
+        "nvmeio.pool": ("PinnedPool",),
+    }.items()
+    for name in names
 }
-# Whose names are not all up here: there as attributes too, without an import of their own.
-_PACKAGES = ("data", "inference", "offload", "progress")
+# Public modules: attributes too, without an import of their own.
+_MODULES = (
+    "bound",
+    "buffers",
+    "checkpoint",
+    "compat",
+    "data",
+    "engines",
+    "errors",
+    "files",
+    "gds",
+    "handle",
+    "inference",
+    "integrations",
+    "offload",
+    "operation",
+    "pool",
+    "progress",
+    "testing",
+    "tuned",
+)
 
 __all__ = [
     "AioHandle",
@@ -117,7 +148,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> typing.Any:
-    if name in _PACKAGES:
+    if name in _MODULES:
         return importlib.import_module(f"nvmeio.{name}")
     if name not in _LATER:
         raise AttributeError(f"module 'nvmeio' has no attribute {name!r}")
@@ -127,4 +158,4 @@ def __getattr__(name: str) -> typing.Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER, *_PACKAGES} - {"importlib", "typing"})
+    return sorted([*__all__, *_MODULES, "__version__"])

@@ -11,7 +11,6 @@ have counted is what it has moved: `totals`.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -30,6 +29,7 @@ from nvmeio._files.descriptors import Descriptors
 from nvmeio._memory import holds
 from nvmeio._memory.devices import Copier
 from nvmeio._memory.tensors import Memory
+from nvmeio._threads import shutdown
 from nvmeio._threads.interruptible import begun, run_interruptible
 from nvmeio._threads.running_loop import running_loop
 from nvmeio._threads.serial import do_all
@@ -315,7 +315,7 @@ def _at_exit() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
-atexit.register(_at_exit)
+shutdown.at_exit_last(_at_exit)
 
 
 class Cores:

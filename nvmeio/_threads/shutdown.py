@@ -1,7 +1,7 @@
 """How something ends that an owner thread keeps: closed, dropped, or at the end of the program.
 
-Whichever comes first; and at the end of the program before the engines, for who imports this has
-imported those, and ``atexit`` calls last what was registered first. `weakref.finalize` cannot be
+Whichever comes first; and at the end of the program before the engines, which are given to
+`at_exit_last`: the order in which modules were imported says nothing. `weakref.finalize` cannot be
 relied on for that: its hook is registered when somebody in the process first makes one, which may
 be long before anything of ours is imported.
 
@@ -179,6 +179,19 @@ def at_exit(end: Callable[[], object]) -> None:
     atexit.register(_end_of_program, end)
 
 
+def at_exit_first(end: Callable[[], object]) -> None:
+    """Have `end()` called when the program ends, before what was registered by then."""
+    atexit.register(end)
+
+
+def at_exit_last(end: Callable[[], object]) -> None:
+    """Have `end()` called when the program ends, behind all that `at_exit` was given."""
+    _last.append(end)
+
+
+_last: list[Callable[[], object]] = []
+
+
 def _end_of_program(end: Callable[[], object]) -> None:
     try:
         end()
@@ -228,4 +241,6 @@ def _say_what_was_lost() -> None:
             raise NvmeioError(f"nobody has seen this failure: {untold}")
 
 
+# What was registered last is called first.
+atexit.register(do_all, _last)
 at_exit(_at_exit)

@@ -1,7 +1,8 @@
 """The `nvmeio` command. Results go to stdout, everything else to stderr.
 
 `main` is the console script. A module of this package serves one subcommand; `checkpoints` serves
-verify and inspect, `models` pack and generate.
+verify and inspect, `models` pack and generate. Nothing here imports torch before a command works:
+`--version` and all of `--help` come at once.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from typing import Annotated, Any
 import typer
 
 import nvmeio
-from nvmeio.cli import bench, checkpoints, models, report, tune
+from nvmeio.cli import bench, models, tune
 from nvmeio.cli._terminal import JsonOption, status_of_interrupt, stdout
-from nvmeio.compat.deepspeed import installing
 
 
 class _App(typer.Typer):
@@ -89,6 +89,8 @@ def show_report(
 
     Exit status: 0 direct I/O works, 1 not in some DIR, 2 a DIR cannot be written in.
     """
+    from nvmeio.cli import report
+
     try:
         result = report.run(directories or [Path.cwd()])
     except OSError as error:
@@ -98,6 +100,59 @@ def show_report(
     else:
         report.render(result, stdout())
     raise typer.Exit(result.exit_status)
+
+
+PathsArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="PATH...",
+        help="Checkpoints of nvmeio.save or torch.save, safetensors files, or directories of them.",
+        show_default=False,
+    ),
+]
+
+
+@app.command("inspect")
+def show_contents(
+    paths: PathsArgument,
+    records: Annotated[
+        bool, typer.Option("--records", help="The archive's records, not the tensors.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """What is in checkpoints: tensors, dtypes, shapes, where each lies and how it is aligned.
+
+    No tensor is read, and nothing of the pickle is run: safe for files of any source.
+
+    Example: [bold]nvmeio inspect checkpoints/latest.pt[/]
+
+    Exit status: 0 shown, 1 one is damaged or cannot be read, 2 a PATH is missing or no checkpoint,
+    130 interrupted.
+    """
+    from nvmeio.cli import checkpoints
+
+    checkpoints.inspect(paths, records, as_json)
+
+
+@app.command("verify")
+def check_contents(
+    paths: PathsArgument,
+    as_json: JsonOption = False,
+) -> None:
+    """Checks the CRC-32 of every record of checkpoints, and that their archives are in order.
+
+    Every byte is read, past the page cache, in 64 MiB of memory. Of safetensors files, which have
+    no checksums, the structure is checked; of those that nvmeio pack wrote, every byte. Of ranks
+    with a drive each, the part that is here.
+
+    Example: [bold]nvmeio verify checkpoints/latest.pt[/]
+
+    Exit status: 0 all are whole, 1 one is damaged or cannot be read, 2 a PATH is missing or no
+    checkpoint, 130 interrupted.
+    """
+    from nvmeio.cli import checkpoints
+
+    checkpoints.check(paths, as_json)
 
 
 @app.command(
@@ -124,6 +179,8 @@ def run_on_nvmeio(
     Exit status: that of COMMAND; 126 if it cannot be run, 127 if there is none of that name, 2 if
     no COMMAND was given.
     """
+    from nvmeio.compat.deepspeed import installing
+
     sys.stdout.flush()
     sys.stderr.flush()
     try:  # in this very process: signals and the exit status are the command's
@@ -151,8 +208,6 @@ _UNDERSCORES = {"token_normalize_func": _normal}
 
 app.command("bench", context_settings=_UNDERSCORES)(bench.command)
 app.command("tune", context_settings=_UNDERSCORES)(tune.command)
-app.command("verify")(checkpoints.check)
-app.command("inspect")(checkpoints.inspect)
 app.command("pack", context_settings=_UNDERSCORES)(models.pack)
 app.command("generate", context_settings=_UNDERSCORES)(models.generate)
 

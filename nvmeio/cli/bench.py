@@ -1,6 +1,7 @@
 """`nvmeio bench`: how fast tensors go to and from files here, engine by engine (ds_io's place).
 
-This module turns the command line into a `Workload` and shows what `_bench` made of it.
+This module turns the command line into a `Workload` and shows what `_bench` made of it. What needs
+torch is imported by who uses it: `--help` comes at once.
 """
 
 from __future__ import annotations
@@ -9,19 +10,17 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from nvmeio import tuned
-from nvmeio.cli._bench import engines, report
-from nvmeio.cli._bench.session import Session
-from nvmeio.cli._bench.workload import MemoryKind, Op, Workload, WorkPlace
 from nvmeio.cli._terminal import FAILED, OptionGroup, exit_statuses, say
-from nvmeio.cli.measure import machine
-from nvmeio.cli.measure.disk import check_directory
-from nvmeio.engines.base import Options
+
+if TYPE_CHECKING:
+    from nvmeio.cli._bench.report import BenchResult
+    from nvmeio.cli._bench.workload import MemoryKind, Op, WorkPlace
+    from nvmeio.engines.base import Options
 
 MEMORY_KINDS: tuple[MemoryKind, ...] = ("aligned", "pinned", "ordinary")
 
@@ -195,6 +194,10 @@ def command(
     Exit status: 0 measured, 1 a transfer or an engine failed, 2 it makes no sense or does not fit,
     3 an engine or device is not there, 130 interrupted: what was measured is told all the same.
     """
+    from nvmeio.cli._bench.session import Session
+    from nvmeio.cli._bench.workload import Workload
+    from nvmeio.cli.measure import machine
+
     places = parse_places([*(directories or []), *(folder or [])], mapping or [], processes)
     names = engine_names(engine, compare)
     kind = next((kind for kind in MEMORY_KINDS if kind == memory), None)
@@ -252,7 +255,9 @@ def command(
             raise typer.Exit(FAILED)
 
 
-def _tell(result: report.BenchResult, errors: Console, as_json: bool) -> None:
+def _tell(result: BenchResult, errors: Console, as_json: bool) -> None:
+    from nvmeio.cli._bench import report
+
     if as_json:
         typer.echo(json.dumps(report.as_json(result), indent=2))
     else:
@@ -280,6 +285,9 @@ def parse_places(plain: Sequence[str], mapped: Sequence[str], processes: int) ->
     Raises:
         typer.BadParameter: No directory, one that cannot be written in, a device that is no number.
     """
+    from nvmeio.cli._bench.workload import WorkPlace
+    from nvmeio.cli.measure.disk import check_directory
+
     missing = [entry for entry in mapped if ":" not in entry]
     if missing:
         raise typer.BadParameter(
@@ -311,6 +319,8 @@ def engine_names(engine: str | None, compare: str | None) -> list[str]:
     Raises:
         typer.BadParameter: There is no such engine, or one is named twice.
     """
+    from nvmeio.cli._bench import engines
+
     if engine is not None and compare is not None:
         raise typer.BadParameter("names all engines: leave --engine away", param_hint="--compare")
     hint = "--engine" if compare is None else "--compare"
@@ -335,6 +345,9 @@ def base_options(use_tuned: bool, directory: Path) -> Options:
     Raises:
         typer.BadParameter: Nothing is stored, or the file of settings is damaged.
     """
+    from nvmeio import tuned
+    from nvmeio.engines.base import Options
+
     if not use_tuned:
         return Options()
     try:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -21,7 +21,6 @@ from nvmeio.cli._terminal import (
     OK,
     USAGE,
     Column,
-    JsonOption,
     Row,
     binary_size,
     counted,
@@ -33,15 +32,6 @@ from nvmeio.cli._terminal import (
 )
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.progress import rich_bar
-
-PathsArgument = Annotated[
-    list[Path],
-    typer.Argument(
-        metavar="PATH...",
-        help="Checkpoints of nvmeio.save or torch.save, safetensors files, or directories of them.",
-        show_default=False,
-    ),
-]
 
 # A file of such a name that is no checkpoint, an empty one for instance, is one that was lost.
 _PROMISE = frozenset({".pt", ".pth", ".ckpt", ".safetensors"})
@@ -115,22 +105,8 @@ def _may_be_one(path: Path) -> bool:
 # inspect
 
 
-def inspect(
-    paths: PathsArgument,
-    records: Annotated[
-        bool, typer.Option("--records", help="The archive's records, not the tensors.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """What is in checkpoints: tensors, dtypes, shapes, where each lies and how it is aligned.
-
-    No tensor is read, and nothing of the pickle is run: safe for files of any source.
-
-    Example: [bold]nvmeio inspect checkpoints/latest.pt[/]
-
-    Exit status: 0 shown, 1 one is damaged or cannot be read, 2 a PATH is missing or no checkpoint,
-    130 interrupted.
-    """
+def inspect(paths: list[Path], records: bool, as_json: bool) -> None:
+    """Show what is in checkpoints, and end with the status."""
     errors = Console(stderr=True, emoji=False)
     with exit_statuses(errors):
         found, status = _describe_all(paths, errors)
@@ -262,21 +238,8 @@ def _description_as_json(description: Description) -> dict[str, Any]:
 # verify
 
 
-def check(
-    paths: PathsArgument,
-    as_json: JsonOption = False,
-) -> None:
-    """Checks the CRC-32 of every record of checkpoints, and that their archives are in order.
-
-    Every byte is read, past the page cache, in 64 MiB of memory. Of safetensors files, which have
-    no checksums, the structure is checked; of those that nvmeio pack wrote, every byte. Of ranks
-    with a drive each, the part that is here.
-
-    Example: [bold]nvmeio verify checkpoints/latest.pt[/]
-
-    Exit status: 0 all are whole, 1 one is damaged or cannot be read, 2 a PATH is missing or no
-    checkpoint, 130 interrupted.
-    """
+def check(paths: list[Path], as_json: bool) -> None:
+    """Show which checkpoints are whole, and end with the status."""
     errors = Console(stderr=True, emoji=False)
     with exit_statuses(errors):
         found, status = _verify_all(paths, errors)

@@ -9,9 +9,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import TextColumn
@@ -31,8 +30,11 @@ from nvmeio.cli._terminal import (
 )
 from nvmeio.progress import rich_bar
 
+if TYPE_CHECKING:
+    import torch
+
 _option = OptionGroup()
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = ("float32", "bfloat16", "float16")
 _TAIL = 48  # characters of the text that the progress line shows
 
 
@@ -44,10 +46,8 @@ def dtype_of(name: str | None) -> torch.dtype | None:
         found = _checks.dtype("dtype", name)
     except ValueError:
         found = None
-    if found not in _DTYPES:
-        raise typer.BadParameter(
-            f"{name!r} is none of float32, bfloat16, float16", param_hint="--dtype"
-        )
+    if found is None or str(found).removeprefix("torch.") not in _DTYPES:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(_DTYPES)}", param_hint="--dtype")
     return found
 
 

@@ -1,26 +1,23 @@
 """`nvmeio tune`: the fastest setting for a drive, found within a budget (ds_nvme_tune's place).
 
-This module turns the command line into a search; `_tune` has the search itself.
+This module turns the command line into a search; `_tune` has the search itself. What needs torch
+is imported by who uses it: `--help` comes at once.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from nvmeio import tuned
 from nvmeio.cli._terminal import Failed, OptionGroup, exit_statuses, say
-from nvmeio.cli._tune import page, result, rig
-from nvmeio.cli._tune.result import Log, TunePlan, TuneResult
-from nvmeio.cli._tune.rig import TuneRun, check_flush
-from nvmeio.cli._tune.search import Op
-from nvmeio.cli._tune.space import DEFAULT, default_grid, load_grid
-from nvmeio.cli.measure import machine
-from nvmeio.cli.measure.disk import check_directory
+
+if TYPE_CHECKING:
+    from nvmeio.cli._tune.result import TuneResult
+    from nvmeio.cli._tune.search import Op
 
 _option = OptionGroup()
 
@@ -96,6 +93,12 @@ def command(
     Exit status: 0 found, 1 a transfer failed, 2 it makes no sense or does not fit, 3 an engine,
     library or device is not there, 130 interrupted: what was measured by then is told all the same.
     """
+    from nvmeio.cli._tune import rig
+    from nvmeio.cli._tune.result import Log, TunePlan
+    from nvmeio.cli._tune.space import default_grid, load_grid
+    from nvmeio.cli.measure import machine
+    from nvmeio.cli.measure.disk import check_directory
+
     chosen = [*(directories or []), *(nvme_dir or [])]
     if not chosen:
         raise typer.BadParameter("name a directory on the drive to tune for", param_hint="DIR")
@@ -118,7 +121,7 @@ def command(
         rig.require_libraries()
         machine.require_devices(gpu or gds, gds, tuple(range(len(chosen))))
         if flush_page_cache:
-            check_flush()
+            rig.check_flush()
         plan = TunePlan(
             chosen,
             ops,
@@ -133,7 +136,7 @@ def command(
             latencies=html is not None,
         )
         log = Log(log_dir) if log_dir else None
-        run = TuneRun(plan, errors, log, verbose=verbose)
+        run = rig.TuneRun(plan, errors, log, verbose=verbose)
         try:
             run.measure()
         finally:  # whatever ended it: what was measured is told
@@ -148,6 +151,10 @@ def _tell(
     found: TuneResult, errors: Console, *, save: bool, html: Path | None, as_json: bool
 ) -> None:
     """On stderr, on stdout, stored, and last the page, which most can go wrong with."""
+    from nvmeio import tuned
+    from nvmeio.cli._tune import page, result
+    from nvmeio.cli._tune.space import DEFAULT
+
     result.render(found, errors)
     shown = result.as_json(found) if as_json else found.block()
     typer.echo(json.dumps(shown, indent=3))

@@ -48,6 +48,26 @@ def test_lines_break_where_the_terminal_does(command: str) -> None:
             at += 1
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], *([c, "--help"] for c in COMMANDS)]
+)
+def test_help_imports_no_torch(arguments: list[str]) -> None:
+    """The first four pages of help did not come within a minute on a loaded machine."""
+    code = """
+import sys
+from nvmeio.cli import main
+try:
+    main()
+except SystemExit as ended:
+    print(ended.code, "torch" in sys.modules, "nvmeio._shim" in sys.modules, file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout
+    assert done.stderr.splitlines() == ["0 False False"]
+
+
 def test_python_runs_the_package_as_the_command() -> None:
     command = [sys.executable, "-m", "nvmeio", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

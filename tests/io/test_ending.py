@@ -149,3 +149,17 @@ def test_what_the_last_end_raises_sets_the_status_of_the_program() -> None:
     )
     assert done.returncode == 120
     assert "the handle is closed" in done.stderr
+
+
+def test_engines_end_behind_owners_whichever_was_imported_first() -> None:
+    """An owner's last writes need the engine; with late imports either may come first."""
+    done = run_python(
+        """
+        from nvmeio._threads import shutdown
+        shutdown.at_exit_last(lambda: print("engine"))
+        shutdown.at_exit(lambda: print("owner"))
+        shutdown.at_exit_first(lambda: print("hurry"))
+        """,
+        fresh=True,
+    )
+    assert (done.stdout.split(), done.stderr) == (["hurry", "owner", "engine"], "")

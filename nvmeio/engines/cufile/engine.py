@@ -12,7 +12,6 @@ tasks never share a block of it (`tasks`). The threads take tasks of all transfe
 
 from __future__ import annotations
 
-import atexit
 import errno
 import logging
 import os
@@ -24,6 +23,7 @@ from typing import Any
 
 from nvmeio._memory import holds
 from nvmeio._memory.devices import Copier
+from nvmeio._threads import shutdown
 from nvmeio._threads.threads import Thread
 from nvmeio.engines._queued import QueuedEngine
 from nvmeio.engines.base import CompletionQueue, Options, Request, Transfer
@@ -391,5 +391,4 @@ def _at_exit() -> None:
             engine.hurry()
 
 
-# Runs before the cores' own step, which waits: the last to be registered comes first.
-atexit.register(_at_exit)
+shutdown.at_exit_first(_at_exit)  # before those steps of owners and cores that wait
