@@ -125,14 +125,6 @@ def test_demo_refuses_what_does_not_fit(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_code_in_the_readme_runs(tmp_path: Path) -> None:
-    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
-    code = readme.split("```python\n")[1].split("```")[0]
-    ran = run_program([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, timeout=LIMIT_S)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert [path.name for path in tmp_path.iterdir()] == ["layer.bin"]
-
-
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_demo_removes_its_files(kind: signal.Signals, tmp_path: Path) -> None:
     started = Program[str](

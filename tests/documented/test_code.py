@@ -1,0 +1,153 @@
+"""What README.md and docs/ show runs as it stands there: Python, commands, JSON."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import typer
+
+from documented import pages
+from documented.pages import PAGES, ROOT, Block, blocks
+from programs import run_program
+
+import nvmeio.cli
+
+# Far above what they take: only one that hangs comes to that, however busy the machine is.
+LIMIT_S = 550
+RUNNER = Path(__file__).parent / "run_page.py"
+
+needs_docs = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="installed without its docs/")
+pytestmark = [needs_docs, pytest.mark.timeout(600)]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def programs() -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Of each page the blocks that need the same packages are one program."""
+    for page in PAGES:
+        found = [block for block in blocks(page, "python") if not block.not_run]
+        yield from ((page, needs) for needs in dict.fromkeys(block.needs for block in found))
+
+
+def sh_commands() -> Iterator[tuple[Block, list[str]]]:
+    """The commands of blocks of `sh`, whatever lines they are on, without variables before them."""
+    for page in PAGES:
+        for block in blocks(page, "sh"):
+            text = re.sub(r"(^|\s)#.*$", "", block.code, flags=re.MULTILINE)
+            command = ""
+            for line in text.replace("\\\n", " ").splitlines():
+                command += line + "\n"
+                if command.count("'") % 2 == 0:  # or it goes on within quotes
+                    for part in command.split("&&"):
+                        words = shlex.split(part)
+                        while words and re.match(r"[A-Z_]+=", words[0]):
+                            words = words[1:]
+                        if words:
+                            yield block, words
+                    command = ""
+
+
+@pytest.mark.parametrize(
+    ("page", "needs"),
+    [pytest.param(*each, id=f"{name_of(each[0])}{list(each[1]) or ''}") for each in programs()],
+)
+def test_python_runs(page: Path, needs: tuple[str, ...], tmp_path: Path) -> None:
+    missing = [package for package in needs if importlib.util.find_spec(package) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} is not installed: `make clients` installs it")
+    strict = () if needs else ("-W", "error")
+    ran = run_program(
+        [sys.executable, *strict, str(RUNNER), str(page), *needs],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        timeout=LIMIT_S,
+    )
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+    if not needs:
+        assert ran.stderr == ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_compiles_and_what_is_not_run_has_a_reason(page: Path) -> None:
+    for block in blocks(page, "python"):
+        compile(block.code, block.place, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        assert not block.not_run or len(block.not_run) > 10, block.place
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_json_is_json(page: Path) -> None:
+    for block in blocks(page, "json"):
+        json.loads(block.code)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_code_is_in_fences_that_name_its_language(page: Path) -> None:
+    """What is only indented would be run by nobody."""
+    text = page.read_text(encoding="utf-8")
+    outside = pages._FENCE.sub("", text)
+    languages = {match["language"] for match in pages._FENCE.finditer(text)}
+    assert languages <= {"python", "sh", "json", "text"}
+    assert "```" not in outside
+    if page.name != "architecture.md":  # its tree is drawn, and tests read it
+        assert not re.search(r"\n\n {4}(?! *[-*0-9:])", outside)
+
+
+def nvmeio_command() -> click.Group:
+    group = typer.main.get_command(nvmeio.cli.app)
+    assert isinstance(group, click.Group)
+    return group
+
+
+def test_commands_of_nvmeio_are_understood() -> None:
+    group, seen = nvmeio_command(), 0
+    for block, words in sh_commands():
+        if words[0] != "nvmeio":
+            continue
+        command = group.commands.get(words[1])
+        assert command is not None, f"{block.place}: {words}"
+        try:
+            with command.make_context(words[1], words[2:]):
+                seen += 1
+        except click.exceptions.Exit:  # of --help
+            seen += 1
+        except click.UsageError as error:
+            pytest.fail(f"{block.place}: {shlex.join(words)}: {error.format_message()}")
+    assert seen or len(PAGES) == 1
+
+
+def test_targets_of_make_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        for target in re.findall(r"`make ([a-z][a-z-]*)", page.read_text(encoding="utf-8")):
+            assert target in targets, f"{name_of(page)}: make {target}"
+    for block, words in sh_commands():
+        if words[0] == "make":
+            named = {word for word in words[1:] if re.fullmatch("[a-z-]+", word)}
+            assert named <= targets, f"{block.place}: {words}"
+
+
+def test_scripts_exist_with_these_options() -> None:
+    """An option is one if the script, or what it is made of, has it in a string."""
+    for block, words in sh_commands():
+        if not words[0].endswith("python") or words[1] == "-m":
+            continue
+        script = ROOT / words[1]
+        assert script.is_file(), f"{block.place}: {words[1]}"
+        sources = "".join(path.read_text(encoding="utf-8") for path in script.parent.rglob("*.py"))
+        for option in (word for word in words[2:] if word.startswith("--")):
+            name = option.partition("=")[0]
+            assert f'"{name}"' in sources or f"{name[2:].replace('-', '_')}" in sources, (
+                f"{block.place}: {name}"
+            )
