@@ -11,11 +11,10 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import click
 import pytest
 import typer
-
 from documented import pages
 from documented.pages import PAGES, ROOT, Block, blocks
 from programs import run_program
@@ -104,14 +103,9 @@ def test_code_is_in_fences_that_name_its_language(page: Path) -> None:
         assert not re.search(r"\n\n {4}(?! *[-*0-9:])", outside)
 
 
-def nvmeio_command() -> click.Group:
-    group = typer.main.get_command(nvmeio.cli.app)
-    assert isinstance(group, click.Group)
-    return group
-
-
 def test_commands_of_nvmeio_are_understood() -> None:
-    group, seen = nvmeio_command(), 0
+    group: Any = typer.main.get_command(nvmeio.cli.app)
+    seen = 0
     for block, words in sh_commands():
         if words[0] != "nvmeio":
             continue
@@ -120,10 +114,10 @@ def test_commands_of_nvmeio_are_understood() -> None:
         try:
             with command.make_context(words[1], words[2:]):
                 seen += 1
-        except click.exceptions.Exit:  # of --help
-            seen += 1
-        except click.UsageError as error:
-            pytest.fail(f"{block.place}: {shlex.join(words)}: {error.format_message()}")
+        except Exception as error:  # typer's own click, or the one that is installed
+            said = getattr(error, "format_message", lambda: "")()
+            if type(error).__name__ != "Exit":  # of --help
+                pytest.fail(f"{block.place}: {shlex.join(words)}: {said or error!r}")
     assert seen or len(PAGES) == 1
 
 
