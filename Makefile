@@ -27,7 +27,7 @@ DOCS_STAMP := $(VENV)-docs/.installed
 CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-clients serve-vllm serve-sglang stress interrupts power native-check coverage lint type format bench bench-small bench-instructions bench-checkpoint bench-offload bench-inference docs plots clients wheel-check clean
+.PHONY: help demo test test-fast test-clients serve-vllm serve-sglang stress interrupts power native-check coverage lint type format bench bench-small bench-instructions bench-checkpoint bench-offload bench-inference figures tables docs plots clients wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -107,6 +107,7 @@ lint: $(STAMP) ## ruff (rules and format) and mypy --strict
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini
 	$(BIN)/python .ci/parts
+	$(BIN)/python benchmarks/figures.py --check
 
 type: $(STAMP) ## mypy --strict on nvmeio
 	$(BIN)/mypy
@@ -140,6 +141,16 @@ bench-offload: $(BENCH_STAMP) ## state on disk beside memory, fio and DeepSpeed
 
 bench-inference: $(BENCH_STAMP) ## weights on disk beside fio, accelerate, DeepSpeed, AirLLM, llama.cpp
 	@$(BIN)/python benchmarks/inference.py $(BENCH_ARGS)
+
+FIGURES ?=
+FIGURES_ARGS ?=
+
+# With the peers that are there (`make bench` installs them): it brings nothing that could change what is measured.
+figures: $(STAMP) ## all figures of README and docs, 20 minutes; FIGURES=small,checkpoint FIGURES_ARGS=--small
+	@$(BIN)/python benchmarks/figures.py --only "$(FIGURES)" $(FIGURES_ARGS)
+
+tables: $(STAMP) ## the tables of README and docs again, from benchmarks/measured/*.json
+	@$(BIN)/python benchmarks/figures.py --tables
 
 wheel-check: $(STAMP) ## build the wheel and use it where there is no compiler
 	@TORCH='$(TORCH)' PYTHON='$(BIN)/python' .ci/wheel_check

@@ -80,14 +80,26 @@ class Line:
             "work": self.work,
             "peer": self.peer,
             "unit": self.unit,
-            "nvmeio": {"median": median(self.nvmeio), "samples": self.nvmeio},
-            "peer_figure": {"median": median(self.theirs), "samples": self.theirs},
-            "ratio": self.ratio,
+            "nvmeio": _series_json(self.nvmeio),
+            "peer_figure": _series_json(self.theirs),
+            "ratio": _six_digits(self.ratio),
             "target": vars(self.target) if self.target else None,
             "met": self.met,
             "note": self.note,
-            "disk_bytes_per_byte": {"nvmeio": self.nvmeio_disk, "peer": self.theirs_disk},
+            "disk_bytes_per_byte": {
+                "nvmeio": _six_digits(self.nvmeio_disk),
+                "peer": _six_digits(self.theirs_disk),
+            },
         }
+
+
+def _series_json(figures: Sequence[float]) -> dict[str, Any]:
+    samples = [_six_digits(figure) for figure in figures]
+    return {"median": _six_digits(median(figures)), "samples": samples}
+
+
+def _six_digits(figure: float | None) -> float | None:
+    return None if figure is None else float(f"{figure:.6g}")
 
 
 def compare(

@@ -10,10 +10,12 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from _figure_tables import current_commit
 from _lines import Line
 from _machine import machine, versions
 from _session import Session, Skipped
@@ -80,7 +82,11 @@ class Program:
             sys.exit(f"{options.dir} does not take O_DIRECT; name a directory on a drive: --dir")
         try:
             with scratch([options.dir], "compare") as made:
-                facts = {"machine": machine(options.dir), "versions": versions()}
+                facts = {
+                    "measured": {"commit": current_commit(), "date": date.today().isoformat()},
+                    "machine": machine(options.dir),
+                    "versions": versions(),
+                }
                 session = Session(made[options.dir], size, repeats, options.quick, progress)
                 skipped = session.skipped
                 with contextlib.closing(session):
@@ -114,7 +120,7 @@ class Program:
                 "quick": options.quick,
             }
             report = as_json(lines, skipped.values(), facts, conditions, chosen)
-            text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+            text = _one_line_each(report)
             if options.json == "-":
                 sys.stdout.write(text)
             else:
@@ -178,6 +184,20 @@ class Program:
                 f"rows are {', '.join(self.rows)}, not {', '.join(unknown)}"
             )
         return [key for key in self.rows if key in asked]
+
+
+def _one_line_each(report: Mapping[str, Any]) -> str:
+    """JSON with a line for each fact and each line of the table: small, and readable in a diff."""
+    parts = []
+    for key, value in report.items():
+        if isinstance(value, list) and value:
+            shown = (
+                "[\n  " + ",\n  ".join(json.dumps(v, ensure_ascii=False) for v in value) + "\n ]"
+            )
+        else:
+            shown = json.dumps(value, ensure_ascii=False)
+        parts.append(f" {json.dumps(key)}: {shown}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def _results() -> Console:

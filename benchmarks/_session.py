@@ -31,6 +31,7 @@ TARGETS = {
     "thread pool": "peers.plain:ThreadPoolPeer",
     "checkpoints": "peers.checkpoints:Checkpoints",
     "ranks": "peers.ranks:Rank",
+    "sizes": "peers.sizes:Sizes",
     "offload": "peers.offloads:Offloads",
     "activations": "peers.activations:Activations",
     "ZeRO-3": "peers.zero3:OnItsOwn",

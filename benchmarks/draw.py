@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from _figure_tables import LESS_IS_BETTER, MEASURED, ROOT
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-ROOT = Path(__file__).resolve().parent.parent
-MEASURED = ROOT / "benchmarks" / "measured"
 IMAGES = ROOT / "docs" / "images"
 
-LESS_IS_BETTER = {"s", "ms", "us", "s/GiB", "MiB", "GB of memory"}
+
 AHEAD, BEHIND, LEVEL = "#0b6bcb", "#b4540a", "#57606a"
 LABEL_INCHES, PLOT_INCHES, LINE_INCHES = 3.0, 5.0, 0.23
 RANGE = 0.3, 8.0  # what is beyond gets an arrow at the edge; its number says how far

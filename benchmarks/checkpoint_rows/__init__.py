@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from _program import Row
 
-from checkpoint_rows import dcp, decoupled, loading, protected, ranks, saving, small
+from checkpoint_rows import dcp, decoupled, loading, protected, ranks, saving, sizes, small
 
 ROWS: dict[str, Row] = {
     "save": Row("save into a new file, durable", saving.measure, lambda size, _: 2 * size),
@@ -27,5 +27,6 @@ ROWS: dict[str, Row] = {
     "load": Row("load, cold", loading.measure, lambda size, _: 3 * size),
     "ranks": Row("2 and 4 ranks with one state", ranks.measure, lambda size, _: 2 * size),
     "dcp": Row("torch.distributed.checkpoint", dcp.measure, lambda size, _: 3 * size),
+    "sizes": Row("files of all sizes beside torch", sizes.measure, sizes.bytes_needed),
     "small": Row("many small tensors", small.measure, small.bytes_needed),
 }
