@@ -156,6 +156,8 @@ class Accelerator(fake_cuda.FakeCuda):
         self._end = 0
         self._free: dict[tuple[int, int], list[int]] = {}  # by stream and length
         self._died: SimpleQueue[tuple[int, int, int]] = SimpleQueue()
+        self._users: dict[int, set[Stream]] = {}  # by start, that were recorded
+        self._pending: list[tuple[list[tuple[Stream, int]], int, int, int]] = []
 
     # --- memory
 
@@ -183,8 +185,23 @@ class Accelerator(fake_cuda.FakeCuda):
     def _take_back(self) -> None:
         while not self._died.empty():
             stream, length, start = self._died.get()
-            self._free.setdefault((stream, length), []).append(start)
+            others = [u for u in self._users.pop(start, ()) if id(u) != stream]
+            users = [(user, user.asked) for user in others]
+            self._pending.append((users, stream, length, start))
             self.in_use_bytes -= length
+        pending, self._pending = self._pending, []
+        for users, stream, length, start in pending:
+            if all(user.done >= asked for user, asked in users):
+                self._free.setdefault((stream, length), []).append(start)
+            else:
+                self._pending.append((users, stream, length, start))
+
+    def record_use(self, memory: torch.Tensor, stream: Any) -> None:
+        """`record_stream`: freed, it is nobody's before the stream is done with it."""
+        with self.lock:
+            start = memory.untyped_storage().data_ptr() - self._base
+            assert 0 <= start < _ADDRESSES
+            self._users.setdefault(start, set()).add(stream)
 
     def like(self, meta: torch.Tensor) -> torch.Tensor:
         """Memory for what a kernel makes."""
@@ -248,10 +265,8 @@ class Accelerator(fake_cuda.FakeCuda):
             stream.stop()
         _protect(self._base, mmap.PROT_READ | mmap.PROT_WRITE)
 
-    def Stream(self, device: torch.device) -> Any:
-        made: Any = Stream(self, self.index_of(device), self.copies_pace)
-        self.streams.append(made)
-        return made
+    def new_stream(self, index: int) -> Any:
+        return Stream(self, index, self.copies_pace)
 
     def Event(self, blocking: bool = False) -> Any:
         return Event(self, blocking)
@@ -406,12 +421,12 @@ def accelerator(
 
         return there
 
+    its_on_stream = devices.on_stream
+
     @contextlib.contextmanager
     def on_stream(stream: Any) -> Iterator[None]:
-        if stream is None:
-            yield
-            return
-        with cuda.stream(stream), Kernels(cuda):
+        kernels = contextlib.nullcontext() if stream is None else Kernels(cuda)
+        with its_on_stream(stream), kernels:
             yield
 
     patch.setattr(devices, "as_here", as_here)
@@ -423,6 +438,8 @@ def accelerator(
     patch.setattr(devices, "usable", lambda name, device: cpu if str(device) == "cpu" else DEVICE)
     patch.setattr(devices, "moved", moved)
     patch.setattr(devices, "_begin_copy", cuda.begin_copy)
+    patch.setattr(devices, "_side_streams", {})
+    patch.setattr(devices, "record_use", cuda.record_use)
     patch.setattr(devices, "empty", lambda nbytes, device: cuda.empty(nbytes))
     try:
         with Kernels(cuda):

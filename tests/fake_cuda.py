@@ -27,6 +27,7 @@ import torch
 from nvmeio._memory import devices
 
 _PATIENCE_S = 30.0
+STREAMS = 32  # of a device: c10/cuda/CUDAStream.h
 
 
 class Stream:
@@ -147,6 +148,8 @@ class FakeCuda:
         self.calls: list[tuple[str, int]] = []
         self.copies: list[Stream] = []
         self._thread = threading.local()
+        self._pools: dict[int, list[Any]] = {}
+        self._handed_out: dict[int, int] = {}
         self._default = {index: Stream(self, index) for index in range(4)}
 
     def index_of(self, device: torch.device | int | str | None) -> int:
@@ -282,12 +285,22 @@ class FakeCuda:
             self.set_stream(there)
             self.set_stream(before)
 
-    def Stream(self, device: torch.device) -> Stream:
-        made = Stream(self, device)
-        if self.is_held:
-            made.gate.clear()
-        self.streams.append(made)
-        return made
+    def Stream(self, device: torch.device) -> Any:
+        """One of a pool, in turn, as torch does it."""
+        index = self.index_of(device)
+        number = self._handed_out.get(index, 0)
+        self._handed_out[index] = number + 1
+        pool = self._pools.setdefault(index, [])
+        if number < STREAMS:
+            made = self.new_stream(index)
+            if self.is_held:
+                made.gate.clear()
+            pool.append(made)
+            self.streams.append(made)
+        return pool[number % STREAMS]
+
+    def new_stream(self, index: int) -> Any:
+        return Stream(self, index)
 
     def Event(self, blocking: bool = False) -> Event:
         return Event(self, blocking)
@@ -337,6 +350,7 @@ NAMES = [
 def fake_cuda(patch: pytest.MonkeyPatch) -> FakeCuda:
     """`torch.cuda` is the model from now on."""
     cuda = FakeCuda()
+    patch.setattr(devices, "_side_streams", {})
     for name in NAMES:
         made: Any = getattr(cuda, name)
         patch.setattr(torch.cuda, name, made)

@@ -73,17 +73,38 @@ def test_threads_of_ours_touch_no_other_device(cuda: FakeCuda) -> None:
     assert ("cudaHostUnregister", 2) in cuda.calls
 
 
-def test_copies_are_on_one_private_stream_of_each_device(cuda: FakeCuda) -> None:
-    copier = devices.CudaCopier()
+def test_copies_have_a_stream_for_each_direction_and_device(cuda: FakeCuda) -> None:
+    """The bus has two directions. All copiers share the streams, of which torch has 32."""
     host = Tensor(cuda, "cpu")
     for name in ("cuda:2", "cuda:2", "cuda:1"):
-        copier.upload(Tensor(cuda, name), host)
-    copier.download(host, Tensor(cuda, "cuda:1"))
+        devices.CudaCopier().upload(Tensor(cuda, name), host)
+    devices.CudaCopier().download(host, Tensor(cuda, "cuda:1"))
     first, second, third, fourth = cuda.copies
-    assert first is second and third is fourth
-    assert (first.device.index, third.device.index) == (2, 1)
+    assert first is second and third is not fourth
+    assert (first.device.index, third.device.index, fourth.device.index) == (2, 1, 1)
     assert cuda.current_stream() not in cuda.copies
     assert cuda.current_device() == 2
+    assert len(cuda.streams) == 3
+
+
+def test_streams_are_made_once_for_each_purpose(cuda: FakeCuda) -> None:
+    for _ in range(40):
+        devices.beside(GPU, "load")
+        devices.beside(GPU, "snapshot")
+        devices.side_stream(GPU, "reads")
+    assert len(cuda.streams) == 3
+
+
+def test_work_on_a_stream_makes_a_context_on_its_device_alone(cuda: FakeCuda) -> None:
+    """In an owner's thread, which is on device 0: contexts were {0, 2}."""
+
+    def work() -> None:
+        with devices.on_stream(cuda.Stream(GPU)):
+            devices.now(GPU).wait()
+        assert cuda.current_device() == 0
+
+    in_new_thread(work)
+    assert cuda.contexts == {2}
 
 
 def test_copies_beside_the_callers_work_wait_for_streams_alone(cuda: FakeCuda) -> None:
@@ -91,7 +112,7 @@ def test_copies_beside_the_callers_work_wait_for_streams_alone(cuda: FakeCuda) -
     host, device = Tensor(cuda, "cpu"), Tensor(cuda, "cuda:2")
 
     def save() -> None:
-        beside = devices.beside(GPU)
+        beside = devices.beside(GPU, "snapshot")
         beside.follow()
         beside.copy(host, device)  # type: ignore[arg-type]
         beside.precede()
@@ -107,7 +128,7 @@ def test_copies_beside_the_callers_work_wait_for_streams_alone(cuda: FakeCuda) -
 
 
 def test_what_is_no_cuda_device_is_copied_in_order() -> None:
-    beside = devices.beside(torch.device("cpu"))
+    beside = devices.beside(torch.device("cpu"), "load")
     target = torch.zeros(3)
     beside.copy(target, torch.arange(3.0))
     mark = beside.mark()

@@ -8,6 +8,10 @@ stream that was current at the call: `now` marks that point, and engines begin w
 memory once the mark is reached. They report a transfer when the device is done with it, so nobody
 has to synchronise after an await.
 
+Streams. torch hands out 32 streams of a device in turn, so none is private: after 32 of his own a
+user has ours. We make one for each purpose and device, once. Memory that one stream allocated and
+another one uses is recorded (`record_use`), so that it is not given away while it is in use.
+
 Which device. Threads begin on device 0, and CUDA makes a context (some 300 MB of its memory) on the
 device that a thread is on at its first call, even one about another device's event. So every call
 here is made with its own device current, and the thread is put back as it was found.
@@ -103,14 +107,12 @@ class Beside(Protocol):
 
 
 class CudaCopier:
-    """CUDA through torch: copies on one private stream a device.
+    """CUDA through torch: copies on two streams of ours a device, one for each direction.
 
     `torch.cuda` is touched at the first use, so one may be made where there is no CUDA.
     """
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, Any] = {}
-        self._lock = threading.Lock()
         self._entered = threading.local()
 
     def now(self, device: torch.device) -> Mark:
@@ -129,13 +131,13 @@ class CudaCopier:
             return mapping.tensor(0, (nbytes,), torch.uint8)
 
     def upload(self, target: torch.Tensor, chunk: torch.Tensor) -> Mark:
-        return self._copy(target, chunk, target.device)
+        return self._copy(target, chunk, side_stream(device_of(target), "ring up"))
 
     def download(self, chunk: torch.Tensor, source: torch.Tensor) -> Mark:
-        return self._copy(chunk, source, source.device)
+        return self._copy(chunk, source, side_stream(device_of(source), "ring down"))
 
     def finish(self, device: torch.device, step: Callable[[], None]) -> None:
-        stream = self._stream(device)
+        stream = side_stream(device, "ring up")
         # The device first: a stream's context manager puts a thread back on its old device in a
         # way that makes a context there.
         with torch.cuda.device(device), torch.cuda.stream(stream):
@@ -148,26 +150,18 @@ class CudaCopier:
         enter(device)
         self._entered.device = device
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, device: torch.device) -> Mark:
-        stream = self._stream(device)
-        with torch.cuda.device(device), torch.cuda.stream(stream):
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> Mark:
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             _begin_copy(target, source)
             return _CudaMark(stream)
 
-    def _stream(self, device: torch.device) -> Any:
-        with self._lock:
-            if device not in self._streams:
-                cuda: Any = torch.cuda
-                self._streams[device] = cuda.Stream(device)
-            return self._streams[device]
-
 
 class _SideStream:
-    """`Beside` on a CUDA stream of its own; made and used by threads of any device."""
+    """`Beside` on a CUDA stream of ours; made and used by threads of any device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, purpose: str) -> None:
         self._device = device
-        self._stream = new_stream(device)
+        self._stream = side_stream(device, purpose)
 
     def follow(self, stream: Any = None) -> None:
         with torch.cuda.device(self._device):
@@ -226,9 +220,14 @@ class _Reached:
         pass
 
 
-def beside(device: torch.device) -> Beside:
-    """What copies out of a device's memory beside the caller's work."""
-    return _SideStream(device) if device.type == "cuda" else _InOrder(device)
+def beside(device: torch.device, purpose: str) -> Beside:
+    """What copies to or from a device's memory beside the caller's work.
+
+    Args:
+        device: Which.
+        purpose: What for, and in which direction; those of one purpose share a stream.
+    """
+    return _SideStream(device, purpose) if device.type == "cuda" else _InOrder(device)
 
 
 class _CudaMark:
@@ -278,13 +277,29 @@ def stream_here(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def new_stream(device: torch.device) -> Any:
-    """A stream that nobody else uses; None for a device without streams."""
+def side_stream(device: torch.device, purpose: str) -> Any:
+    """The stream of ours for a purpose, made once; None for a device without streams."""
     if device.type != "cuda":
         return None
-    cuda: Any = torch.cuda
-    with torch.cuda.device(device):
-        return cuda.Stream(device)
+    stream = _side_streams.get((device, purpose))
+    if stream is None:
+        cuda: Any = torch.cuda
+        with torch.cuda.device(device):
+            stream = _side_streams.setdefault((device, purpose), cuda.Stream(device))
+    return stream
+
+
+_side_streams: dict[tuple[torch.device, str], Any] = {}
+
+
+def record_use(memory: torch.Tensor, stream: Any) -> None:
+    """A stream uses memory that may be another stream's.
+
+    When its last tensor is gone, the allocator gives it to nobody before the stream has done what
+    it was asked until then.
+    """
+    if stream is not None:
+        memory.record_stream(stream)
 
 
 @contextlib.contextmanager
@@ -293,7 +308,8 @@ def on_stream(stream: Any) -> Iterator[None]:
     if stream is None:
         yield
         return
-    with torch.cuda.stream(stream):
+    # The device first: put back on another one, a thread would make a context there.
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
 
 

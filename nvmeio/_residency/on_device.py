@@ -44,18 +44,22 @@ class DeviceSlot(Slot[Unit]):
     Attributes:
         memory: Its bytes, for as long as the slot has them.
         copied: When they are there, for streams of the device; None before the copy was begun.
+        streams: That were let at them.
     """
 
     def __init__(self, unit: Unit, memory: torch.Tensor) -> None:
         super().__init__(unit, memory.new_empty(0))
         self.memory: torch.Tensor | None = memory
         self.copied: Mark | None = None
+        self.streams: list[Any] = []
 
 
 class DevicePool:
     """A budget of a device's memory; what was lent is free with the last tensor over it.
 
-    One thread takes and copies.
+    It is torch's allocator that gives it to the next one then. So it is allocated for the stream
+    that computes with it, which may get it again at once; others have to be recorded
+    (`devices.record_use`). One thread takes and copies.
 
     Args:
         device: Whose.
@@ -69,7 +73,7 @@ class DevicePool:
         self.device = device
         self.budget_bytes = budget_bytes
         self.refused: BaseException | None = None  # the device had less than the budget
-        self._copies = copies or devices.beside(device)
+        self._copies = copies or devices.beside(device, "parameters")
         self._streams: list[Any] = []  # that have worked on it
         self._lent: list[tuple[Any, int]] = []
         self._sources: deque[tuple[Mark, torch.Tensor]] = deque()  # host memory under way
@@ -79,17 +83,22 @@ class DevicePool:
         self.take_back()
         if self.in_use_bytes + nbytes > self.budget_bytes:
             return None
+        stream = self._home()
         try:
-            memory = self._copies.empty(nbytes)
+            with devices.on_stream(stream):
+                memory = devices.empty(nbytes, self.device)
         except torch.OutOfMemoryError as refused:
             self.refused = refused.with_traceback(None)
             return None
         # Whoever had it before may still be at work there, though no tensor is over it.
-        for stream in tuple(self._streams):
-            self._copies.follow(stream)
+        self._copies.follow(stream)
         end: Any = StorageWeakRef
         self._lent.append((end(memory.untyped_storage()), nbytes))
         return memory
+
+    def _home(self) -> Any:
+        """The stream whose memory it is: the last one that computed."""
+        return self._streams[-1] if self._streams else devices.stream_here(self.device)
 
     def take_back(self) -> None:
         """What nobody has any more: memory of the device, and of the host below."""
@@ -136,7 +145,7 @@ class DevicePool:
 
     def before_compute(self, mark: Mark) -> None:
         """What streams are asked from now on comes after a mark."""
-        for stream in tuple(self._streams):
+        for stream in (*self._streams, devices.stream_here(self.device)):
             devices.come_after(stream, mark)
 
     def wait_for_one(self) -> bool:
@@ -230,6 +239,8 @@ class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
         fill = slot.fill
         if slot.memory is not None and fill is not None and fill.on_device and not fill.whole:
             self._pool.forget(slot.memory)
+        if slot.copied is not None and not slot.streams:
+            self._pool.before_compute(slot.copied)  # in the memory's next user, maybe
         slot.memory = None
 
 
@@ -261,6 +272,10 @@ class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
         """What a stream is asked from now on finds the bytes there. From any thread."""
         self._pool.used_by(stream)
         for slot in slots:
+            memory = slot.memory
+            if memory is not None and stream not in slot.streams:
+                slot.streams.append(stream)
+                devices.record_use(memory, stream)
             if slot.copied is not None:
                 devices.come_after(stream, slot.copied)
 
@@ -343,14 +358,12 @@ class OrderedReads:
 
     def __init__(self, handle: Reads, device: torch.device) -> None:
         self._handle = handle
-        self._device = device
-        self._stream = devices.new_stream(device)
+        self._stream = devices.side_stream(device, "reads")
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
         """Transfers that are begun meanwhile wait for no stream either."""
-        # The device first: put back on another one, a thread would make a context there.
-        with devices.on(self._device), devices.on_stream(self._stream):
+        with devices.on_stream(self._stream):
             yield
 
     def async_pread(self, memory: torch.Tensor, file: File, file_offset: int = 0, /) -> Operation:

@@ -1,7 +1,7 @@
 """CUDA tensors on the host's engine: a ring of page-locked chunks between drive and device.
 
 A transfer is cut into parts, each of a chunk at most. While one part goes between its chunk and
-the device on a private stream, the next ones are on their way between drive and memory, in both
+the device on a stream beside, the next ones are on their way between drive and memory, in both
 directions:
 
     read    a free chunk → the host engine reads into it → upload → free

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import DEVICE, Accelerator, Pace, accelerator
+from fake_cuda import STREAMS
 
 import nvmeio
 from nvmeio._memory import devices
@@ -95,7 +96,8 @@ def in_memory(passes: int = 2, **options: Any) -> tuple[list[torch.Tensor], list
 
 def assert_equal(cuda: Accelerator, found: Any, wanted: Any) -> None:
     for mine, theirs in zip(found, wanted, strict=True):
-        assert torch.equal(cuda.value(mine), theirs)
+        equal = torch.equal(cuda.value(mine), theirs)
+        assert equal  # and no tensor in this line, which pytest would look into
 
 
 @pytest.fixture(params=EVERY_PACE, ids=lambda pair: "-".join(p.name.lower() for p in pair))
@@ -313,6 +315,33 @@ def test_modules_on_the_meta_device_are_made_part_by_part(
         for each in theirs:
             init(each)
         assert_equal(lazy, [module(lazy.tensor(x)).detach()], [theirs(x).detach()])
+
+
+@pytest.mark.parametrize("two", [False, True], ids=["one stream computes", "two streams compute"])
+def test_weights_in_use_are_not_given_to_a_stream_of_the_user(
+    two: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torch hands out 32 streams in turn, so a user has ours, and its memory.
+
+    The window allocated on a side stream and recorded no other one. What was dropped was free for
+    that stream at once, though kernels of the computing stream had not read it yet.
+    """
+    x, theirs = torch.randn(3, WIDTH), model()
+    found, kept = [], []
+    with accelerator(monkeypatch, Pace.LAZY, Pace.EAGER) as cuda:
+        with swapped(model(), tmp_path) as module, torch.no_grad():
+            lengths = {unit.nbytes for unit in module._store.units}
+            computing: list[Any] = [cuda.current_stream()]
+            if two:
+                computing.append(cuda.Stream(DEVICE))
+                computing[1].pace = Pace.LAZY
+            for stream in computing:
+                with devices.on_stream(stream):
+                    found.append(module(cuda.tensor(x)))
+        for stream in [cuda.Stream(DEVICE) for _ in range(STREAMS)] * 4:
+            with devices.on_stream(stream):
+                kept += [devices.empty(nbytes, DEVICE).fill_(0x7F) for nbytes in lengths]
+        assert_equal(cuda, found, [theirs(x)] * len(found))
 
 
 def test_budgets_are_checked_for_each_level(lazy: Accelerator, tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ class _WorkRoom:
             ) from (None if self._there is None else self._there.refused)
         if self._copies is not None:
             self._copies.precede()  # which follows whoever had it before
+            devices.record_use(memory, devices.stream_here(self._device))
         slot.work = memory
         return memory
 
@@ -177,7 +178,7 @@ class SlotPools:
         self._twins: dict[str, tuple[torch.Tensor, list[Mark]]] = {}
         self._out: dict[int, Lease] = {}  # outlive the slots of a model that is dropped
         on_gpu = device.type == "cuda"
-        self._copies = devices.beside(device) if on_gpu else None
+        self._copies = devices.beside(device, "weights") if on_gpu else None
         if lent and on_gpu:
             self._there = DevicePool(device, shares.window, self._copies)
         try:
@@ -341,6 +342,10 @@ class SlotPools:
         stream = devices.stream_here(self.device)
         if stream not in slot.streams:
             slot.streams.append(stream)
+            for memory in (slot.memory, slot.work):
+                # What goes with the last tensor over it; twins are kept until nothing computes.
+                if memory is not None and memory.nbytes and self._goes(slot):
+                    devices.record_use(memory, stream)
         if self._there is not None:
             self._there.used_by(stream)
         if self._work is not None:
@@ -348,6 +353,9 @@ class SlotPools:
         for mark in (slot.event, slot.converted):
             if mark is not None:
                 devices.come_after(stream, mark)
+
+    def _goes(self, slot: WeightSlot) -> bool:
+        return self._there is not None or slot.lease is None
 
     def converted(self, slot: WeightSlot) -> None:
         """Let whoever uses it begin after its conversions too, which this thread has asked for."""

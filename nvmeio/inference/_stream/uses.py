@@ -242,11 +242,9 @@ class Uses:
         slot = self._window.slot(unit)
         if slot is None or not slot.shown:
             return None
-        memory = slot.work if converted else slot.memory
-        if memory is None or not memory.nbytes:  # it may go at any moment
-            return None
         self.resources.memory.ready(slot)
-        return memory
+        memory = slot.work if converted else slot.memory
+        return memory if memory is not None and memory.nbytes else None  # it may go at any moment
 
     def note_lent(self, unit: Unit) -> None:
         """That it was, without asking."""

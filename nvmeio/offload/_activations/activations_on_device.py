@@ -328,7 +328,10 @@ class DeviceActivations:
     def _lane(self, device: torch.device) -> tuple[Beside, Beside]:
         """Copies down and up: the bus has two directions."""
         if device not in self._lanes:
-            self._lanes[device] = devices.beside(device), devices.beside(device)
+            self._lanes[device] = (
+                devices.beside(device, "activations down"),
+                devices.beside(device, "activations up"),
+            )
         return self._lanes[device]
 
     # The end

@@ -215,13 +215,14 @@ class ParamStore(Keeper[ParamUnit, Slot]):
         backward = in_backward()
         top, stream = self._top, devices.stream_here(self.device)
         slot = top.arrived(unit)
-        memory: torch.Tensor | None = None if slot is None else slot.memory
-        if slot is None or memory is None:
-            with profiled("wait", unit.stages[0].name):
-                return self._owner.call(self._memory_of, unit, backward, stream)
-        self._let_compute([slot], stream)
-        self._owner.post(top.note, unit, backward)
-        return memory
+        if slot is not None:
+            self._let_compute([slot], stream)  # before its memory is taken, which may go meanwhile
+            memory: torch.Tensor | None = slot.memory
+            if memory is not None:
+                self._owner.post(top.note, unit, backward)
+                return memory
+        with profiled("wait", unit.stages[0].name):
+            return self._owner.call(self._memory_of, unit, backward, stream)
 
     def _memory_of(self, unit: ParamUnit, backward: bool, stream: Any) -> torch.Tensor:
         with self._failing():
