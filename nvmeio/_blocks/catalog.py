@@ -24,6 +24,7 @@ from nvmeio._storage.durable import free_bytes, make_directory, reserve
 from nvmeio._storage.guarded import make_private_directory, open_own
 from nvmeio._storage.locks import become_writer
 from nvmeio._threads.shutdown import wait_for_those_that_end
+from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import TransferError, errno_of
 
 
@@ -241,11 +242,8 @@ class Catalog:
             blocks = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                try:
+                with on_error(os.close, fd):
                     return self._table_of(fd, new=False), blocks
-                except BaseException:
-                    os.close(fd)
-                    raise
             except BaseException as failed:
                 os.close(blocks)
                 if isinstance(failed, NotATable):

@@ -19,6 +19,7 @@ from nvmeio._formats.safetensors_header import Header, TensorEntry
 from nvmeio._formats.safetensors_shards import as_package
 from nvmeio._io.spans import Load, Span
 from nvmeio._storage.guarded import Unchanged
+from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -62,12 +63,9 @@ class SafetensorsSet:
         self.metadata: dict[str, str] = {}
         self._unchanged: list[Unchanged] = []
         self._dealt: Callable[[int, int], list[FileBytes]] | None = None
-        try:
+        with on_error(self.close):
             for shard, names in _parts(self.path):
                 self._open(shard, names, handle)
-        except BaseException:
-            self.close()
-            raise
 
     def _open(self, shard: Path, names: list[str] | None, handle: AioHandle) -> None:
         file = files.open(shard)

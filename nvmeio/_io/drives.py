@@ -27,6 +27,7 @@ from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._storage import durable
 from nvmeio._storage.guarded import open_nameless
 from nvmeio._threads.serial import do_all
+from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -227,15 +228,12 @@ class DriveHandles:
         self._own: list[AioHandle] = []
         self._by_device: dict[int, AioHandle] = {}
         if handle is None:
-            try:
+            with on_error(self.close):
                 for directory in directories:
                     device = os.stat(directory).st_dev
                     if device not in self._by_device:
                         self._own.append(new_handle(directory))
                         self._by_device[device] = self._own[-1]
-            except BaseException:
-                self.close()
-                raise
         self.first = self._own[0] if handle is None else handle
 
     def of(self, file: File) -> AioHandle:
@@ -292,12 +290,9 @@ class ScratchFile:
         self._striped: StripedFile | None = None
         self._free = FreeBlocks(0)
         self.nbytes = 0  # of all files
-        try:
+        with on_error(self.close):
             for each in directories:
                 self._files.append(open_nameless(each))
-        except BaseException:
-            self.close()
-            raise
 
     def take(self, nbytes: int) -> int:
         """Where there is room, which is whole pages.

@@ -42,6 +42,7 @@ from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio._shim import memory_at
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio._threads.serial import do_all
+from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import BatchError, ClosedError, TransferError, with_context
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -215,12 +216,9 @@ class InFlight:
         return self
 
     def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
-        try:
+        with on_error(self.stop):
             if exc is None:
                 self.drain()
-        except BaseException:
-            self.stop()
-            raise
         if exc is not None:
             self.stop()
 

@@ -19,6 +19,7 @@ import torch
 
 from nvmeio._residency.order import Order
 from nvmeio._residency.reader import Fill, Reader
+from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import ClosedError
 
 Unit = TypeVar("Unit", bound=Hashable)
@@ -151,14 +152,11 @@ class Window(Generic[Unit, SomeSlot]):
     ) -> list[SomeSlot]:
         """The same for several at once, which stay until `let_go`."""
         held: list[SomeSlot] = []
-        try:
+        with on_error(self.let_go, held):
             for unit in units:
                 slot = self.need(unit, computing, backward)
                 slot.holds += 1
                 held.append(slot)
-        except BaseException:
-            self.let_go(held)
-            raise
         return held
 
     def let_go(self, slots: Iterable[SomeSlot]) -> None:
@@ -244,12 +242,9 @@ class Window(Generic[Unit, SomeSlot]):
 
     def _begin(self, unit: Unit, slot: SomeSlot) -> SomeSlot:
         self._slots[unit] = slot
-        try:
+        with on_error(self.drop, unit):
             slot.fill = self._keeper.fill(slot)
             self.reader.submit(slot.fill)
-        except BaseException:
-            self.drop(unit)
-            raise
         self.units_read += 1
         self.bytes_read += slot.fill.nbytes
         return slot
@@ -260,26 +255,20 @@ class Window(Generic[Unit, SomeSlot]):
             began = time.perf_counter()
             self.reader.wait(fill)
             self.waited_s += time.perf_counter() - began
-            try:
+            with on_error(self.drop, slot.unit):
                 if fill.error is not None:
                     raise self._keeper.explain(slot, fill.error) from fill.error
                 if not fill.whole:
                     raise ClosedError("the reads were stopped: whoever they are for is closed")
                 self._keeper.check(slot)
-            except BaseException:
-                self.drop(slot.unit)
-                raise
             slot.fill = None
         if not slot.bound:
             self._bind(slot)
 
     def _bind(self, slot: SomeSlot) -> None:
         slot.bound = True
-        try:
+        with on_error(self.drop, slot.unit):
             self._keeper.bind(slot)
-        except BaseException:
-            self.drop(slot.unit)
-            raise
 
     # Going
 

@@ -20,6 +20,7 @@ import tempfile
 
 from nvmeio import files
 from nvmeio._threads.interruptible import run_interruptible
+from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import IntegrityError, TransferError, naming, transfer_error
 from nvmeio.files import File
 
@@ -124,7 +125,7 @@ def open_own(path: str | os.PathLike[str]) -> int:
             if failed.errno == errno.ELOOP:
                 detail = "it is a symbolic link, which is not followed here: remove it"
             raise transfer_error(failed, "open", name, detail=detail) from failed
-    try:
+    with on_error(os.close, fd):
         facts = os.fstat(fd)
         wrong = ""
         if not stat.S_ISREG(facts.st_mode):
@@ -139,9 +140,6 @@ def open_own(path: str | os.PathLike[str]) -> int:
             )
         if stat.S_IMODE(facts.st_mode) & 0o077:
             os.fchmod(fd, FILE_MODE)
-    except BaseException:
-        os.close(fd)
-        raise
     return fd
 
 

@@ -37,6 +37,7 @@ from nvmeio import files
 from nvmeio._storage.durable import allocate, make_directory, sync_directory, write_all
 from nvmeio._storage.guarded import create
 from nvmeio._storage.locks import become_writer
+from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import ClosedError, TransferError, errno_of, naming, transfer_error
 
 _ACL = "system.posix_acl_access"
@@ -227,15 +228,12 @@ class Replacement:
             raise ClosedError(f"the replacement of {self._path} is over")
         if os.getpid() != self._pid:
             raise ClosedError(f"the replacement of {self._path} belongs to the parent process")
-        try:
+        with on_error(self.discard):
             if durable:
                 with naming("fsync", self._path):
                     os.fdatasync(self._fd)
             with naming("rename", self._path):
                 os.rename(self._temporary, self._target)
-        except BaseException:
-            self.discard()
-            raise
         self._close()
         if durable:
             try:
@@ -412,12 +410,9 @@ def _take(recycle: str, target: str) -> tuple[str, int] | None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1 and is_named(fd, recycle):
             os.rename(recycle, temporary)
-            try:
+            with on_error(os.rename, temporary, recycle):
                 sync_directory(os.path.dirname(target))
                 return temporary, fd
-            except BaseException:
-                os.rename(temporary, recycle)
-                raise
     except OSError:
         pass
     except BaseException:

@@ -1,13 +1,36 @@
-"""What `with` and `async with` do with an object: one body for each way in which one may end."""
+"""With statements: one body for each way in which an object may end, and what an error undoes."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import ParamSpec, Protocol, TypeVar
 
 from nvmeio._threads.running_loop import running_loop
 
 Me = TypeVar("Me")
+Args = ParamSpec("Args")
+
+
+class on_error:
+    """Calls `undo` if the body raises, whatever it raises, and lets the error pass.
+
+    For jobs and owners, which no Ctrl-C reaches: nothing undoes what one finds as the body ends.
+    """
+
+    __slots__ = ("_args", "_kwargs", "_undo")
+
+    def __init__(
+        self, undo: Callable[Args, object], *args: Args.args, **kwargs: Args.kwargs
+    ) -> None:
+        self._undo, self._args, self._kwargs = undo, args, kwargs
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, _: object, __: object) -> None:
+        if kind is not None:
+            self._undo(*self._args, **self._kwargs)
 
 
 class _Closes(Protocol):

@@ -27,7 +27,7 @@ from nvmeio._storage.replace import Replacement
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio._threads.owner import OwnerThread
 from nvmeio._threads.shutdown import Ending, open_owned
-from nvmeio._threads.with_statement import Closing, Discarding
+from nvmeio._threads.with_statement import Closing, Discarding, on_error
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.handle import AioHandle
 
@@ -265,13 +265,10 @@ class FastFileReader(Closing):
 
     def _open(self, path: str | os.PathLike[str], handle: AioHandle | None) -> None:
         opened = contextlib.ExitStack()  # no Checkpointer recycles it meanwhile
-        try:
+        with on_error(opened.close):
             self._file = opened.enter_context(open_reading(path))
             self._size = self._file.size()
             self._handle = new_handle(path) if handle is None else handle
-        except BaseException:
-            opened.close()
-            raise
         self._reading = opened
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:

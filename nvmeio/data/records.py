@@ -16,7 +16,7 @@ from nvmeio import _checks, files
 from nvmeio._io.handles import new_handle
 from nvmeio._storage import durable
 from nvmeio._threads import interruptible
-from nvmeio._threads.with_statement import ClosingWork
+from nvmeio._threads.with_statement import ClosingWork, on_error
 from nvmeio.data.prefetch import Gather, Prefetch
 from nvmeio.engines import transfers
 from nvmeio.engines.transfers import FileOffsets
@@ -308,14 +308,11 @@ class Records(Dataset[torch.Tensor], ClosingWork):
 
     def _open(self) -> Opened:
         file = files.open(self._path, self._mode)
-        try:
+        with on_error(file.close):
             self._check_unchanged(file)
             if self._handle is not None and self._born == generation():
                 return Opened(file, self._handle, False)
             return Opened(file, new_handle(self._path), True)
-        except BaseException:
-            file.close()
-            raise
 
     def _check_unchanged(self, file: File) -> None:
         identity = _identity(file)

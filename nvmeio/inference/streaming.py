@@ -19,6 +19,7 @@ from nvmeio._io.handles import CallHandle
 from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
 from nvmeio._ranks.messages import DEFAULT_TIMEOUT_S
+from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import kv_cache
@@ -181,11 +182,8 @@ def stream_model(
 
     def open_again(through: AioHandle) -> SafetensorsSet:
         again = packed_format.open_model(sources, through)
-        try:
+        with on_error(again.close):
             _check_same(plan, again, checksum)
-        except BaseException:
-            again.close()
-            raise
         return again
 
     with _telling(ranks), contextlib.ExitStack() as undo, profiled("stream_model", "open"):

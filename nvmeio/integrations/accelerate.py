@@ -36,6 +36,7 @@ from nvmeio._residency.window import Keeper, Window
 from nvmeio._storage.guarded import INDEX_BYTES, Unchanged, read_small
 from nvmeio._threads.owner import OwnerThread
 from nvmeio._threads.shutdown import Ending
+from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import ClosedError, IntegrityError, TransferError, with_context
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -76,11 +77,9 @@ class _Reading(Keeper[str, LentSlot[str]]):
 
     def get(self, name: str) -> torch.Tensor:
         """A tensor as it is stored, whose memory ends with it."""
-        try:
+        # What is read ahead has failed as well, perhaps: it is read again when it is asked for.
+        with on_error(self.window.drop_ahead):
             slot = self.window.need(name)
-        except BaseException:
-            self.window.drop_ahead()  # failed as well, perhaps: read again when it is asked for
-            raise
         place = self._places[name]
         memory = slot.memory
         assert memory is not None

@@ -30,7 +30,7 @@ from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import WriteBehind
 from nvmeio._storage.durable import sync_directory
 from nvmeio._storage.replace import Replacement
-from nvmeio._threads.with_statement import Discarding
+from nvmeio._threads.with_statement import Discarding, on_error
 from nvmeio.checkpoint.file_objects import FastFileReader
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.handle import AioHandle
@@ -193,7 +193,7 @@ class _Writing(Discarding, io.RawIOBase):
         if self._stream is None and len(self._small) + len(view) <= _SMALL_BYTES:
             self._small += view
             return len(view)
-        try:
+        with on_error(self.discard):
             if self._stream is None:
                 handle = self._opened.enter_context(CallHandle(self._handle, self.name)).get()
                 staging = buffers.empty_aligned(_STAGING_BYTES, dtype=torch.uint8)
@@ -201,9 +201,6 @@ class _Writing(Discarding, io.RawIOBase):
                 self._stream.write(self._small)
                 self._small.clear()
             return self._stream.write(view)
-        except BaseException:
-            self.discard()
-            raise
 
     def tell(self) -> int:
         return len(self._small) if self._stream is None else self._stream.position
@@ -232,7 +229,7 @@ class _Writing(Discarding, io.RawIOBase):
         """
         if self.closed:
             return
-        try:
+        with on_error(self.discard):
             if self._stream is not None:
                 self._stream.finish()
             else:
@@ -240,9 +237,6 @@ class _Writing(Discarding, io.RawIOBase):
             self._opened.close()
             if self._autocommit:
                 self._replacement.commit()
-        except BaseException:
-            self.discard()
-            raise
         super().close()
 
     def __reduce__(self) -> NoReturn:

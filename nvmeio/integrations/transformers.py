@@ -27,6 +27,7 @@ import torch
 
 from nvmeio._storage.durable import sync_directory
 from nvmeio._threads.serial import do_all
+from nvmeio._threads.with_statement import on_error
 from nvmeio.checkpoint import load, save
 from nvmeio.checkpoint.background import BackgroundSaver
 from nvmeio.checkpoint.safetensors import load_safetensors, save_safetensors
@@ -163,11 +164,8 @@ class NvmeTrainerMixin:
         saving.give_up()
         run_directory = trainer._get_output_dir(trial=trial)
         saving.begin(run_directory)
-        try:
+        with on_error(saving.give_up):
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
-        except BaseException:
-            saving.give_up()
-            raise
         saving.name_when_durable(run_directory, trainer)
 
     def _get_output_dir(self, trial: Any) -> str:

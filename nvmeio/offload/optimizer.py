@@ -16,7 +16,7 @@ from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
 from nvmeio._threads import shutdown
 from nvmeio._threads.shutdown import Ending
-from nvmeio._threads.with_statement import Closing
+from nvmeio._threads.with_statement import Closing, on_error
 from nvmeio.errors import ClosedError, NvmeioError
 from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.transactions import Transaction, Transactions
@@ -222,11 +222,8 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
 
         def work(transaction: Transaction) -> None:
             add(param_group)
-            try:
+            with on_error(self.param_groups.pop):
                 swapper.extend(self.param_groups)
-            except BaseException:
-                self.param_groups.pop()
-                raise
 
         self._transactions.run(work)
 

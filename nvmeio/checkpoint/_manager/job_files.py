@@ -34,6 +34,7 @@ from nvmeio._storage.replace import (
     Replacement,
     temporary_name,
 )
+from nvmeio._threads.with_statement import on_error
 from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.job import SaveJob
 from nvmeio.errors import TransferError, transfer_error
@@ -124,18 +125,15 @@ class FileOfEachRank(SaveJob):
             return recycled
         setup = self.setup
         temporary = self._make_directory()
-        try:
-            with self.messages.telling():
-                self.messages.put("place", os.path.basename(temporary).encode())
-                recycled = self._write_file(temporary)
-                names = [_rank_name(rank) for rank in range(self.messages.size)]
-                told = [self.messages.get("part", rank) for rank in range(1, self.messages.size)]
-                sizes = [self.layout().nbytes, *map(int, told)]
-                _check_before_commit(self)
-                self._commit(temporary, dict(zip(names, sizes, strict=True)))
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+        undo = on_error(shutil.rmtree, temporary, ignore_errors=True)
+        with undo, self.messages.telling():
+            self.messages.put("place", os.path.basename(temporary).encode())
+            recycled = self._write_file(temporary)
+            names = [_rank_name(rank) for rank in range(self.messages.size)]
+            told = [self.messages.get("part", rank) for rank in range(1, self.messages.size)]
+            sizes = [self.layout().nbytes, *map(int, told)]
+            _check_before_commit(self)
+            self._commit(temporary, dict(zip(names, sizes, strict=True)))
         retention.set_latest(setup.directory, os.path.basename(self.path))
         self.messages.put("end", b"")
         _trim(self)

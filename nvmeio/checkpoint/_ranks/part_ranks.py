@@ -28,6 +28,7 @@ from nvmeio._ranks.exchange import NoExchange
 from nvmeio._ranks.rank_store import RankStore
 from nvmeio._ranks.shared_spans import RankSpan
 from nvmeio._storage.locks import open_reading
+from nvmeio._threads.with_statement import on_error
 from nvmeio.checkpoint._ranks.drives import OwnDrives, Save, Survey
 from nvmeio.checkpoint._ranks.loading_ranks import LoadingRanks
 from nvmeio.errors import IntegrityError, TransferError
@@ -259,12 +260,9 @@ class Image(File):
 
     def __init__(self, nbytes: int, name: str) -> None:
         self._fd = os.memfd_create("nvmeio-archive", os.MFD_CLOEXEC)
-        try:
+        with on_error(os.close, self._fd):
             os.ftruncate(self._fd, nbytes)
             super().__init__(f"/proc/self/fd/{self._fd}")
-        except BaseException:
-            os.close(self._fd)
-            raise
         self._name = name
 
     @property

@@ -17,6 +17,7 @@ import torch
 from nvmeio._formats.torch_layout import Data, StorageRecord
 from nvmeio._memory.copy_on_write import HOW_TO_ALLOW, support
 from nvmeio._threads.interruptible import begun
+from nvmeio._threads.with_statement import on_error
 from nvmeio.checkpoint._snapshot.copies import (
     LEAST_BYTES,
     DeviceCopies,
@@ -113,16 +114,13 @@ class StateSnapshot:
         self._protected: Protected | None = None
         if memories.why_copied is None:
             self._protected = Protected([spans[index] for index in on_host], memories.directory)
-        try:
+        with on_error(self._end_protection):
             self._arrange(part, spans, on_host)
             if self._protected is not None and not self._protected.begin(
                 memories.aside, self._most_aside()
             ):
                 self._protected = None
                 self._arrange(part, spans, on_host)  # all of it is copied, then
-        except BaseException:
-            self._end_protection()
-            raise
         if self._protected is None:
             memories.aside.release()
 

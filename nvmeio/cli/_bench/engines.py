@@ -16,6 +16,7 @@ import nvmeio
 from nvmeio._io.inflight import WriteBehind
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._storage.durable import sync_file
+from nvmeio._threads.with_statement import on_error
 from nvmeio.checkpoint.file_objects import FastFileReader
 from nvmeio.cli._bench.workload import Lap, Op, Timing, Workload
 from nvmeio.cli._terminal import Failed, Refused
@@ -114,11 +115,8 @@ class FreshHandle(BenchEngine):
 
 
 def _finish(operation: nvmeio.Operation) -> None:
-    try:
+    with on_error(operation.cancel):  # Ctrl-C: what the kernel does not have yet, it need not get
         operation.result()
-    except BaseException:
-        operation.cancel()  # Ctrl-C: what the kernel does not have yet, it need not get
-        raise
 
 
 class Reference(BenchEngine):
@@ -216,14 +214,11 @@ class TorchFast(Nvmeio):
         with nvmeio.open(path, "w") as target:
             stream = WriteBehind(self._handle, target, self._staging)
             file: Any = stream
-            try:
+            with on_error(stream.abandon):
                 torch.save(
                     tensor, file, _use_new_zipfile_serialization=not self._workload.legacy_save
                 )
                 stream.finish()
-            except BaseException:
-                stream.abandon()
-                raise
 
 
 class DeepSpeed(BenchEngine):

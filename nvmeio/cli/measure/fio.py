@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nvmeio._memory.system import proc_bytes
+from nvmeio._threads.with_statement import on_error
 from nvmeio.cli._terminal import Failed
 from nvmeio.errors import BackendUnavailableError
 
@@ -63,11 +64,8 @@ def run(
         Failed: It did not do the work; with its own words.
     """
     process = _start(paths, options)
-    try:
+    with on_error(_kill, process):
         output, errors = process.communicate(timeout=timeout_s)
-    except BaseException:
-        _kill(process)
-        raise
     if process.returncode:
         raise _failed(process, output, errors)
     jobs: list[JobReport] = json.loads(output[output.index("{") :])["jobs"]

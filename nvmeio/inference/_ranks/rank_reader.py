@@ -37,6 +37,7 @@ from nvmeio._ranks.exchange import Exchange
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._threads.future import SLICE_S
 from nvmeio._threads.threads import Thread, log_failure
+from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import ClosedError, TransferError, with_context
 from nvmeio.files import File
 from nvmeio.inference._plan.slot_layout import Read
@@ -129,11 +130,8 @@ class RankReader(Reader):
         self._ended.acquire()
         super().__init__(handle)
         self._ranks_thread = Thread(self._serve, "nvmeio-ranks")
-        try:
+        with on_error(super().stop):
             self._ranks_thread.start()
-        except BaseException:
-            super().stop()
-            raise
 
     # --- the window's side, as of Reader -------------------------------------------------------
 

@@ -23,6 +23,7 @@ from nvmeio._ranks.exchange import Exchange
 from nvmeio._ranks.messages import Messages
 from nvmeio._ranks.rank_store import Calls, RankStore
 from nvmeio._residency.reader import Reader
+from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import IntegrityError
 from nvmeio.inference._plan import packed_format
 from nvmeio.inference._plan.slot_layout import Read
@@ -217,10 +218,7 @@ def new_reader(
     if ranks is None:
         return Reader(handles)
     exchange = ranks.connected()
-    try:
+    with on_error(exchange.end, False):
         parts = [shares(unit.layout.reads, ranks.size) for unit in units]
         names = [unit.name for unit in units]
         return RankReader(handles, checkpoint, exchange, parts, names, in_pass, ranks.timeout_s)
-    except BaseException:
-        exchange.end(False)
-        raise

@@ -24,6 +24,7 @@ from nvmeio._residency import window
 from nvmeio._residency.lent import LentPool, laid_over, lease_now
 from nvmeio._residency.on_device import DevicePool
 from nvmeio._residency.reader import Fill, WantedBytes
+from nvmeio._threads.with_statement import on_error
 from nvmeio.files import File
 from nvmeio.inference._plan.budget import Shares
 from nvmeio.inference._plan.checksums import Arriving, ExpectedBytes, verify
@@ -181,7 +182,7 @@ class SlotPools:
         self._copies = devices.beside(device, "weights") if on_gpu else None
         if lent and on_gpu:
             self._there = DevicePool(device, shares.window, self._copies)
-        try:
+        with on_error(self.close):
             if shares.resident:
                 self._resident = PinnedPool(shares.resident)
             if shares.window and lent and not on_gpu:
@@ -190,9 +191,6 @@ class SlotPools:
                 self._window = PinnedPool(shares.window)
             if shares.work:
                 self._work = _WorkRoom(shares.work, device, self._copies, lent)
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def locked(self) -> bool:

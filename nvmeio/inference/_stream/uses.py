@@ -16,6 +16,7 @@ from nvmeio._memory import devices
 from nvmeio._residency.order import Cyclic, Remembered
 from nvmeio._residency.window import Window
 from nvmeio._threads.owner import Claim, OwnerThread
+from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import ClosedError
 from nvmeio.inference._plan.units import Partition, Unit
 from nvmeio.inference._stream.slots import WeightSlot
@@ -342,12 +343,8 @@ class Uses:
         missing = [expert for expert in hit if not slot.experts[expert]]
         if not missing:
             return
-        try:
-            with devices.on_stream(cuda_stream):
-                self._keeper.read_experts(slot, missing)
-        except BaseException:
-            self._give_up()
-            raise
+        with on_error(self._give_up), devices.on_stream(cuda_stream):
+            self._keeper.read_experts(slot, missing)
         self.experts_read += len(missing)
 
     # --- what it has done -----------------------------------------------------------------------

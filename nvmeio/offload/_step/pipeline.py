@@ -27,6 +27,7 @@ from nvmeio._memory import devices
 from nvmeio._memory.devices import Mark
 from nvmeio._threads.future import Future
 from nvmeio._threads.owner import OwnerThread
+from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import ClosedError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -232,7 +233,7 @@ class Pipeline:
         if filled.stopped:
             return
         turn, slot, moves, mark = computed
-        try:
+        with on_error(filled.stop):
             if mark is not None:
                 mark.wait()
             writes = started(self._handles, slot, moves, writing=True)
@@ -242,9 +243,6 @@ class Pipeline:
                     turn.seal(slot)
             finally:
                 filled.written.put((slot, writes))
-        except BaseException:
-            filled.stop()
-            raise
         if not self._write_behind:
             times.write_wait_s += _waited(writes)
 

@@ -15,6 +15,7 @@ import torch
 
 from nvmeio._io.drives import DriveHandles
 from nvmeio._memory import devices
+from nvmeio._threads.with_statement import on_error
 from nvmeio.offload._generations.generations import Change, Generations
 from nvmeio.offload._generations.state_files import StateFiles
 from nvmeio.offload._module.param_store import ParamStore
@@ -326,11 +327,8 @@ class Step:
             self._compute(subgroup, pieces, memory)
             return whole
 
-        try:
+        with on_error(device.settle):
             device.begin(slot, whole, compute).wait()
-        except BaseException:
-            device.settle()
-            raise
 
     def _has_gradient(self, param: SwappedParam) -> bool:
         gradients = self._swapped.gradients

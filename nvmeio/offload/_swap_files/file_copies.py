@@ -13,6 +13,7 @@ from nvmeio import _checks
 from nvmeio._checks import Paths
 from nvmeio._storage import durable, guarded
 from nvmeio._storage.durable import make_directory
+from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import TransferError, transfer_error
 from nvmeio.offload._generations import manifests
 from nvmeio.offload._generations.manifests import Manifest
@@ -59,7 +60,7 @@ def copy(
         for each, path in zip(above, source.paths, strict=True)
     ]
     made: list[str] = []
-    try:
+    with on_error(_remove, made):
         for each, target in zip(above, targets, strict=True):
             _make(each, target)
             made.append(target)
@@ -78,9 +79,6 @@ def copy(
         manifests.store(targets[0], manifest)
         manifests.mark_durable(targets[0], manifest)
         _sync(above[0], targets[0])
-    except BaseException:
-        _remove(made)
-        raise
     transaction.on_rollback(lambda: _remove(made))
 
 

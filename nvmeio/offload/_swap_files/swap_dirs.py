@@ -29,6 +29,7 @@ from nvmeio._ranks.rank_store import several
 from nvmeio._storage import durable, guarded
 from nvmeio._storage.guarded import SETTINGS_BYTES, detail_of, read_small
 from nvmeio._threads import shutdown
+from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import IntegrityError, TransferError, naming, transfer_error
 from nvmeio.files import File
 from nvmeio.offload._generations import manifests
@@ -79,11 +80,8 @@ class SwapDir:
         except OSError as failed:  # a full disk must not leave the lock behind
             self.release()
             raise _wrapped(failed, "write", lock) from failed
-        try:
+        with on_error(self.release):
             self._check_ours()
-        except BaseException:
-            self.release()
-            raise
 
     def _locked(self) -> int:
         lock = self.file(LOCK)
@@ -253,7 +251,7 @@ class SwapDirs:
         self._set_id = ""
         self._weights = [1]
         self._temporary = ""
-        try:
+        with on_error(self.release):
             if parents is None:
                 parents = self._temporary = tempfile.mkdtemp(prefix="nvmeio-swap-")
             above = _checks.directory_paths("swap_dir", parents)
@@ -265,9 +263,6 @@ class SwapDirs:
                 self.clean()
                 if len(above) > 1:
                     self._begin(weights_of(self.paths, reads, writes))
-        except BaseException:
-            self.release()
-            raise
 
     # What belongs together
 
