@@ -12,7 +12,7 @@ from nvmeio import _checks
 from nvmeio._files.descriptors import MEMORY_FILE_SYSTEMS, Descriptors, open_error
 from nvmeio._files.system import file_system_of
 from nvmeio._pages import PAGE_BYTES
-from nvmeio._threads.with_statement import Closing
+from nvmeio._threads.closing import Closing
 from nvmeio.errors import ClosedError
 
 _MODES = {

@@ -21,8 +21,8 @@ from nvmeio._files.descriptors import Descriptors
 from nvmeio._memory import devices
 from nvmeio._memory import tensors as tensors_module
 from nvmeio._memory.tensors import Data
+from nvmeio._threads.closing import ClosingWork
 from nvmeio._threads.interruptible import run_interruptible
-from nvmeio._threads.with_statement import ClosingWork
 from nvmeio.bound import BoundFile
 from nvmeio.engines import device_ring, select, transfers
 from nvmeio.engines import transfers as transfers_module

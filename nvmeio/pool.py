@@ -30,8 +30,8 @@ from nvmeio import _checks
 from nvmeio._memory.leases import LeaseQueue, Waiter
 from nvmeio._memory.mappings import Mapping
 from nvmeio._pages import PAGE_BYTES, round_up
+from nvmeio._threads.closing import Closing
 from nvmeio._threads.running_loop import resolve, running_loop
-from nvmeio._threads.with_statement import Closing
 from nvmeio.errors import ClosedError
 
 __all__ = ["Lease", "PinnedPool"]

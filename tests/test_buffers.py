@@ -21,7 +21,7 @@ from support import collect, new_descriptors, open_descriptors, spin_until_colle
 from nvmeio import buffers
 from nvmeio._memory import mappings as mappings_module
 from nvmeio._memory import system
-from nvmeio._threads.serial import Serial
+from nvmeio._memory.mappings import Serial
 
 HUGE = system.huge_page_bytes()
 

@@ -23,8 +23,8 @@ from nvmeio._pages import round_up
 from nvmeio._storage.durable import free_bytes, make_directory, reserve
 from nvmeio._storage.guarded import make_private_directory, open_own
 from nvmeio._storage.locks import become_writer
+from nvmeio._threads.closing import on_error
 from nvmeio._threads.shutdown import wait_for_those_that_end
-from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import TransferError, errno_of
 
 

@@ -32,14 +32,13 @@ import torch
 from nvmeio import _checks, files
 from nvmeio._blocks.catalog import BlockPlace, Catalog
 from nvmeio._blocks.table import Key, names_of
-from nvmeio._blocks.transfers import InPlace, SlotPiece, Transfers
-from nvmeio._blocks.worker import StoreWorker
+from nvmeio._blocks.transfers import InPlace, SlotPiece, StoreWorker, Transfers
 from nvmeio._io.handles import new_handle
 from nvmeio._pages import round_up
 from nvmeio._storage import crc32
+from nvmeio._threads.closing import Closing
 from nvmeio._threads.future import being_interrupted, may_be_interrupted
 from nvmeio._threads.shutdown import Ending, leave
-from nvmeio._threads.with_statement import Closing
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 

@@ -1,4 +1,4 @@
-"""A batch of blocks between memory and slots: few operations, each of many blocks.
+"""A batch of blocks between memory and slots: few operations, each of many blocks; who does it.
 
 One operation would do, but blocks are checked while others are on their way. Blocks that follow one
 another in the file and in memory go as one *run*.
@@ -6,6 +6,10 @@ another in the file and in memory go as one *run*.
 A few slots in a row need no operation at all: the thread that asks moves them by one system call
 (`InPlace`). Handing them to a lane and waiting for that costs two switches of thread, which is more
 than the drive takes.
+
+Waking a thread takes 0.2 ms where its core sleeps, as long as a drive takes for a small block. So a
+caller that no interrupt can reach, and who waits anyway, does the work itself (`StoreWorker`). What
+the main thread asks for, and what is done in the background, a thread does.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ import concurrent.futures
 import contextlib
 import itertools
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -25,6 +30,8 @@ from nvmeio._io.inflight import MOST_BYTES
 from nvmeio._memory import tensors
 from nvmeio._pages import PAGE_BYTES
 from nvmeio._shim import memory_at
+from nvmeio._threads.future import may_be_interrupted
+from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import BatchError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -272,3 +279,109 @@ def _errors(operation: Operation, items: int) -> dict[int, BaseException]:
     if isinstance(error, BatchError):
         return dict(error.failures)
     return {} if error is None else dict.fromkeys(range(items), error)
+
+
+Value = TypeVar("Value")
+
+
+class StoreWorker:
+    """Does one thing after the other, whoever asks.
+
+    Args:
+        name: Of its thread.
+        closed: What a call after `close` is told.
+
+    Must not refer to what owns it: it ends when that is dropped.
+    """
+
+    def __init__(self, name: str, closed: str) -> None:
+        self.owner = OwnerThread(name, closed)
+        self._turn = threading.Lock()  # the main thread never takes it
+        self._counting = threading.Lock()
+        self._asked = self._ended = 0  # of its thread, on the memory of others
+
+    def call(self, check: Callable[[], object], work: Callable[..., Value], *args: Any) -> Value:
+        """Do `work(*args)`, or have it done; an interrupt is raised when it has ended.
+
+        Args:
+            check: Raises where the store was closed meanwhile.
+            work: What is done.
+            args: Given to it.
+        """
+        if may_be_interrupted():
+            self._count()
+            value: Value = self.owner.call(self._in_turn, work, args, to_end=True)
+            return value
+        with self._turn:
+            check()
+            return work(*args)
+
+    def post(
+        self,
+        work: Callable[..., Value],
+        args: tuple[Any, ...],
+        done: Callable[[Value], object],
+        otherwise: Value,
+    ) -> None:
+        """Have `work(*args)` done in the background, and `done` called with what comes of it.
+
+        Args:
+            work: What is done.
+            args: Given to it.
+            done: Called by the worker's thread.
+            otherwise: Given to it where `work` raises, which is logged.
+        """
+        self._count()
+        self.owner.post(self._answer, work, args, done, otherwise)
+
+    def _answer(
+        self,
+        work: Callable[..., Value],
+        args: tuple[Any, ...],
+        done: Callable[[Value], object],
+        found: Value,
+    ) -> None:
+        try:
+            with self._turn:
+                found = work(*args)
+        finally:
+            try:
+                done(found)  # which may ask for another turn
+            finally:
+                self._ended += 1
+
+    def _count(self) -> None:
+        with self._counting:
+            # Where an interrupt comes next, `drain` asks for ever what it need not have asked.
+            self._asked += 1
+
+    def _in_turn(self, work: Callable[..., Value], args: tuple[Any, ...]) -> Value:
+        """In its thread."""
+        try:
+            with self._turn:
+                return work(*args)
+        finally:
+            self._ended += 1
+
+    def drain(self) -> None:
+        """Wait until its thread has done what it was asked before."""
+        if self._asked != self._ended:
+            self.owner.drain()
+
+    def finish(self) -> None:
+        """Wait until all has ended that was asked before, or is being done by its caller."""
+        self.owner.call(self.rest)
+
+    def rest(self) -> None:
+        """`finish`, asked in its thread."""
+        with self._turn:
+            pass
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is its thread."""
+        return self.owner.is_here
+
+    def close(self) -> None:
+        """End its thread once it has done what it was asked before; does not wait."""
+        self.owner.close()

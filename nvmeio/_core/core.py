@@ -30,9 +30,9 @@ from nvmeio._memory import holds
 from nvmeio._memory.devices import Copier
 from nvmeio._memory.tensors import Memory
 from nvmeio._threads import shutdown
+from nvmeio._threads.closing import do_all
 from nvmeio._threads.interruptible import begun, run_interruptible
 from nvmeio._threads.running_loop import running_loop
-from nvmeio._threads.serial import do_all
 from nvmeio._threads.threads import start
 from nvmeio.engines import transfers
 from nvmeio.engines.base import Counters, Engine, Opcode, Options, Transfer

@@ -26,8 +26,7 @@ from nvmeio._memory.leases import FreeBlocks
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._storage import durable
 from nvmeio._storage.guarded import open_nameless
-from nvmeio._threads.serial import do_all
-from nvmeio._threads.with_statement import on_error
+from nvmeio._threads.closing import do_all, on_error
 from nvmeio.errors import TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

@@ -40,9 +40,8 @@ import torch
 from nvmeio import buffers
 from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio._shim import memory_at
+from nvmeio._threads.closing import do_all, on_error
 from nvmeio._threads.interruptible import run_interruptible
-from nvmeio._threads.serial import do_all
-from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import BatchError, ClosedError, TransferError, with_context
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

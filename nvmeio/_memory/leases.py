@@ -9,9 +9,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-from nvmeio._memory.mappings import Mapping
+from nvmeio._memory.mappings import Mapping, Serial
 from nvmeio._pages import PAGE_BYTES, round_up
-from nvmeio._threads.serial import Serial
 
 
 class FreeBlocks:

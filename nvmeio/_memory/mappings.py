@@ -18,6 +18,7 @@ import sys
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -36,7 +37,6 @@ from nvmeio._memory.system import (
     not_lockable,
 )
 from nvmeio._pages import PAGE_BYTES, round_up
-from nvmeio._threads.serial import Serial
 from nvmeio._threads.threads import Thread
 
 _NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered; driver_types.h
@@ -60,6 +60,48 @@ PREFAULT_FROM_BYTES = 64 << 20
 
 _madvise = libc.madvise  # lets go of the GIL
 _PREFAULT_THREADS = max(1, min(4, (os.cpu_count() or 1) - 1))
+
+
+class Serial:
+    """Runs short steps one after another, whichever thread they come from.
+
+    A plain lock will not do: the steps are also called by destructors, and the garbage collector
+    may run one at any moment, in a thread that is in the middle of a step. Such a call leaves its
+    step to the one under way and returns; every other call returns once its step has run. Steps
+    must not raise and must not wait. One that an interrupt (Ctrl-C) cuts short is run again from
+    its beginning, and must be written for that.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._steps: deque[Callable[[], None]] = deque()
+        self._running = False
+
+    @property
+    def was_cut_short(self) -> bool:
+        """Whether interrupts left steps that nobody runs."""
+        return bool(self._steps) and not self._running
+
+    def run(self, step: Callable[[], None]) -> None:
+        self._steps.append(step)
+        try:
+            self._run_all()
+        except BaseException:  # Ctrl-C, in the middle of a step: once more
+            self._run_all()
+            raise
+
+    def _run_all(self) -> None:
+        with self._lock:
+            if self._running:
+                return
+            while self._steps:
+                self._running = True
+                try:
+                    while self._steps:
+                        self._steps[0]()
+                        self._steps.popleft()
+                finally:
+                    self._running = False
 
 
 class _Regions:

@@ -19,7 +19,7 @@ import torch
 
 from nvmeio._residency.order import Order
 from nvmeio._residency.reader import Fill, Reader
-from nvmeio._threads.with_statement import on_error
+from nvmeio._threads.closing import on_error
 from nvmeio.errors import ClosedError
 
 Unit = TypeVar("Unit", bound=Hashable)

@@ -19,8 +19,8 @@ import stat
 import tempfile
 
 from nvmeio import files
+from nvmeio._threads.closing import on_error
 from nvmeio._threads.interruptible import run_interruptible
-from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import IntegrityError, TransferError, naming, transfer_error
 from nvmeio.files import File
 

@@ -37,7 +37,7 @@ from nvmeio import files
 from nvmeio._storage.durable import allocate, make_directory, sync_directory, write_all
 from nvmeio._storage.guarded import create
 from nvmeio._storage.locks import become_writer
-from nvmeio._threads.with_statement import on_error
+from nvmeio._threads.closing import on_error
 from nvmeio.errors import ClosedError, TransferError, errno_of, naming, transfer_error
 
 _ACL = "system.posix_acl_access"

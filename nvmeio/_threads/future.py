@@ -20,8 +20,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from typing import Any, TypeVar
 
+from nvmeio._threads.closing import do_all
 from nvmeio._threads.running_loop import resolve, running_loop
-from nvmeio._threads.serial import do_all
 
 Value = TypeVar("Value")
 

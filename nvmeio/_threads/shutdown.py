@@ -22,8 +22,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from nvmeio._threads.closing import do_all
 from nvmeio._threads.owner import OwnerThread
-from nvmeio._threads.serial import do_all
 from nvmeio._threads.threads import log_failure, unlist
 from nvmeio.errors import ClosedError, NvmeioError
 

@@ -14,9 +14,9 @@ from nvmeio import _checks
 from nvmeio._io.long_call import LongCall, profiled
 from nvmeio._ranks.messages import DEFAULT_TIMEOUT_S
 from nvmeio._storage.durable import check_above
+from nvmeio._threads.closing import ClosingWork
 from nvmeio._threads.future import Future
 from nvmeio._threads.interruptible import begun, in_thread, run_interruptible
-from nvmeio._threads.with_statement import ClosingWork
 from nvmeio.checkpoint._load.loading import Loaded
 from nvmeio.checkpoint._load.unpickling import HowToLoad, LoadOptions, MapLocation
 from nvmeio.checkpoint._manager import retention

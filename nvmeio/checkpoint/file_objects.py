@@ -24,10 +24,10 @@ from nvmeio._io.handles import new_handle
 from nvmeio._io.inflight import WriteBehind
 from nvmeio._storage.locks import open_reading
 from nvmeio._storage.replace import Replacement
+from nvmeio._threads.closing import Closing, Discarding, on_error
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio._threads.owner import OwnerThread
 from nvmeio._threads.shutdown import Ending, open_owned
-from nvmeio._threads.with_statement import Closing, Discarding, on_error
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.handle import AioHandle
 

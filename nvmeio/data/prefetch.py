@@ -16,8 +16,8 @@ import torch
 
 from nvmeio import _checks
 from nvmeio._threads import threads
+from nvmeio._threads.closing import ClosingWork
 from nvmeio._threads.future import Begun
-from nvmeio._threads.with_statement import ClosingWork
 from nvmeio.engines.transfers import FileOffsets
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle

@@ -16,7 +16,7 @@ from nvmeio import _checks, files
 from nvmeio._io.handles import new_handle
 from nvmeio._storage import durable
 from nvmeio._threads import interruptible
-from nvmeio._threads.with_statement import ClosingWork, on_error
+from nvmeio._threads.closing import ClosingWork, on_error
 from nvmeio.data.prefetch import Gather, Prefetch
 from nvmeio.engines import transfers
 from nvmeio.engines.transfers import FileOffsets

@@ -30,11 +30,11 @@ from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.drives import DriveHandles
 from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
-from nvmeio._residency.saved import Origin, in_backward
+from nvmeio._residency.calls import Origin, in_backward
+from nvmeio._threads.closing import Closing
 from nvmeio._threads.interruptible import in_thread, run_interruptible
 from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio._threads.shutdown import Ending
-from nvmeio._threads.with_statement import Closing
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import blocks as in_lockstep_module
@@ -42,10 +42,9 @@ from nvmeio.inference._plan.budget import Shares
 from nvmeio.inference._plan.units import Partition, Unit
 from nvmeio.inference._ranks.rank_reader import RankReader
 from nvmeio.inference._ranks.stream_ranks import Ranks, new_reader
-from nvmeio.inference._stream.own_pass import OwnPass
 from nvmeio.inference._stream.slots import SlotPools
 from nvmeio.inference._stream.stand_ins import ABSENT
-from nvmeio.inference._stream.turns import CLOSED, in_turn
+from nvmeio.inference._stream.turns import CLOSED, OwnPass, in_turn
 from nvmeio.inference._stream.uses import GradMode, Uses
 from nvmeio.inference._stream.weights import EmbeddingRows, Resources
 from nvmeio.inference.blocks import Lockstep

@@ -34,9 +34,9 @@ from nvmeio._residency.order import Cyclic
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._residency.window import Keeper, Window
 from nvmeio._storage.guarded import INDEX_BYTES, Unchanged, read_small
+from nvmeio._threads.closing import on_error
 from nvmeio._threads.owner import OwnerThread
 from nvmeio._threads.shutdown import Ending
-from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import ClosedError, IntegrityError, TransferError, with_context
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

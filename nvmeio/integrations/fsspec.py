@@ -30,7 +30,7 @@ from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import WriteBehind
 from nvmeio._storage.durable import sync_directory
 from nvmeio._storage.replace import Replacement
-from nvmeio._threads.with_statement import Discarding, on_error
+from nvmeio._threads.closing import Discarding, on_error
 from nvmeio.checkpoint.file_objects import FastFileReader
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.handle import AioHandle

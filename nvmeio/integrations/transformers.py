@@ -26,8 +26,7 @@ from typing import Any
 import torch
 
 from nvmeio._storage.durable import sync_directory
-from nvmeio._threads.serial import do_all
-from nvmeio._threads.with_statement import on_error
+from nvmeio._threads.closing import do_all, on_error
 from nvmeio.checkpoint import load, save
 from nvmeio.checkpoint.background import BackgroundSaver
 from nvmeio.checkpoint.safetensors import load_safetensors, save_safetensors

@@ -9,9 +9,9 @@ import torch
 from nvmeio._checks import Paths
 from nvmeio._memory import devices
 from nvmeio._residency import calls
-from nvmeio._residency.saved import Place, check_unchanged, has_memory, in_backward, kept, unpack
+from nvmeio._residency.calls import Place, check_unchanged, has_memory, in_backward, kept, unpack
+from nvmeio._threads.closing import Closing
 from nvmeio._threads.owner import Claim
-from nvmeio._threads.with_statement import Closing
 from nvmeio.handle import AioHandle
 from nvmeio.offload._activations.activation_reads import SavedStorage
 from nvmeio.offload._activations.activation_store import ActivationStore

@@ -11,7 +11,7 @@ import torch
 from nvmeio import _checks
 from nvmeio._checks import Paths
 from nvmeio._memory import devices
-from nvmeio._threads.with_statement import Closing
+from nvmeio._threads.closing import Closing
 from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
 from nvmeio.offload._module.inner import attach, watch

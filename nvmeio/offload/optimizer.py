@@ -15,8 +15,8 @@ from nvmeio._checks import Paths, switch
 from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
 from nvmeio._threads import shutdown
+from nvmeio._threads.closing import Closing, on_error
 from nvmeio._threads.shutdown import Ending
-from nvmeio._threads.with_statement import Closing, on_error
 from nvmeio.errors import ClosedError, NvmeioError
 from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.transactions import Transaction, Transactions

@@ -19,8 +19,7 @@ from support import PATIENCE_S, run_python
 
 import nvmeio
 from nvmeio.offload import SwappedOptimizer
-from nvmeio.offload._generations import manifests
-from nvmeio.offload._swap_files import file_copies
+from nvmeio.offload._generations import manifests, state_files
 
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10}
 
@@ -246,7 +245,7 @@ def test_a_snapshot_goes_to_another_file_system(
     with swapped(made, tmp_path) as optimizer:
         train(made, optimizer, 2)
         monkeypatch.setattr("os.copy_file_range", refuse)
-        monkeypatch.setattr(file_copies, "_FICLONE", 0)
+        monkeypatch.setattr(state_files, "_FICLONE", 0)
         optimizer.snapshot(tmp_path / "copy")
     assert len(calls) == 2
     with swapped(made, tmp_path / "copy", resume=True) as optimizer:
@@ -281,9 +280,9 @@ def test_a_snapshot_that_fails_leaves_nothing(
             if target.endswith("state.1"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        copy_file = file_copies.copy_file
+        copy_file = state_files.copy_file
         with monkeypatch.context() as patch:
-            patch.setattr(file_copies, "copy_file", full)
+            patch.setattr(state_files, "copy_file", full)
             with pytest.raises(nvmeio.TransferError) as told:
                 optimizer.snapshot(tmp_path / "copy")
         assert told.value.errno == errno.ENOSPC

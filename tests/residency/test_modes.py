@@ -12,7 +12,7 @@ import torch
 
 import nvmeio
 from nvmeio._residency import calls
-from nvmeio._residency.saved import Place
+from nvmeio._residency.calls import Place
 from nvmeio.compat.deepspeed.handles import deepspeed_memcpy
 from nvmeio.offload._swap_files.tensors import local
 

@@ -9,7 +9,7 @@ import torch
 from support import spin_until_collected
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nvmeio._residency.saved import saving
+from nvmeio._residency.calls import saving
 
 
 def nothing_of_ours(address: int, offset: int) -> None:

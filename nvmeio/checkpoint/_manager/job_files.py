@@ -34,7 +34,7 @@ from nvmeio._storage.replace import (
     Replacement,
     temporary_name,
 )
-from nvmeio._threads.with_statement import on_error
+from nvmeio._threads.closing import on_error
 from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.job import SaveJob
 from nvmeio.errors import TransferError, transfer_error

@@ -28,7 +28,7 @@ from nvmeio._ranks.exchange import NoExchange
 from nvmeio._ranks.rank_store import RankStore
 from nvmeio._ranks.shared_spans import RankSpan
 from nvmeio._storage.locks import open_reading
-from nvmeio._threads.with_statement import on_error
+from nvmeio._threads.closing import on_error
 from nvmeio.checkpoint._ranks.drives import OwnDrives, Save, Survey
 from nvmeio.checkpoint._ranks.loading_ranks import LoadingRanks
 from nvmeio.errors import IntegrityError, TransferError

@@ -16,8 +16,8 @@ import torch
 
 from nvmeio._formats.torch_layout import Data, StorageRecord
 from nvmeio._memory.copy_on_write import HOW_TO_ALLOW, support
+from nvmeio._threads.closing import on_error
 from nvmeio._threads.interruptible import begun
-from nvmeio._threads.with_statement import on_error
 from nvmeio.checkpoint._snapshot.copies import (
     LEAST_BYTES,
     DeviceCopies,

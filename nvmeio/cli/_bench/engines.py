@@ -16,7 +16,7 @@ import nvmeio
 from nvmeio._io.inflight import WriteBehind
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._storage.durable import sync_file
-from nvmeio._threads.with_statement import on_error
+from nvmeio._threads.closing import on_error
 from nvmeio.checkpoint.file_objects import FastFileReader
 from nvmeio.cli._bench.workload import Lap, Op, Timing, Workload
 from nvmeio.cli._terminal import Failed, Refused

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nvmeio._memory.system import proc_bytes
-from nvmeio._threads.with_statement import on_error
+from nvmeio._threads.closing import on_error
 from nvmeio.cli._terminal import Failed
 from nvmeio.errors import BackendUnavailableError
 

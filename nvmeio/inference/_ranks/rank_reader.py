@@ -35,9 +35,9 @@ from nvmeio._io.drives import DriveHandles
 from nvmeio._pages import PAGE_BYTES, round_down, round_up
 from nvmeio._ranks.exchange import Exchange
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
+from nvmeio._threads.closing import on_error
 from nvmeio._threads.future import SLICE_S
 from nvmeio._threads.threads import Thread, log_failure
-from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import ClosedError, TransferError, with_context
 from nvmeio.files import File
 from nvmeio.inference._plan.slot_layout import Read

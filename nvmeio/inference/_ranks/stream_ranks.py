@@ -23,7 +23,7 @@ from nvmeio._ranks.exchange import Exchange
 from nvmeio._ranks.messages import Messages
 from nvmeio._ranks.rank_store import Calls, RankStore
 from nvmeio._residency.reader import Reader
-from nvmeio._threads.with_statement import on_error
+from nvmeio._threads.closing import on_error
 from nvmeio.errors import IntegrityError
 from nvmeio.inference._plan import packed_format
 from nvmeio.inference._plan.slot_layout import Read

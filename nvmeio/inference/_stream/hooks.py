@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from nvmeio._residency import calls
-from nvmeio._residency.saved import saving
+from nvmeio._residency.calls import saving
 from nvmeio.errors import ClosedError
 from nvmeio.inference._plan import tiles
 from nvmeio.inference._plan.units import Unit

@@ -24,7 +24,7 @@ from nvmeio._residency import window
 from nvmeio._residency.lent import LentPool, laid_over, lease_now
 from nvmeio._residency.on_device import DevicePool
 from nvmeio._residency.reader import Fill, WantedBytes
-from nvmeio._threads.with_statement import on_error
+from nvmeio._threads.closing import on_error
 from nvmeio.files import File
 from nvmeio.inference._plan.budget import Shares
 from nvmeio.inference._plan.checksums import Arriving, ExpectedBytes, verify

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from nvmeio._residency.saved import Origin, saving
+from nvmeio._residency.calls import Origin, saving
 from nvmeio.inference._plan.units import Target, Unit
 
 ABSENT = (

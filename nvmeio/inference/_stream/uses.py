@@ -15,8 +15,8 @@ import torch
 from nvmeio._memory import devices
 from nvmeio._residency.order import Cyclic, Remembered
 from nvmeio._residency.window import Window
+from nvmeio._threads.closing import on_error
 from nvmeio._threads.owner import Claim, OwnerThread
-from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import ClosedError
 from nvmeio.inference._plan.units import Partition, Unit
 from nvmeio.inference._stream.slots import WeightSlot

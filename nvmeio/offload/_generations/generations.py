@@ -21,9 +21,8 @@ from nvmeio.files import File
 from nvmeio.offload._generations import manifests
 from nvmeio.offload._generations.manifests import Manifest, Unusable
 from nvmeio.offload._generations.rank_steps import DurableSteps, agreed
-from nvmeio.offload._generations.state_files import NAMES, StateFiles
+from nvmeio.offload._generations.state_files import NAMES, StateFiles, copy_files
 from nvmeio.offload._generations.transactions import Transaction
-from nvmeio.offload._swap_files import file_copies
 from nvmeio.offload._swap_files.subgroups import WEIGHTS, SlotSpan, Subgroup
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
 from nvmeio.offload._swap_files.tensors import fits
@@ -210,7 +209,7 @@ class Generations:
         self._be(self._before)
 
     def snapshot(self, directory: Paths, transaction: Transaction) -> None:
-        """Copy the last generation; see `file_copies.copy`."""
+        """Copy the last generation; see `state_files.copy_files`."""
         self.settle()
         path = self._directory.path
         manifest = manifests.newest(path)
@@ -221,7 +220,7 @@ class Generations:
                 expected=self.generation,
                 found=manifest and manifest.generation,
             )
-        file_copies.copy(self._directory, NAMES, manifest, directory, transaction)
+        copy_files(self._directory, NAMES, manifest, directory, transaction)
 
     def resume(self) -> Manifest | None:
         """Take up what is in the directory; None where there is nothing. Before `open`.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._residency import calls
-from nvmeio._residency.saved import saving
+from nvmeio._residency.calls import saving
 from nvmeio.errors import ClosedError
 from nvmeio.offload._module.param_store import ParamStore, store_of
 from nvmeio.offload._module.stages import ParamUnit, Stage

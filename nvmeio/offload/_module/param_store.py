@@ -27,6 +27,7 @@ from nvmeio._checks import Paths
 from nvmeio._io.drives import DriveHandles
 from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
+from nvmeio._residency.calls import in_backward
 from nvmeio._residency.lent import LentPool, LentSlot, laid_over
 from nvmeio._residency.on_device import (
     DevicePool,
@@ -38,7 +39,6 @@ from nvmeio._residency.on_device import (
 )
 from nvmeio._residency.order import Limited, ThereAndBack
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
-from nvmeio._residency.saved import in_backward
 from nvmeio._residency.window import Keeper, Window
 from nvmeio._threads.owner import Claim, OwnerThread, owned
 from nvmeio._threads.shutdown import Ending, open_owned

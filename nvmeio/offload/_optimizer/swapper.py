@@ -15,7 +15,7 @@ from nvmeio._io.drives import DriveHandles
 from nvmeio._memory import devices
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._ranks.rank_store import several
-from nvmeio._threads.serial import do_all
+from nvmeio._threads.closing import do_all
 from nvmeio._threads.shutdown import Ending
 from nvmeio.buffers import empty_aligned
 from nvmeio.errors import TransferError

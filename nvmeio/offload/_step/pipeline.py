@@ -25,9 +25,9 @@ import torch
 from nvmeio._io.drives import DriveHandles
 from nvmeio._memory import devices
 from nvmeio._memory.devices import Mark
+from nvmeio._threads.closing import on_error
 from nvmeio._threads.future import Future
 from nvmeio._threads.owner import OwnerThread
-from nvmeio._threads.with_statement import on_error
 from nvmeio.errors import ClosedError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

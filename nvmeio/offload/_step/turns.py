@@ -15,7 +15,7 @@ import torch
 
 from nvmeio._io.drives import DriveHandles
 from nvmeio._memory import devices
-from nvmeio._threads.with_statement import on_error
+from nvmeio._threads.closing import on_error
 from nvmeio.offload._generations.generations import Change, Generations
 from nvmeio.offload._generations.state_files import StateFiles
 from nvmeio.offload._module.param_store import ParamStore

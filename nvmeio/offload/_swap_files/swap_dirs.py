@@ -29,7 +29,7 @@ from nvmeio._ranks.rank_store import several
 from nvmeio._storage import durable, guarded
 from nvmeio._storage.guarded import SETTINGS_BYTES, detail_of, read_small
 from nvmeio._threads import shutdown
-from nvmeio._threads.with_statement import on_error
+from nvmeio._threads.closing import on_error
 from nvmeio.errors import IntegrityError, TransferError, naming, transfer_error
 from nvmeio.files import File
 from nvmeio.offload._generations import manifests

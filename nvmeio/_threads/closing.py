@@ -1,15 +1,34 @@
-"""With statements: one body for each way in which an object may end, and what an error undoes."""
+"""How things are closed: each step whatever others fail of, by `with`, or as an error undoes."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ParamSpec, Protocol, TypeVar
 
 from nvmeio._threads.running_loop import running_loop
 
 Me = TypeVar("Me")
 Args = ParamSpec("Args")
+
+
+def do_all(
+    steps: Iterable[Callable[[], object]], caught: type[BaseException] = BaseException
+) -> None:
+    """Do each of these, whatever the ones before failed of, and raise the first failure.
+
+    Args:
+        steps: In their order.
+        caught: What does not keep the others from being done.
+    """
+    failure: BaseException | None = None
+    for step in steps:
+        try:
+            step()
+        except caught as failed:
+            failure = failure or failed
+    if failure is not None:
+        raise failure
 
 
 class on_error:
