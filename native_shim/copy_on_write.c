@@ -17,14 +17,20 @@
  * Where there is no memory left aside, a cell goes into an unlinked file instead.
  *
  * One descriptor serves the process. Memory belongs to one snapshot at a time: a second one is refused
- * (EBUSY). A forked child has neither descriptor, protection nor snapshots.
+ * (EBUSY). A forked child has neither descriptor, protection nor snapshots. A program may close the
+ * descriptor, as it closes any other that it does not know: then memory is not protected any more.
+ * Every snapshot fails by that, at the latest when what was read is let go of, which shows that it was
+ * protected until then. Memory that is given away by its address (madvise with MADV_DONTNEED, munmap,
+ * mremap) loses its bytes and its protection unseen: whoever copies a cell asks the page tables
+ * afterwards whether it was protected until then (PAGEMAP_SCAN, Linux 6.7; before it, nobody asks).
  *
- * Source: Documentation/admin-guide/mm/userfaultfd.rst and include/uapi/linux/userfaultfd.h. What is
- * needed of the header is repeated here, for wheels are built with headers older than the calls. */
+ * Source: Documentation/admin-guide/mm/userfaultfd.rst and pagemap.rst, include/uapi/linux/userfaultfd.h
+ * and fs.h. What is needed of the headers is repeated here, for wheels are built with older ones. */
 #include "internal.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -77,9 +83,23 @@ struct message {
 /* Write faults are told of, and so are those of pages that do not exist yet (Linux 6.4). */
 #define FEATURES ((1u << 0) | (1u << 13))
 
+/* --- linux/fs.h ------------------------------------------------------------------------------ */
+
+struct region {
+  uint64_t start, end, categories;
+};
+struct scan {
+  uint64_t size, flags, start, end, walk_end, regions, count, most_pages;
+  uint64_t inverted, all_of, any_of, told;
+};
+#define PAGEMAP_SCAN _IOWR('f', 16, struct scan)
+#define IS_WRITTEN (1u << 1) /* no write protection is on it */
+#define IS_PRESENT (1u << 3)
+#define IS_SWAPPED (1u << 4) /* or it is noted that its first write has to be seen */
+
 /* --- structures ----------------------------------------------------------------------------- */
 
-enum { LIVE, COPYING, ASIDE, SPILLED, DONE, LOST };
+enum { LIVE, COPYING, ASIDE, SPILLED, DONE };
 
 typedef struct {
   uint64_t start, end; /* the caller's */
@@ -103,7 +123,7 @@ struct nv_snapshot {
   char *spill_directory;
   int spill_fd;
   uint64_t spill_end;
-  int error;     /* errno: why cells of it are LOST */
+  int error;     /* errno: why nothing of it is read any more */
   uint32_t busy; /* threads that use its cells without the mutex */
   nv_snapshot_counters counters;
 };
@@ -112,8 +132,28 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static nv_snapshot *snapshots; /* those that have memory registered */
 static atomic_uint active;     /* how many */
-static int descriptor = -1, kind, handlers;
+static int descriptor = -1, page_tables = -1, kind, handlers;
 static unsigned generation;
+
+/* --- the descriptor -------------------------------------------------------------------------- */
+
+static int is_ours(int fd) {
+  struct range nowhere = {0, 0};
+  return ioctl(fd, UFFD_WAKE, &nowhere) < 0 && errno == EINVAL;
+}
+
+/* With the mutex held: whether there is one. Where the program has closed it, all snapshots fail. The
+ * kernel lets those go on who wait to write, once no handler waits for them any more. */
+static int check_descriptor(void) {
+  if (descriptor < 0 || is_ours(descriptor)) return descriptor >= 0;
+  if (errno != EBADF && errno != ENOTTY) close(descriptor); /* a filter of system calls forbids it */
+  descriptor = -1;
+  handlers = 0; /* they end when they look */
+  for (nv_snapshot *each = snapshots; each; each = each->next)
+    if (!each->error) each->error = EBADFD;
+  pthread_cond_broadcast(&changed);
+  return 0;
+}
 
 /* --- forks ---------------------------------------------------------------------------------- */
 
@@ -121,9 +161,12 @@ static unsigned generation;
  * locked before the fork: another library's handler may wait there for a thread that writes, which
  * waits for ours. So what the parent's threads were changing may be half done: it is all made anew. */
 static void after_fork_in_child(void) {
-  if (descriptor >= 0) close(descriptor);
-  descriptor = -1;
-  handlers = 0;
+  if (descriptor >= 0 && is_ours(descriptor)) {
+    close(descriptor);
+    close(page_tables);
+  }
+  descriptor = page_tables = -1;
+  kind = handlers = 0;
   snapshots = NULL;
   atomic_store(&active, 0);
   generation++;
@@ -155,20 +198,33 @@ static void unregister(uint64_t low, uint64_t high) {
   ioctl(descriptor, UFFD_UNREGISTER, &range);
 }
 
+/* Whether all of it has been protected until now. Where the kernel cannot say it, it has. */
+static int is_protected(uint64_t low, uint64_t high) {
+  struct region region = {0};
+  struct scan scan = {.size = sizeof scan, .start = low, .end = high, .count = 1};
+  scan.regions = (uintptr_t)&region;
+  scan.inverted = scan.all_of = scan.told = IS_WRITTEN;
+  scan.any_of = IS_PRESENT | IS_SWAPPED;
+  int found = ioctl(page_tables, PAGEMAP_SCAN, &scan);
+  return found < 0 || (found == 1 && region.start == low && region.end == high);
+}
+
+/* KSM (mm/ksm.c, replace_page) forgets the protection of a page that it merges. */
+static int is_merging(void) { return prctl(GET_MEMORY_MERGE, 0, 0, 0, 0) == 1; }
+
 static int open_descriptor(int which) {
   int fd = -1;
-  /* KSM (mm/ksm.c, replace_page) forgets the protection of a page that it merges. */
-  if (prctl(GET_MEMORY_MERGE, 0, 0, 0, 0) == 1) return -ENOTUNIQ;
+  if (is_merging()) return -ENOTUNIQ;
   if (which == NV_SNAPSHOT_DEVICE) {
     int device = open("/dev/userfaultfd", O_RDWR | O_CLOEXEC);
     if (device < 0) return -errno;
-    fd = ioctl(device, UFFD_NEW, O_CLOEXEC);
+    fd = ioctl(device, UFFD_NEW, O_CLOEXEC | O_NONBLOCK);
     if (fd < 0) fd = -errno;
     close(device);
   } else {
 #ifdef SYS_userfaultfd
     int only = which == NV_SNAPSHOT_USER_MODE ? USER_MODE_ONLY : 0;
-    fd = (int)syscall(SYS_userfaultfd, O_CLOEXEC | only);
+    fd = (int)syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK | only);
     if (fd < 0) fd = -errno;
 #else
     fd = -ENOSYS;
@@ -300,9 +356,10 @@ static void give_up(nv_snapshot *snapshot, nv_area *area, uint64_t cell) {
       memcpy(snapshot->arena + place, memory, high - low);
     else if (!error)
       error = move_spilled(snapshot->spill_fd, 1, memory, high - low, place);
+    if (!error && !is_protected(low, high)) error = EBADFD;
     pthread_mutex_lock(&mutex);
     area->places[cell] = place;
-    area->states[cell] = error ? LOST : in_arena ? ASIDE : SPILLED;
+    area->states[cell] = in_arena ? ASIDE : SPILLED;
     if (error && !snapshot->error) snapshot->error = error;
     if (!error) snapshot->counters.aside_bytes += high - low;
     if (!error && !in_arena) snapshot->counters.spilled_bytes += high - low;
@@ -311,19 +368,27 @@ static void give_up(nv_snapshot *snapshot, nv_area *area, uint64_t cell) {
   pthread_mutex_unlock(&mutex);
   lift(low, high);
   pthread_mutex_lock(&mutex);
+  check_descriptor();
   if (copy) snapshot->counters.held_ns += now_ns() - began;
   if (!--snapshot->busy) pthread_cond_broadcast(&changed);
 }
 
 /* --- handlers -------------------------------------------------------------------------------- */
 
-static void *handle_faults(void *unused) {
-  (void)unused;
+static void *handle_faults(void *opened) {
+  int fd = (int)(intptr_t)opened;
   for (;;) {
+    /* A fault wakes all handlers, and they look whether the descriptor is still theirs: one that
+     * waited in read(2) would keep what was closed, and with it those who wait to write. */
+    struct pollfd faults = {fd, POLLIN, 0};
+    poll(&faults, 1, -1);
+    pthread_mutex_lock(&mutex);
+    int goes_on = fd == descriptor && check_descriptor();
+    pthread_mutex_unlock(&mutex);
+    if (!goes_on) return NULL;
     struct message message;
-    ssize_t n = read(descriptor, &message, sizeof message);
-    if (n < 0 && errno != EINTR && errno != EAGAIN) return NULL;
-    if (n != sizeof message || message.event != EVENT_FAULT) continue;
+    ssize_t n = read(fd, &message, sizeof message);
+    if (n != sizeof message || message.event != EVENT_FAULT) continue; /* another handler's */
     nv_snapshot *snapshot = NULL;
     pthread_mutex_lock(&mutex);
     uint64_t at = message.address;
@@ -349,28 +414,29 @@ static int start_handlers(void) {
   pthread_attr_init(&detached);
   pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
   pthread_t thread;
-  while (handlers < wanted && !pthread_create(&thread, &detached, handle_faults, NULL)) handlers++;
+  void *opened = (void *)(intptr_t)descriptor;
+  while (handlers < wanted && !pthread_create(&thread, &detached, handle_faults, opened)) handlers++;
   pthread_attr_destroy(&detached);
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   return handlers ? 0 : -EAGAIN;
 }
 
+/* With the mutex held: which is open, or -errno. */
+static int ensure_open(int which) {
+  if (check_descriptor()) return kind;
+  int result = descriptor = open_descriptor(which);
+  if (descriptor < 0) return result;
+  if (page_tables < 0) page_tables = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  result = start_handlers();
+  if (!result) return kind = which;
+  close(descriptor);
+  descriptor = -1;
+  return result;
+}
+
 int nv_snapshot_open(int which) {
   pthread_mutex_lock(&mutex);
-  int result = kind;
-  if (descriptor < 0) {
-    int fd = result = open_descriptor(which);
-    if (fd >= 0) {
-      descriptor = fd;
-      result = start_handlers();
-      if (result) {
-        close(fd);
-        descriptor = -1;
-      } else {
-        result = kind = which;
-      }
-    }
-  }
+  int result = ensure_open(which);
   pthread_mutex_unlock(&mutex);
   return result;
 }
@@ -421,11 +487,12 @@ nv_snapshot *nv_snapshot_new(uint32_t count, const uint64_t *addresses, const ui
   snapshot->next = snapshots;
   snapshots = snapshot;
   atomic_fetch_add(&active, 1);
+  int refused = is_merging() ? -ENOTUNIQ : kind ? ensure_open(kind) : -ENODEV;
   for (uint32_t i = 0; i < count; i++) {
     nv_area area;
     uint64_t reached = snapshot->count ? snapshot->areas[snapshot->count - 1].end : 0;
     int result = addresses[i] < reached ? -EBUSY : area_init(&area, addresses[i], sizes[i]);
-    if (!result && descriptor < 0) result = -ENODEV;
+    if (!result && refused < 0) result = refused;
     if (!result && is_taken(&area)) result = -EBUSY;
     if (!result) {
       struct registration wanted = {{area.low, area.high - area.low}, MODE_WRITEPROTECT, 0};
@@ -478,6 +545,7 @@ void nv_snapshot_end(nv_snapshot *snapshot) {
       nv_area *area = &snapshot->areas[i];
       if (area->held < area->high) unregister(area->held, area->high);
     }
+    check_descriptor(); /* for the others */
     if (snapshot->spill_fd >= 0) close(snapshot->spill_fd); /* its room is the file system's again */
     snapshot->spill_fd = -1;
   }
@@ -519,6 +587,7 @@ static void let_go(nv_area *area) {
   pthread_mutex_unlock(&mutex);
   unregister(from, to);
   pthread_mutex_lock(&mutex);
+  check_descriptor();
 }
 
 /* [from, until) of a cell; 0 or -errno. */
@@ -531,24 +600,27 @@ static int read_cell(nv_snapshot *snapshot, nv_area *area, uint64_t from, uint64
   snapshot->busy++;
   do {
     while (area->states[cell] == COPYING) pthread_cond_wait(&changed, &mutex);
-    int state = area->states[cell];
+    int state = area->states[cell], error = snapshot->error;
     uint64_t at = area->places[cell] + (from - low);
     uint32_t sum = crc ? *crc : 0;
     pthread_mutex_unlock(&mutex);
-    result = state == LOST ? -snapshot->error : state == DONE ? -ESTALE : 0;
-    if (state == LIVE)
+    result = -error;
+    if (!result && state == DONE) result = -ESTALE;
+    if (!result && state == LIVE)
       take(to, (char *)(uintptr_t)from, nbytes, crc ? &sum : NULL);
-    else if (state == ASIDE)
+    else if (!result && state == ASIDE)
       take(to, snapshot->arena + at, nbytes, crc ? &sum : NULL);
-    else if (state == SPILLED) {
+    else if (!result) {
       result = -move_spilled(snapshot->spill_fd, 0, to, nbytes, at);
       if (!result && crc) take(to, to, nbytes, &sum);
     }
     int done = !result && until == high;
+    int right = state != LIVE || is_protected(from / PAGE * PAGE, (until + PAGE - 1) / PAGE * PAGE);
     pthread_mutex_lock(&mutex);
     /* COPYING: what was read is right, for whoever wants to write still waits. */
     again = !result && state == LIVE && area->states[cell] > COPYING;
     if (again) continue;
+    if (!right && !snapshot->error) snapshot->error = EBADFD;
     while (done && area->states[cell] == COPYING) pthread_cond_wait(&changed, &mutex);
     if (crc) *crc = sum;
     if (!done) continue;
@@ -558,6 +630,7 @@ static int read_cell(nv_snapshot *snapshot, nv_area *area, uint64_t from, uint64
       snapshot->free_cells[snapshot->nfree++] = area->places[cell];
     let_go(area);
   } while (again);
+  if (snapshot->error) result = -snapshot->error;
   if (!--snapshot->busy) pthread_cond_broadcast(&changed);
   pthread_mutex_unlock(&mutex);
   return result;

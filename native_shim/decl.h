@@ -219,7 +219,8 @@ nv_snapshot *nv_snapshot_new(uint32_t count, const uint64_t *addresses, const ui
 /* From now on what was registered is as it is now. After an error it has ended. */
 int nv_snapshot_protect(nv_snapshot *, uint64_t arena, uint64_t arena_nbytes);
 /* Copies bytes of one range, and goes on with their CRC-32 unless it is NULL; each but once, in order.
- * 0 or -errno: why a write could not be copied aside; -ESTALE: they were read before. */
+ * 0 or -errno: why a write could not be copied aside; -ESTALE: they were read before; -EBADFD: the
+ * memory lost its protection, by something else in this process. */
 int nv_snapshot_read(nv_snapshot *, uint64_t address, uint64_t nbytes, uint64_t to, uint32_t *crc);
 void nv_snapshot_end(nv_snapshot *); /* nothing is protected any more */
 void nv_snapshot_free(nv_snapshot *);

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from protecting import MIB, numbers, protect, read
 from support import needs_protection, run_python
 
 import nvmeio
@@ -20,33 +21,7 @@ from nvmeio._memory.copy_on_write import WriteProtection
 from nvmeio._memory.mappings import Mapping
 from nvmeio._pages import PAGE_BYTES
 
-MIB = 1 << 20
-
 pytestmark = needs_protection
-
-
-def numbers(nbytes: int, seed: int = 0) -> torch.Tensor:
-    """Bytes in torch's own memory."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=generator)
-
-
-def protect(
-    *tensors: torch.Tensor, arena: int = 64 * MIB, directory: str | Path = "/tmp"
-) -> WriteProtection:
-    made = WriteProtection([(t.data_ptr(), t.nbytes) for t in tensors], str(directory))
-    assert made.taken == [True] * len(tensors)
-    assert made.protect(Mapping(arena) if arena else None)
-    return made
-
-
-def read(protection: WriteProtection, tensor: torch.Tensor, piece: int = 3 * MIB) -> torch.Tensor:
-    """All bytes of a range, in order."""
-    copy = torch.empty_like(tensor)
-    for offset in range(0, tensor.nbytes, piece):
-        nbytes = min(piece, tensor.nbytes - offset)
-        protection.read(tensor.data_ptr() + offset, nbytes, copy.data_ptr() + offset, None)
-    return copy
 
 
 # Who writes
@@ -407,102 +382,3 @@ def test_a_program_that_ends_in_the_middle() -> None:
         """
     )
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
-
-
-# What a process may do
-
-
-def test_where_only_programs_faults_are_served() -> None:
-    """A system call that writes there fails, so it is for those who ask for it."""
-    found = run_python(
-        """
-        import errno, os, tempfile, torch, nvmeio
-        from nvmeio._memory import copy_on_write as _copy_on_write
-        from nvmeio._memory.copy_on_write import WriteProtection
-        assert _copy_on_write.support().kind == "user", _copy_on_write.support()
-        assert "NVMEIO_USERFAULTFD=user" in _copy_on_write.support().reason
-        tensor = torch.arange(4 << 20)
-        before = tensor.clone()
-        protection = WriteProtection([(tensor.data_ptr(), tensor.nbytes)], ".")
-        assert protection.protect(None)
-        tensor[7] = 0
-        with open("/dev/zero", "rb") as zeros:
-            try:
-                os.readv(zeros.fileno(), [memoryview(tensor.numpy()[1 << 20:])])
-            except OSError as failed:
-                assert failed.errno == errno.EFAULT
-            else:
-                raise AssertionError("it was written")
-        folder = tempfile.TemporaryDirectory()
-        path = os.path.join(folder.name, "data")
-        before.numpy().tofile(path)
-        for engine in ("libaio", "threads"):  # ours goes through
-            with nvmeio.AioHandle(engine=engine) as handle:
-                handle.sync_pread(tensor[2 << 20 :], path)
-        copy = torch.empty_like(tensor)
-        protection.read(tensor.data_ptr(), tensor.nbytes, copy.data_ptr(), None)
-        assert torch.equal(copy, before)
-        """,
-        fresh=True,
-        NVMEIO_USERFAULTFD="user",
-    )
-    assert (found.returncode, found.stderr) == (0, "")
-
-
-def test_what_is_given_up_begins_anywhere() -> None:
-    """Protected memory behind the first address, in the same 2 MiB, was left out: EFAULT."""
-    found = run_python(
-        """
-        import os, torch
-        from nvmeio._memory import copy_on_write as _copy_on_write
-        from nvmeio._memory.copy_on_write import WriteProtection
-        small, large = torch.ones(5 << 20, dtype=torch.uint8).split([1 << 20, 4 << 20])
-        before = large.clone()
-        ranges = [(large.data_ptr() + at, 300_000) for at in range(0, 3_800_000, 400_000)]
-        protection = WriteProtection(ranges, ".")
-        assert all(protection.taken) and protection.protect(None)
-        _copy_on_write.give_up(small.data_ptr(), 5 << 20)
-        with open("/dev/zero", "rb") as zeros:
-            assert os.readv(zeros.fileno(), [small.numpy(), large.numpy()]) == 5 << 20
-        copy = torch.empty(300_000, dtype=torch.uint8)
-        for address, nbytes in ranges:
-            protection.read(address, nbytes, copy.data_ptr(), None)
-            assert (copy == 1).all()
-        """,
-        fresh=True,
-        NVMEIO_USERFAULTFD="user",
-    )
-    assert (found.returncode, found.stderr) == (0, "")
-
-
-def test_memory_that_the_kernel_merges_is_not_protected() -> None:
-    """Where KSM puts a page into the place of an equal one, Linux forgets the protection."""
-    found = run_python(
-        """
-        import ctypes
-        merge = ctypes.CDLL(None).prctl(67, 1, 0, 0, 0)  # PR_SET_MEMORY_MERGE
-        from nvmeio._memory import copy_on_write as _copy_on_write
-        print(_copy_on_write.support().kind if merge == 0 else "cannot merge")
-        print(_copy_on_write.support().reason)
-        """,
-        fresh=True,
-    )
-    if "cannot merge" in found.stdout:
-        pytest.skip("this process may not ask for merging")
-    assert (found.returncode, found.stderr) == (0, "")
-    assert found.stdout.startswith("none\n") and "KSM" in found.stdout
-
-
-def test_where_nothing_is_allowed() -> None:
-    found = run_python(
-        """
-        from nvmeio._memory import copy_on_write as _copy_on_write
-        kind, attempts = _copy_on_write.support()
-        assert kind == "none"
-        assert [name for name, _ in attempts] == [
-            "userfaultfd", "/dev/userfaultfd", "userfaultfd for programs alone"]
-        """,
-        fresh=True,
-        NVMEIO_USERFAULTFD="none",
-    )
-    assert (found.returncode, found.stderr) == (0, "")

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._shim import ffi, lib
-from nvmeio.errors import IntegrityError
+from nvmeio.errors import IntegrityError, TransferError
 
 if TYPE_CHECKING:
     from nvmeio._memory.mappings import Mapping
@@ -156,6 +156,8 @@ class WriteProtection:
         Raises:
             OSError: A write came before they were read, there was no memory left to copy them
                 aside, and the file failed (ENOSPC, EIO).
+            TransferError: The memory lost its protection, by something else in this process, and so
+                its bytes are not known to be those of that moment.
 
         Lets go of the GIL. Cost: a copy at the speed of memory.
         """
@@ -165,6 +167,16 @@ class WriteProtection:
         )
         if failed == -errno.ESTALE:
             raise IntegrityError("bytes of a snapshot were read twice", expected=1, found=2)
+        if failed == -errno.EBADFD:
+            raise TransferError(
+                errno.EBADFD,
+                operation="protect",
+                path="userfaultfd",
+                detail="the memory of what is being saved lost its protection: something in this "
+                "process closed a descriptor of nvmeio's (os.closerange does), or gave memory of "
+                "a tensor away by its address (madvise with MADV_DONTNEED, munmap). Keep it from "
+                "that until the save is durable, or take snapshot='copy'",
+            )
         if failed:
             raise OSError(-failed, os.strerror(-failed))
         return int(total[0])
