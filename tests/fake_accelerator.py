@@ -439,6 +439,7 @@ def accelerator(
     patch.setattr(devices, "moved", moved)
     patch.setattr(devices, "_begin_copy", cuda.begin_copy)
     patch.setattr(devices, "_side_streams", {})
+    patch.setattr(torch._C, "_cuda_hasPrimaryContext", cuda.contexts.__contains__, raising=False)
     patch.setattr(devices, "record_use", cuda.record_use)
     patch.setattr(devices, "empty", lambda nbytes, device: cuda.empty(nbytes))
     try:

@@ -247,6 +247,9 @@ class FakeCuda:
     def is_initialized(self) -> bool:
         return bool(self.contexts)
 
+    def device_count(self) -> int:
+        return 4
+
     def current_device(self) -> int:
         return getattr(self._thread, "device", 0)
 
@@ -337,6 +340,7 @@ NAMES = [
     "current_device",
     "current_stream",
     "device",
+    "device_count",
     "is_available",
     "is_initialized",
     "mem_get_info",
@@ -351,6 +355,8 @@ def fake_cuda(patch: pytest.MonkeyPatch) -> FakeCuda:
     """`torch.cuda` is the model from now on."""
     cuda = FakeCuda()
     patch.setattr(devices, "_side_streams", {})
+    has_context = cuda.contexts.__contains__
+    patch.setattr(torch._C, "_cuda_hasPrimaryContext", has_context, raising=False)
     for name in NAMES:
         made: Any = getattr(cuda, name)
         patch.setattr(torch.cuda, name, made)

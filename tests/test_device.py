@@ -87,6 +87,27 @@ def test_copies_have_a_stream_for_each_direction_and_device(cuda: FakeCuda) -> N
     assert len(cuda.streams) == 3
 
 
+def test_work_on_the_cpu_alone_starts_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool made a context on the device that was current, and a later fork was spoilt."""
+    made = fake_cuda(monkeypatch)
+    with nvmeio.PinnedPool(8192) as pool, pool.take(4096):
+        tensor = nvmeio.empty_pinned(16)
+    assert made.contexts == set() and made.calls == []
+    del tensor
+
+
+def test_memory_is_registered_on_a_device_that_is_in_use(cuda: FakeCuda) -> None:
+    """From a thread that is on device 0, on which this process has no context."""
+
+    def work() -> None:
+        with nvmeio.PinnedPool(8192):
+            pass
+
+    in_new_thread(work)
+    collect()
+    assert ("cudaHostRegister", 2) in cuda.calls and cuda.contexts == {2}
+
+
 def test_streams_are_made_once_for_each_purpose(cuda: FakeCuda) -> None:
     for _ in range(40):
         devices.beside(GPU, "load")

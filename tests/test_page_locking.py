@@ -347,8 +347,10 @@ class FakeRuntime:
 
 
 def play_cuda(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> FakeRuntime:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    in_use = (3).__eq__
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", in_use, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "device", runtime.on)
     return runtime
@@ -556,7 +558,7 @@ def test_cuda_that_cannot_be_initialised_is_left_out(
     assert buffers.is_pinned(buffers.empty_pinned(4))
 
 
-def test_nothing_but_locking_touches_cuda() -> None:
+def test_cuda_is_not_touched_before_it_is_in_use() -> None:
     done = run_python(
         """
         import torch
@@ -564,8 +566,10 @@ def test_nothing_but_locking_touches_cuda() -> None:
             raise AssertionError("CUDA was touched")
         torch.cuda.is_available = torch.cuda.cudart = torch.cuda._lazy_init = refuse
         torch.cuda.init = refuse
+        import nvmeio
         from nvmeio import buffers
-        tensor = buffers.empty_aligned(4)
+        tensor, locked = buffers.empty_aligned(4), buffers.empty_pinned(4)
+        pool = nvmeio.PinnedPool(4096)
         print(buffers.is_pinned(tensor), buffers.owns(tensor.data_ptr(), 16))
         """
     )
@@ -575,6 +579,7 @@ def test_nothing_but_locking_touches_cuda() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_cuda_itself_knows_the_memory() -> None:
+    device = torch.ones(1, device="cuda")  # in use
     tensor = buffers.empty_pinned(MIB)
     assert tensor.is_pinned() and tensor[5:].is_pinned()
     device = tensor.to("cuda", non_blocking=True)

@@ -359,7 +359,10 @@ def usable(name: str, value: str | int | torch.device) -> torch.device:
         return torch.device("cpu")
     if found.type != "cuda":
         raise ValueError(f"{name} must be the CPU or a CUDA device, not {str(found)!r}")
-    return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
+    index = torch.cuda.current_device() if found.index is None else found.index
+    with torch.cuda.device(index):
+        torch.cuda.mem_get_info(index)  # has a context: what is page-locked is from now on for it
+    return torch.device("cuda", index)
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

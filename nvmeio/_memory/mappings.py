@@ -28,8 +28,8 @@ import torch
 from nvmeio._memory.system import (
     check_available,
     clear_cuda_error,
+    cuda_device,
     cuda_refusal,
-    cuda_runtime,
     huge_page_bytes,
     huge_pages_for_all,
     libc,
@@ -332,18 +332,24 @@ class Mapping(mmap.mmap):
             ctypes.memset(self.address + start, 0, length)  # Linux before 5.14; no GIL either
 
     def register_with_cuda(self) -> None:
-        """Make it known to CUDA where CUDA can be used; call after `lock` (or not) and `populate`.
+        """Make it known to CUDA where CUDA is in use; call after `lock` (or not) and `populate`.
 
         CUDA page-locks what is not locked yet.
         """
-        runtime = cuda_runtime()
-        if runtime is None:
+        device = cuda_device()
+        if device is None:
             return
+        with torch.cuda.device(device):
+            self._register(device)
+
+    def _register(self, device: int) -> None:
+        cuda: Any = torch.cuda
+        runtime = cuda.cudart()
         if self.address not in pinned:
             pinned[self.address] = Pin(self.nbytes)
             locked.add(self.address, self.nbytes)
         pin = pinned[self.address]
-        pin.device = torch.cuda.current_device()
+        pin.device = device
         pin.runtime = runtime  # before the call: what is interrupted after it can be undone
         # 0, cudaHostRegisterDefault: with unified addressing it is page-locked to every device.
         error = runtime.cudaHostRegister(self.address, self.nbytes, 0)

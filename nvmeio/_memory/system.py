@@ -105,15 +105,23 @@ def _limit(value: int) -> str:
 # CUDA
 
 
-def cuda_runtime() -> Any:
-    """`torch.cuda.cudart()` where CUDA can be used, else None (in a forked child, for one)."""
-    if not torch.cuda.is_available():
+def cuda_device() -> int | None:
+    """A device on which this process has a context: the current one, if that has; None if none has.
+
+    Asking starts nothing: a process that works on the CPU alone has no context, and may fork.
+    """
+    cuda: Any = torch.cuda
+    if not cuda.is_initialized():
         return None
-    try:
-        cuda: Any = torch.cuda
-        return cuda.cudart()
-    except RuntimeError:
-        return None
+    here = cuda.current_device()
+    others = range(cuda.device_count())
+    return next((d for d in (here, *others) if _has_context(d)), None)
+
+
+def _has_context(device: int) -> bool:
+    # torch's own page-locked memory asks the same (at::cuda::getDeviceIndexWithPrimaryContext).
+    its: Any = torch._C
+    return bool(its._cuda_hasPrimaryContext(device))
 
 
 def clear_cuda_error() -> None:

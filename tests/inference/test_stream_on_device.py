@@ -78,6 +78,30 @@ def test_a_missing_wait_shows(
     assert not all(map(torch.equal, found, wanted))
 
 
+def test_a_full_device_keeps_no_place_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time that the device had no room for a layer, its place in host memory was lost."""
+    whole = saved(tmp_path / "base.safetensors", LAYERS)
+    with torch.no_grad(), accelerator(monkeypatch) as cuda:
+        model = nvmeio.stream_model(
+            empty(LAYERS),
+            tmp_path / "base.safetensors",
+            device="cuda",
+            resident_bytes=4 * unit_bytes(),
+        )
+        try:
+            x = cuda.tensor(data(0))
+            cuda.limit_bytes = cuda.in_use_bytes + unit_bytes() // 2
+            for _ in range(5):
+                with pytest.raises(torch.OutOfMemoryError):
+                    model(x)
+            cuda.limit_bytes = 1 << 28
+            assert_same(cuda, [model(x)], [whole(data(0))])
+        finally:
+            model.weight_stream.close()
+
+
 # Several streams of the callers'
 
 

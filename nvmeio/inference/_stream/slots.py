@@ -227,7 +227,19 @@ class SlotPools:
             self._out[id(lease)] = lease
             if memory is not None:
                 return WeightSlot(unit, lease, host, memory)
-        return WeightSlot(unit, lease, host, host if self._copies is None else self._twin(unit))
+        try:
+            there = host if self._copies is None else self._twin(unit)
+        except BaseException:  # the device has no room
+            self._give_back_host(unit, lease, host)
+            raise
+        return WeightSlot(unit, lease, host, there)
+
+    def _give_back_host(self, unit: Unit, lease: Lease, host: torch.Tensor) -> None:
+        if unit.resident:
+            self._places[unit.name] = (lease, host)
+        else:
+            del self._out[id(lease)]
+            lease.__exit__(None, None, None)
 
     def give_back(self, slot: WeightSlot) -> None:
         """Take back a slot that nobody uses any more."""
@@ -241,13 +253,8 @@ class SlotPools:
                 self._twins[slot.unit.name] = (slot.memory, slot.used)
         if slot.lease is None or (self._there is not None and not slot.unit.resident):
             slot.memory = slot.host.new_empty(0)
-        if slot.lease is None:
-            pass
-        elif slot.unit.resident:
-            self._places[slot.unit.name] = (slot.lease, slot.host)
-        else:
-            del self._out[id(slot.lease)]
-            slot.lease.__exit__(None, None, None)
+        if slot.lease is not None:
+            self._give_back_host(slot.unit, slot.lease, slot.host)
 
     def apart(self, unit: Unit) -> WeightSlot:
         """A slot in memory of its own, which goes with the last tensor over it."""
