@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import signal
@@ -10,21 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from protecting import MIB, numbers, protect, read
+from protecting import MIB, advise, give_away, numbers, page_tables_tell, protect, read
 from support import needs_protection, run_python
 
 import nvmeio
-from nvmeio._memory.copy_on_write import WriteProtection, whole_pages
+from nvmeio._memory.copy_on_write import WriteProtection
 from nvmeio._memory.mappings import Mapping
-from nvmeio._pages import PAGE_BYTES, round_up
+from nvmeio._pages import PAGE_BYTES
 
 pytestmark = needs_protection
 
 
 # What takes the protection away
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 # asm-generic/mman-common.h
 HARMLESS = {
@@ -37,13 +33,6 @@ HARMLESS = {
     "MADV_POPULATE_WRITE": 23,
     "MADV_COLLAPSE": 25,
 }
-MADV_DONTNEED = 4
-
-
-def advise(tensor: torch.Tensor, advice: int) -> bool:
-    """About the whole pages of a tensor's memory; whether the kernel takes it."""
-    first = round_up(tensor.data_ptr(), PAGE_BYTES)
-    return int(_libc.madvise(first, whole_pages(tensor.data_ptr(), tensor.nbytes), advice)) == 0
 
 
 def tensor_on(pages: str, nbytes: int) -> torch.Tensor:
@@ -72,7 +61,7 @@ def test_memory_that_is_given_away_fails_the_reader(then_written: bool, pages: s
     tensor = tensor_on(pages, 8 * MIB)
     before = tensor.clone()
     protection = protect(tensor)
-    assert advise(tensor[4 * MIB + PAGE_BYTES :][: MIB // 2], MADV_DONTNEED)
+    give_away(tensor[4 * MIB + PAGE_BYTES :][: MIB // 2])
     if then_written:
         tensor[4 * MIB :] = 3
     if page_tables_tell():
@@ -80,12 +69,6 @@ def test_memory_that_is_given_away_fails_the_reader(then_written: bool, pages: s
             read(protection, tensor)
     protection.end()
     tensor.copy_(before)
-
-
-def page_tables_tell() -> bool:
-    """Whether the kernel can be asked for written pages (PAGEMAP_SCAN); Linux 6.7."""
-    release = os.uname().release.split(".")
-    return (int(release[0]), int(release[1])) >= (6, 7)
 
 
 CLOSED = """
