@@ -226,3 +226,19 @@ void nv_snapshot_end(nv_snapshot *); /* nothing is protected any more */
 void nv_snapshot_free(nv_snapshot *);
 void nv_snapshot_count(nv_snapshot *, nv_snapshot_counters *);
 void nv_snapshot_give_up(uint64_t address, uint64_t nbytes); /* the kernel is about to write there */
+
+/* Weights of 4 or 8 bits; see packed.c. Strides are in bytes of steps, groups, and elements of `out`. */
+typedef struct {
+  const uint8_t *steps;
+  const float *scales, *minima;
+  uint64_t rows, groups; /* of the part that is asked for */
+  uint64_t steps_stride, groups_stride, out_stride;
+  uint32_t group_size, bits;
+  int dtype;             /* of elements and `out`: 0 float32, 1 bfloat16, 2 float16 */
+  uint64_t inputs;       /* rows of `input`; 0: widen */
+  const float *input;    /* inputs x (groups * group_size) */
+  const float *bias;     /* of each row, or NULL */
+  void *out;             /* rows x elements; of a product, inputs x rows */
+} nv_packed;
+void nv_packed_run(const nv_packed *, uint32_t threads);
+int nv_packed_is_fast(void); /* this CPU has what the loops are written for */

@@ -35,8 +35,8 @@ from nvmeio.handle import AioHandle
 from nvmeio.inference import hub
 from nvmeio.inference._plan import packed_format, transformers
 from nvmeio.inference._plan.matching import match
-from nvmeio.inference._plan.packed_format import (
-    PackedWeight,
+from nvmeio.inference._plan.packed_format import PackedWeight
+from nvmeio.inference._plan.quantised import (
     Quantised,
     can_quantise,
     check_setting,

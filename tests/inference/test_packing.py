@@ -20,8 +20,8 @@ from nvmeio.checkpoint.safetensors import read_header
 from nvmeio.cli import app
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.inference import pack
-from nvmeio.inference._plan.packed_format import (
-    SUFFIXES,
+from nvmeio.inference._plan.packed_format import SUFFIXES
+from nvmeio.inference._plan.quantised import (
     Quantised,
     can_quantise,
     check_setting,

@@ -25,7 +25,7 @@ from nvmeio.errors import IntegrityError
 
 if TYPE_CHECKING:
     from nvmeio.inference._plan.checksums import CutSums
-    from nvmeio.inference._plan.packed_format import Quantised
+    from nvmeio.inference._plan.quantised import Quantised
 
 
 class Read(NamedTuple):

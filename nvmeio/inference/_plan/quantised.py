@@ -1,0 +1,177 @@
+"""Weights of 4 or 8 bits: quantised, widened again, and multiplied with as they are.
+
+Quantisation is of weights alone, in groups: 4 or 8 bits an element, a scale and a minimum a group.
+A row (the last dimension) is cut into groups of `group_size` elements. Of each group the minimum
+and (maximum - minimum) / (2**bits - 1) are kept in float32, and each element as its distance from
+the minimum in such steps, rounded. Back: ``step * scale + minimum``, computed in float32 and
+rounded to the model's dtype; the error of an element is at most half a step, and that rounding.
+
+Four-bit elements lie two in a byte: the first half of a group in the low halves, the second half in
+the high ones, so that taking them apart writes two contiguous runs.
+
+On a CPU the shim's loops (native_shim/packed.c) widen and multiply, on as many threads as torch
+computes with and without the GIL. A product sums the very elements that widening gives, in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from nvmeio._memory import devices
+from nvmeio._shim import ffi, lib
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class Quantised(NamedTuple):
+    """How a tensor is quantised.
+
+    Attributes:
+        bits: 4 or 8.
+        group_size: Elements of a row that share a scale and a minimum; even.
+    """
+
+    bits: int
+    group_size: int
+
+    def packed_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the uint8 tensor that holds the steps."""
+        return (*shape[:-1], shape[-1] * self.bits // 8)
+
+    def groups_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the scales and of the minima."""
+        return (*shape[:-1], shape[-1] // self.group_size)
+
+
+def check_setting(bits: int, group_size: int) -> Quantised:
+    """A setting from what a user gave.
+
+    Raises:
+        ValueError: There is no such setting.
+    """
+    if bits not in (4, 8):
+        raise ValueError(f"quant_bits must be 4 or 8, not {bits!r}")
+    if not isinstance(group_size, int) or group_size < 2 or group_size % 2:
+        raise ValueError(f"quant_group_size must be an even number of elements, not {group_size!r}")
+    return Quantised(bits, group_size)
+
+
+def can_quantise(shape: tuple[int, ...], dtype: torch.dtype, setting: Quantised) -> bool:
+    """Whether a tensor is one that is quantised: a matrix (or several) of whole groups."""
+    return (
+        dtype.is_floating_point
+        and dtype.itemsize >= 2
+        and len(shape) >= 2
+        and math.prod(shape) > 0
+        and shape[-1] % setting.group_size == 0
+    )
+
+
+def quantise(
+    tensor: torch.Tensor, setting: Quantised
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Steps (uint8, packed), scales and minima (float32) of a tensor.
+
+    Args:
+        tensor: Floating point, of whole groups, without infinities and NaN.
+        setting: How.
+
+    Raises:
+        ValueError: It holds a value that is not finite.
+    """
+    shape = tuple(tensor.shape)
+    groups = tensor.reshape(-1, setting.group_size).float()
+    low, high = groups.aminmax(dim=1, keepdim=True)
+    if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
+        raise ValueError("infinities and NaN cannot be quantised")
+    most = (1 << setting.bits) - 1
+    scale = (high - low) / most
+    # A group of equal elements has no width: any divisor but 0 gives step 0.
+    divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
+    steps = ((groups - low) / divisor).round_().clamp_(0, most).to(torch.uint8)
+    if setting.bits == 4:
+        half = setting.group_size // 2
+        steps = steps[:, :half] | (steps[:, half:] << 4)
+    sizes = setting.groups_shape(shape)
+    packed = steps.reshape(setting.packed_shape(shape)).contiguous()
+    return packed, scale.reshape(sizes), low.reshape(sizes)
+
+
+def dequantise(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    low: torch.Tensor,
+    setting: Quantised,
+    out: torch.Tensor,
+) -> None:
+    """Write the tensor that these stand for into `out`, contiguous, which has its shape and dtype.
+
+    Steps, scales and minima may be rows or columns of larger matrices: of whole groups.
+    """
+    width = setting.group_size * setting.bits // 8
+    if devices.device_of(out).type == "cpu":
+        parts = [part.reshape(-1, part.shape[-1]) for part in (packed, scale, low)]
+        _run(parts, setting, out.view(-1, out.shape[-1]))
+        return
+    steps, target = packed.reshape(-1, width), out.view(-1, setting.group_size)
+    values = out.new_empty(target.shape, dtype=torch.float32)
+    if setting.bits == 4:
+        half = setting.group_size // 2
+        values[:, :half].copy_(steps & 15)
+        values[:, half:].copy_(steps >> 4)
+    else:
+        values.copy_(steps)
+    target.copy_(values.mul_(scale.reshape(-1, 1)).add_(low.reshape(-1, 1)))
+
+
+def multiply(
+    inputs: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    setting: Quantised,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """``inputs @ weight.T + bias`` without widening the weight.
+
+    Args:
+        inputs: [n, width], float32, bfloat16 or float16, in the memory of the CPU.
+        parts: Steps, scales and minima of a matrix [rows, width] of that dtype.
+        setting: Theirs.
+        bias: [rows], or None.
+
+    Returns:
+        [n, rows], in the dtype of `inputs`: sums in float32, rounded once.
+    """
+    out = torch.empty(len(inputs), len(parts[0]), dtype=inputs.dtype, device="cpu")
+    wide = inputs.float().contiguous()
+    _run(parts, setting, out, wide, None if bias is None else bias.float().contiguous())
+    return out
+
+
+def _run(
+    parts: Sequence[torch.Tensor],
+    setting: Quantised,
+    out: torch.Tensor,
+    inputs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """The shim's loops; they take addresses, so all of it is in the memory of the CPU."""
+    steps, scales, minima = (part if part.stride(-1) == 1 else part.contiguous() for part in parts)
+    call = ffi.new("nv_packed *")
+    call.steps = ffi.cast("uint8_t *", steps.data_ptr())
+    call.scales = ffi.cast("float *", scales.data_ptr())
+    call.minima = ffi.cast("float *", minima.data_ptr())
+    call.rows, call.groups = scales.shape
+    call.steps_stride, call.groups_stride = steps.stride(0), scales.stride(0)
+    call.out_stride = out.stride(0)
+    call.group_size, call.bits = setting.group_size, setting.bits
+    call.dtype = _DTYPES[out.dtype]
+    call.out = ffi.cast("void *", out.data_ptr())
+    if inputs is not None:
+        call.inputs, call.input = len(inputs), ffi.cast("float *", inputs.data_ptr())
+    if bias is not None:
+        call.bias = ffi.cast("float *", bias.data_ptr())
+    lib.nv_packed_run(call, torch.get_num_threads())
