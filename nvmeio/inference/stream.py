@@ -210,7 +210,7 @@ class WeightStream(Closing):
         return GradMode(torch.is_grad_enabled(), in_backward())
 
     def origin_of(self, address: int, offset: int) -> Origin | None:
-        """Whose weights a tensor lies over that autograd wants to keep; see `_residency.saved`."""
+        """Whose weights a tensor lies over that autograd wants to keep; see `_residency.calls`."""
         uses = self._uses
         found = None if uses is None else uses.place_at(address)
         return None if found is None else _Origin(self, *found)

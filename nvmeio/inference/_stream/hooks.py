@@ -1,7 +1,7 @@
 """The seam between a model and its stream: wrapped calls, which leave its code as it is.
 
 Where adapters are trained over the model, autograd keeps places of weights in memory's stead
-(`_residency.saved`), and backward has them brought back. The base belongs to its checkpoint: no
+(`_residency.calls`), and backward has them brought back. The base belongs to its checkpoint: no
 state dict holds it.
 """
 
@@ -132,7 +132,7 @@ def _computing_with(
 
 
 def _training_with(stream: WeightStream, unit: Unit) -> Callable[..., Any]:
-    """Autograd keeps places of weights in memory's stead; see `_residency.saved`."""
+    """Autograd keeps places of weights in memory's stead; see `_residency.calls`."""
 
     def again(saves: bool, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         running = calls.Running(stream.use(unit), again)
