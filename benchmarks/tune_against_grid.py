@@ -23,10 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nvmeio.cli._tune.rig import Rig
-from nvmeio.cli._tune.space import DEFAULT, in_words, settings
 from nvmeio.cli.measure import parse_size
 from nvmeio.cli.measure.disk import scratch
+from nvmeio.cli.tune.rig import Rig
+from nvmeio.cli.tune.space import DEFAULT, in_words, settings
 from nvmeio.engines.base import Options
 
 OPS = ("read", "write")

@@ -19,7 +19,6 @@ from rich.text import Text
 
 from nvmeio._memory.copy_on_write import HOW_TO_ALLOW
 from nvmeio.cli._terminal import binary_size, trimmed
-from nvmeio.cli._tune.space import in_words
 from nvmeio.cli.measure.machine import (
     Aio,
     CuFile,
@@ -30,6 +29,7 @@ from nvmeio.cli.measure.machine import (
     check_directory,
     gather,
 )
+from nvmeio.cli.tune.space import in_words
 from nvmeio.engines.base import Options
 from nvmeio.tuned import Tuned
 

@@ -24,12 +24,12 @@ from typer.testing import CliRunner, Result
 import nvmeio
 from nvmeio import tuned
 from nvmeio.cli import app, bench
-from nvmeio.cli._bench import engines, report, task
-from nvmeio.cli._bench.engines import REFERENCE
-from nvmeio.cli._bench.report import Loop, Series
-from nvmeio.cli._bench.task import ProcessPool
-from nvmeio.cli._bench.workload import Lap, Workload, WorkPlace, disk_needs
 from nvmeio.cli._terminal import Failed, Refused
+from nvmeio.cli.bench import engines, report, task
+from nvmeio.cli.bench.engines import REFERENCE
+from nvmeio.cli.bench.report import Loop, Series
+from nvmeio.cli.bench.task import ProcessPool
+from nvmeio.cli.bench.workload import Lap, Workload, WorkPlace, disk_needs
 from nvmeio.cli.measure import deepspeed, disk, fio, worker
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError
@@ -417,7 +417,7 @@ def test_a_file_system_that_is_full_fails_and_is_cleaned(
         path.write_bytes(b"half of it")
         raise nvmeio.TransferError(28, operation="pwrite", path=str(path), nbytes=MIB)
 
-    monkeypatch.setattr("nvmeio.cli._bench.task.write_file", full)
+    monkeypatch.setattr("nvmeio.cli.bench.task.write_file", full)
     done = invoke(tmp_path, "--io-size", "1M")
     assert done.exit_code == 1
     assert "failed: [Errno 28] ENOSPC" in done.stderr

@@ -101,7 +101,7 @@ def raise_from(*_: object) -> None:
     raise SystemError("a call returned a result with an exception set") from KeyboardInterrupt()
 
 
-@pytest.mark.parametrize("step", ["check_directory", "rig.require_libraries"])
+@pytest.mark.parametrize("step", ["measure.disk.check_directory", "tune.rig.require_libraries"])
 @pytest.mark.parametrize("interrupted", [make_a_class, raise_from], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("standalone", [True, False])
 def test_an_interrupt_is_one_whatever_others_made_of_it(
@@ -115,7 +115,7 @@ def test_an_interrupt_is_one_whatever_others_made_of_it(
 
     Before the command catches anything, and in what it catches.
     """
-    monkeypatch.setattr(f"nvmeio.cli.tune.{step}", interrupted)
+    monkeypatch.setattr(f"nvmeio.cli.{step}", interrupted)
     try:
         status = app(["tune", str(tmp_path)], standalone_mode=standalone)
     except SystemExit as ended:

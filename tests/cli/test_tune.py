@@ -21,11 +21,11 @@ import nvmeio
 from nvmeio import tuned
 from nvmeio.cli import app
 from nvmeio.cli._terminal import binary_size, parse_duration, parse_size
-from nvmeio.cli._tune import page, rig
-from nvmeio.cli._tune.rig import Rig
-from nvmeio.cli._tune.search import Unusable
-from nvmeio.cli._tune.space import DEFAULT, default_grid, load_grid, settings
 from nvmeio.cli.measure.disk import scratch
+from nvmeio.cli.tune import page, rig
+from nvmeio.cli.tune.rig import Rig
+from nvmeio.cli.tune.search import Unusable
+from nvmeio.cli.tune.space import DEFAULT, default_grid, load_grid, settings
 from nvmeio.engines.base import Options
 
 ROOT = Path(nvmeio.__file__).parent.parent

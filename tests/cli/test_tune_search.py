@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from nvmeio.cli._tune.search import Finalist, Op, Search, SearchOutcome, Unusable, decide, finalists
-from nvmeio.cli._tune.space import DEFAULT, Grid, default_grid, distance, settings
+from nvmeio.cli.tune.search import Finalist, Op, Search, SearchOutcome, Unusable, decide, finalists
+from nvmeio.cli.tune.space import DEFAULT, Grid, default_grid, distance, settings
 from nvmeio.engines.base import Options
 
 MIB = 1 << 20

@@ -37,9 +37,8 @@ from support import raw
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import nvmeio
-from nvmeio.integrations._dcp import reading, writing
-from nvmeio.integrations._dcp import reading as reading_module
-from nvmeio.integrations.dcp import NvmeStorageReader, NvmeStorageWriter
+from nvmeio.integrations.dcp import NvmeStorageReader, NvmeStorageWriter, reading, writing
+from nvmeio.integrations.dcp import reading as reading_module
 from nvmeio.testing import FakeEngine
 
 pytestmark = [

@@ -19,11 +19,11 @@ from nvmeio._formats import safetensors_shards
 from nvmeio._storage.guarded import SETTINGS_BYTES, read_small
 from nvmeio.checkpoint._manager import restoring, retention
 from nvmeio.checkpoint.safetensors import _holds
-from nvmeio.cli._tune import space
+from nvmeio.cli.tune import space
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.integrations import accelerate as accelerating
-from nvmeio.integrations._dcp import metadata
 from nvmeio.integrations._sglang_settings import read_settings
+from nvmeio.integrations.dcp import metadata
 from nvmeio.offload._generations import manifests
 
 LIMIT_S = 60

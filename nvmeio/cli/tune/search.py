@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from nvmeio.cli._terminal import GB
-from nvmeio.cli._tune.space import DEFAULT, Grid, distance, settings
+from nvmeio.cli.tune.space import DEFAULT, Grid, distance, settings
 from nvmeio.engines.base import Options
 
 if TYPE_CHECKING:

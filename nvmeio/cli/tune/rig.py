@@ -18,9 +18,6 @@ import nvmeio
 from nvmeio._pages import PAGE_BYTES
 from nvmeio.cli import _terminal
 from nvmeio.cli._terminal import GB, binary_size, say
-from nvmeio.cli._tune.result import Latencies, Log, TunePlan, TuneResult
-from nvmeio.cli._tune.search import Op, Search, Unusable
-from nvmeio.cli._tune.space import DEFAULT, in_words
 from nvmeio.cli.measure.disk import (
     check_memory,
     check_space,
@@ -29,6 +26,9 @@ from nvmeio.cli.measure.disk import (
     scratch,
     write_file,
 )
+from nvmeio.cli.tune.result import Latencies, Log, TunePlan, TuneResult
+from nvmeio.cli.tune.search import Op, Search, Unusable
+from nvmeio.cli.tune.space import DEFAULT, in_words
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError, NvmeioError
 from nvmeio.files import probe_direct

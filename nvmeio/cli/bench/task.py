@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 
 import nvmeio
-from nvmeio.cli._bench import engines
-from nvmeio.cli._bench.engines import REFERENCE, BenchEngine, DeepSpeed
-from nvmeio.cli._bench.workload import REFERENCE_BYTES_MOST, Lap, Op, Timing, Workload
 from nvmeio.cli._terminal import Failed
+from nvmeio.cli.bench import engines
+from nvmeio.cli.bench.engines import REFERENCE, BenchEngine, DeepSpeed
+from nvmeio.cli.bench.workload import REFERENCE_BYTES_MOST, Lap, Op, Timing, Workload
 from nvmeio.cli.measure.disk import (
     cached_fraction,
     cpu_seconds,

@@ -14,6 +14,8 @@
 The checkpoint is that of torch's own FileSystemWriter: a directory with ``.metadata`` and a
 ``.distcp`` file or more of each rank. FileSystemReader reads what is written here, and
 NvmeStorageReader what FileSystemWriter wrote, with any other number of ranks.
+
+`metadata` has what is said of items, `writing` the data files, `reading` what fills tensors.
 """
 
 from __future__ import annotations
@@ -54,11 +56,11 @@ from nvmeio._storage.replace import replace_file
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.errors import IntegrityError, transfer_error
 from nvmeio.handle import AioHandle
-from nvmeio.integrations._dcp import metadata as stored
-from nvmeio.integrations._dcp.reading import read_items
-from nvmeio.integrations._dcp.writing import DataFile, stream_transforms
-from nvmeio.integrations._dcp.writing import GuardingStager as GuardingStager
-from nvmeio.integrations._dcp.writing import SnapshotStager as SnapshotStager
+from nvmeio.integrations.dcp import metadata as stored
+from nvmeio.integrations.dcp.reading import read_items
+from nvmeio.integrations.dcp.writing import DataFile, stream_transforms
+from nvmeio.integrations.dcp.writing import GuardingStager as GuardingStager
+from nvmeio.integrations.dcp.writing import SnapshotStager as SnapshotStager
 
 logger = logging.getLogger("nvmeio")
 

@@ -15,9 +15,9 @@ from rich.console import Console
 
 import nvmeio
 from nvmeio.cli._terminal import Column, Row, binary_size, counted, fitted, trimmed
-from nvmeio.cli._tune.search import Finalist, Op, Sample, SearchOutcome
-from nvmeio.cli._tune.space import DEFAULT, Grid, in_words
 from nvmeio.cli.measure import machine
+from nvmeio.cli.tune.search import Finalist, Op, Sample, SearchOutcome
+from nvmeio.cli.tune.space import DEFAULT, Grid, in_words
 from nvmeio.engines.base import Options
 from nvmeio.tuned import Tuned
 

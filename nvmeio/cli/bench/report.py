@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nvmeio.cli._bench.engines import REFERENCE
-from nvmeio.cli._bench.workload import Op, Workload
 from nvmeio.cli._terminal import GB, Column, Row, binary_size, counted, fitted, trimmed
+from nvmeio.cli.bench.engines import REFERENCE
+from nvmeio.cli.bench.workload import Op, Workload
 from nvmeio.cli.measure import machine
 from nvmeio.cli.measure.disk import DiskBytes
 from nvmeio.cli.measure.worker import why_missing

@@ -1,7 +1,10 @@
 """`nvmeio bench`: how fast tensors go to and from files here, engine by engine (ds_io's place).
 
-This module turns the command line into a `Workload` and shows what `_bench` made of it. What needs
-torch is imported by who uses it: `--help` comes at once.
+This module turns the command line into a `Workload` and shows what became of it. What needs torch
+is imported by who uses it: `--help` comes at once.
+
+Reading order: `workload` (what is to be done), `engines` (who can do it), `task` (one process's
+part, here or in processes of their own), `session` (who runs when), `report`.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from rich.console import Console
 from nvmeio.cli._terminal import FAILED, OptionGroup, exit_statuses, say
 
 if TYPE_CHECKING:
-    from nvmeio.cli._bench.report import BenchResult
-    from nvmeio.cli._bench.workload import MemoryKind, Op, WorkPlace
+    from nvmeio.cli.bench.report import BenchResult
+    from nvmeio.cli.bench.workload import MemoryKind, Op, WorkPlace
     from nvmeio.engines.base import Options
 
 MEMORY_KINDS: tuple[MemoryKind, ...] = ("aligned", "pinned", "ordinary")
@@ -194,8 +197,8 @@ def command(
     Exit status: 0 measured, 1 a transfer or an engine failed, 2 it makes no sense or does not fit,
     3 an engine or device is not there, 130 interrupted: what was measured is told all the same.
     """
-    from nvmeio.cli._bench.session import Session
-    from nvmeio.cli._bench.workload import Workload
+    from nvmeio.cli.bench.session import Session
+    from nvmeio.cli.bench.workload import Workload
     from nvmeio.cli.measure import machine
 
     places = parse_places([*(directories or []), *(folder or [])], mapping or [], processes)
@@ -256,7 +259,7 @@ def command(
 
 
 def _tell(result: BenchResult, errors: Console, as_json: bool) -> None:
-    from nvmeio.cli._bench import report
+    from nvmeio.cli.bench import report
 
     if as_json:
         typer.echo(json.dumps(report.as_json(result), indent=2))
@@ -285,7 +288,7 @@ def parse_places(plain: Sequence[str], mapped: Sequence[str], processes: int) ->
     Raises:
         typer.BadParameter: No directory, one that cannot be written in, a device that is no number.
     """
-    from nvmeio.cli._bench.workload import WorkPlace
+    from nvmeio.cli.bench.workload import WorkPlace
     from nvmeio.cli.measure.disk import check_directory
 
     missing = [entry for entry in mapped if ":" not in entry]
@@ -319,7 +322,7 @@ def engine_names(engine: str | None, compare: str | None) -> list[str]:
     Raises:
         typer.BadParameter: There is no such engine, or one is named twice.
     """
-    from nvmeio.cli._bench import engines
+    from nvmeio.cli.bench import engines
 
     if engine is not None and compare is not None:
         raise typer.BadParameter("names all engines: leave --engine away", param_hint="--compare")

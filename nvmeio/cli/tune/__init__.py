@@ -1,7 +1,10 @@
 """`nvmeio tune`: the fastest setting for a drive, found within a budget (ds_nvme_tune's place).
 
-This module turns the command line into a search; `_tune` has the search itself. What needs torch
-is imported by who uses it: `--help` comes at once.
+This module turns the command line into a search. What needs torch is imported by who uses it:
+`--help` comes at once.
+
+Reading order: `space` (which settings there are), `search` (which of them are looked at, and who
+wins, without any I/O), `rig` (measuring one, and a whole run), `result`, `page` (the HTML).
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from rich.console import Console
 from nvmeio.cli._terminal import Failed, OptionGroup, exit_statuses, say
 
 if TYPE_CHECKING:
-    from nvmeio.cli._tune.result import TuneResult
-    from nvmeio.cli._tune.search import Op
+    from nvmeio.cli.tune.result import TuneResult
+    from nvmeio.cli.tune.search import Op
 
 _option = OptionGroup()
 
@@ -93,11 +96,11 @@ def command(
     Exit status: 0 found, 1 a transfer failed, 2 it makes no sense or does not fit, 3 an engine,
     library or device is not there, 130 interrupted: what was measured by then is told all the same.
     """
-    from nvmeio.cli._tune import rig
-    from nvmeio.cli._tune.result import Log, TunePlan
-    from nvmeio.cli._tune.space import default_grid, load_grid
     from nvmeio.cli.measure import machine
     from nvmeio.cli.measure.disk import check_directory
+    from nvmeio.cli.tune import rig
+    from nvmeio.cli.tune.result import Log, TunePlan
+    from nvmeio.cli.tune.space import default_grid, load_grid
 
     chosen = [*(directories or []), *(nvme_dir or [])]
     if not chosen:
@@ -152,8 +155,8 @@ def _tell(
 ) -> None:
     """On stderr, on stdout, stored, and last the page, which most can go wrong with."""
     from nvmeio import tuned
-    from nvmeio.cli._tune import page, result
-    from nvmeio.cli._tune.space import DEFAULT
+    from nvmeio.cli.tune import page, result
+    from nvmeio.cli.tune.space import DEFAULT
 
     result.render(found, errors)
     shown = result.as_json(found) if as_json else found.block()

@@ -31,7 +31,7 @@ from nvmeio._pages import round_up
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
-from nvmeio.integrations._dcp.metadata import Parser, StoredItem, extent
+from nvmeio.integrations.dcp.metadata import Parser, StoredItem, extent
 
 # Up to here an item is read as a whole: one read less than for its headers and its data.
 WHOLE_BYTES = 1 << 20

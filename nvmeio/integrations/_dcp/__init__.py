@@ -1,1 +1,0 @@
-"""What `nvmeio.integrations.dcp` is made of: items, files, and reading them."""
