@@ -1,13 +1,15 @@
 """A device to train on where there is none: its memory, its streams and its kernels.
 
-Memory is what the CPU must not touch (SIGSEGV). Every operation of torch on a tensor there is a
-*kernel*: its result is allocated at once, and the work is asked of the current stream. Freed
-memory is given again to whoever allocates on the same stream, as CUDA's allocator does; new memory
-is full of NaN.
+Memory is what the CPU must not touch (`fake_memory`). Every operation of torch on a tensor there is
+a *kernel*: its result is allocated at once, and the work is asked of the current stream. Backward
+works in a thread of its own, as autograd's for a device does. Freed memory is given again to
+whoever allocates on the same stream, as CUDA's allocator does, and streams come from a pool of
+three, as torch's from one of 32: who takes a fourth has the first again, and its memory. What is
+new, freed, or given again is full of NaN from then on, when its stream gets there.
 
-Streams have no threads. Each does its work as early as it can (`EAGER`) or not before somebody
-waits for it (`LAZY`): the two ends of what a device may do. So a wait that is missing shows in the
-numbers, always or never, and not now and then:
+Streams have no threads. Each does its work as early as it can (`EAGER`), not before somebody waits
+for it (`LAZY`), which are the two ends of what a device may do, or in any order between them that
+a device may choose (`RANDOM`, by a seed):
 
 - compute that does not wait for the copy of its weights finds NaN, or the unit before, with lazy
   copies;
@@ -15,34 +17,42 @@ numbers, always or never, and not now and then:
   it, with eager copies and lazy compute;
 - memory that is read from the drive again before it was copied on gives other weights, with lazy
   copies.
+
+And whatever the numbers are, two accesses without an order between them are a fault (`fake_order`),
+of which the test is told at the end of `accelerator`. `contexts` and `counted` tell on which
+devices something was called, and what it cost.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import dataclasses
 import enum
-import functools
-import mmap
+import random
+import sys
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
 import fake_cuda
+import fake_memory
+import fake_order
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from fake_kernels import Kernels as Kernels
+from fake_kernels import quietly, span
+from torch.overrides import _get_current_function_mode_stack
 
-from nvmeio import _checks
 from nvmeio._memory import devices, mappings
 from nvmeio._shim import memory_at
+from nvmeio._threads import threads
 
-_ADDRESSES = 256 << 20  # touched as far as it is used
 _ALIGNMENT = 512
+_DEVICES = 2
+_STREAMS = 3  # of a device, handed out in turn
 DEVICE = torch.device("cuda", 0)
 
 
@@ -51,6 +61,17 @@ class Pace(enum.Enum):
 
     EAGER = enum.auto()
     LAZY = enum.auto()
+    RANDOM = enum.auto()
+
+
+# Of what computes, and of copies.
+EVERY_PACE = [
+    (Pace.EAGER, Pace.EAGER),
+    (Pace.EAGER, Pace.LAZY),
+    (Pace.LAZY, Pace.EAGER),
+    (Pace.LAZY, Pace.LAZY),
+    (Pace.RANDOM, Pace.RANDOM),
+]
 
 
 class Stream:
@@ -59,25 +80,37 @@ class Stream:
     Attributes:
         pace: When it is done.
         done: How much is.
+        number: Among the clocks.
     """
 
-    def __init__(self, cuda: Accelerator, index: int, pace: Pace) -> None:
+    def __init__(self, cuda: Accelerator, index: int, name: str, pace: Pace) -> None:
         self.device = torch.device("cuda", index)
         self.pace = pace
         self.done = 0
+        self.number = cuda.order.new_stream()
+        self._name = name
         self._asked: deque[Callable[[], None]] = deque()
         self._cuda = cuda
+
+    def __repr__(self) -> str:
+        return f"{self._name} of {self.device}"
 
     @property
     def asked(self) -> int:
         """How much it was asked."""
         return self.done + len(self._asked)
 
+    @property
+    def is_idle(self) -> bool:
+        return not self._asked
+
     def ask(self, work: Callable[[], None]) -> None:
         with self._cuda.lock:
+            self._cuda.take_back()
             self._asked.append(work)
             if self.pace is Pace.EAGER:
                 self.run_to(self.asked)
+            self._cuda.wander()
 
     def run_to(self, position: int) -> None:
         with self._cuda.lock:
@@ -90,7 +123,8 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self._cuda.call("wait_event")
         stream, position = event.stream, event.position
-        assert stream is not None, "an event that nobody recorded"
+        assert stream is not None and event.number is not None, "an event that nobody recorded"
+        self._cuda.order.wait(self.number, event.number)
         self.ask(lambda: stream.run_to(position))
 
     def wait_stream(self, stream: Stream) -> None:
@@ -101,9 +135,15 @@ class Stream:
         event.record(self)
         return event
 
+    def query(self) -> bool:
+        return self.record_event().query()
+
     def synchronize(self) -> None:
-        self._cuda.call("stream.synchronize")
+        with self._cuda.device(self.device):
+            self._cuda.call("stream.synchronize")
+        self._cuda.host_waits(self.is_idle)
         self.run_to(self.asked)
+        self._cuda.order.host_waits_for_stream(self.number)
 
     def stop(self) -> None:
         self._asked.clear()
@@ -113,95 +153,180 @@ class Event:
     def __init__(self, cuda: Accelerator, blocking: bool = False) -> None:
         self._cuda = cuda
         self.stream: Stream | None = None
+        self.number: int | None = None
         self.position = 0
 
     def record(self, stream: Stream) -> None:
         self._cuda.call("record")
-        self.stream, self.position = stream, stream.asked
+        with self._cuda.lock:
+            self.stream, self.position = stream, stream.asked
+            self.number = self._cuda.order.record(stream.number)
 
     def query(self) -> bool:
-        return self.stream is None or self.stream.done >= self.position
+        self._cuda.wander()
+        reached = self.stream is None or self.stream.done >= self.position
+        if reached and self.number is not None:
+            self._cuda.order.host_waits(self.number)
+        return reached
 
     def synchronize(self) -> None:
         self._cuda.call("synchronize")
         if self.stream is not None:
+            self._cuda.host_waits(self.stream.done >= self.position)
             self.stream.run_to(self.position)
+            assert self.number is not None
+            self._cuda.order.host_waits(self.number)
         if self._cuda.failure is not None:
+            self._cuda.order.host_waits_for_all()  # nothing is done there any more
             raise self._cuda.failure
+
+
+@dataclasses.dataclass(eq=False)
+class _Block:
+    """Memory that was allocated.
+
+    Attributes:
+        stream: Which may have it again at once.
+        others: That work there too (`record_stream`), and until when once it is freed.
+    """
+
+    start: int
+    length: int
+    stream: Stream
+    place: str
+    others: dict[Stream, Event | None] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Costs:
+    """What was asked of CUDA's runtime.
+
+    Attributes:
+        page_locks: Calls of cudaHostRegister.
+        allocations: Of the device's memory; what is given again is none.
+        streams: That torch was asked for.
+        host_waits: Of threads that compute, for work that was not done.
+        waits_beside: Of others.
+        copies: That were begun on streams.
+    """
+
+    page_locks: int = 0
+    allocations: int = 0
+    streams: int = 0
+    host_waits: int = 0
+    waits_beside: int = 0
+    copies: int = 0
 
 
 class Accelerator(fake_cuda.FakeCuda):
     """`torch.cuda` with kernels.
 
     Attributes:
+        order: Of all accesses to memory.
         compute: The pace of the streams that are current by themselves.
         copies: That of streams which somebody makes.
-        limit_bytes: Of its memory.
+        limit_bytes: Of its memory, each device's.
         in_use_bytes: Of it.
         most_bytes: In use at once so far.
         before_begin: Called with each copy before it is begun, with its number; may raise.
+        problems: What was wrong, whatever the numbers: accesses without an order, memory that the
+            CPU has touched.
     """
 
-    def __init__(self, compute: Pace, copies: Pace) -> None:
+    def __init__(self, compute: Pace, copies: Pace, seed: int = 0) -> None:
         super().__init__()
         self.lock = threading.RLock()
+        self.order = fake_order.Order()
         self.copies_pace = copies
-        self.limit_bytes = _ADDRESSES
+        self.random = random.Random(seed)
+        self.limit_bytes = fake_memory.NBYTES // _DEVICES
         self.in_use_bytes = self.most_bytes = 0
         self.before_begin: Callable[[int], None] = lambda number: None
-        made: Any = {index: Stream(self, index, compute) for index in range(2)}
+        self.stopped = False
+        made: Any = {
+            index: Stream(self, index, "the default stream", compute) for index in range(_DEVICES)
+        }
         self._default = made
-        self._base, self._inside = _mapped_twice()
-        _protect(self._base, 0)
-        self._end = 0
-        self._free: dict[tuple[int, int], list[int]] = {}  # by stream and length
-        self._died: SimpleQueue[tuple[int, int, int]] = SimpleQueue()
-        self._users: dict[int, set[Stream]] = {}  # by start, that were recorded
-        self._pending: list[tuple[list[tuple[Stream, int]], int, int, int]] = []
+        self._pools: dict[int, list[Stream]] = {index: [] for index in range(_DEVICES)}
+        self._handed_out: Counter[int] = Counter()
+        self._costs: Counter[str] = Counter()
+        self._computing = {threading.get_ident()}
+        self._wandering = False
+        self._addresses = fake_memory.addresses()
+        self._addresses.forget(0)  # what the report of a failed test has touched
+        self._base, self._inside = self._addresses.shown, self._addresses.inside
+        self._half = fake_memory.NBYTES // _DEVICES
+        self._ends = [index * self._half for index in range(_DEVICES)]
+        self._blocks: dict[int, _Block] = {}  # the last one at each start
+        self._free: dict[tuple[Stream, int], list[_Block]] = {}  # by stream and length
+        self._used_by_others: list[_Block] = []  # freed, and other streams are at work there
+        self._died: SimpleQueue[_Block] = SimpleQueue()
 
     # --- memory
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Bytes of its memory, of the current stream's."""
+        """Bytes of the current device's memory, of the current stream's."""
         with self.lock:
-            self._take_back()
+            self.take_back()
             length = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
+            if self.in_use_bytes + length > self.limit_bytes:
+                self.take_back(waits=True)
             if self.in_use_bytes + length > self.limit_bytes:
                 raise torch.OutOfMemoryError(f"the device has no {nbytes} bytes")
             self.in_use_bytes += length
             self.most_bytes = max(self.most_bytes, self.in_use_bytes)
-            stream = id(self.current_stream())
+            stream: Any = self.current_stream()
             free = self._free.get((stream, length))
-            if free:
-                start = free.pop()
-            else:
-                start, self._end = self._end, self._end + length
-                assert self._end <= _ADDRESSES
-                self._inside[start : start + length] = 0xFF
-            room = memory_at(self._base + start, length, self)
-            weakref.finalize(room, self._died.put, (stream, length, start)).atexit = False
+            block = free.pop() if free else self._new_block(length, stream)
+            block.place = fake_order.here()
+            self._spoil(block)
+            room = memory_at(self._base + block.start, length, self)
+            weakref.finalize(room, self._died.put, block).atexit = False
             return torch.frombuffer(room, dtype=torch.uint8)[:nbytes]
 
-    def _take_back(self) -> None:
-        while not self._died.empty():
-            stream, length, start = self._died.get()
-            others = [u for u in self._users.pop(start, ()) if id(u) != stream]
-            users = [(user, user.asked) for user in others]
-            self._pending.append((users, stream, length, start))
-            self.in_use_bytes -= length
-        pending, self._pending = self._pending, []
-        for users, stream, length, start in pending:
-            if all(user.done >= asked for user, asked in users):
-                self._free.setdefault((stream, length), []).append(start)
-            else:
-                self._pending.append((users, stream, length, start))
+    def _new_block(self, length: int, stream: Stream) -> _Block:
+        self._costs["allocations"] += 1
+        index = stream.device.index
+        start, self._ends[index] = self._ends[index], self._ends[index] + length
+        assert self._ends[index] <= (index + 1) * self._half, "no addresses are left"
+        self._inside[start : start + length] = 0xFF
+        self._blocks[start] = _Block(start, length, stream, "")
+        return self._blocks[start]
 
-    def record_use(self, memory: torch.Tensor, stream: Any) -> None:
-        """`record_stream`: freed, it is nobody's before the stream is done with it."""
+    def _spoil(self, block: _Block) -> None:
+        inside = self._inside[block.start : block.start + block.length]
+        block.stream.ask(lambda: quietly(lambda: inside.fill_(0xFF)))
+
+    def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """`Tensor.record_stream`."""
+        start = tensor.untyped_storage().data_ptr() - self._base
+        block = self._blocks[start]
+        if stream is not block.stream:
+            block.others[stream] = None
+
+    def take_back(self, waits: bool = False) -> None:
+        """Memory that nobody has any more; `waits`: for streams that are at work there."""
         with self.lock:
-            start = memory.untyped_storage().data_ptr() - self._base
-            assert 0 <= start < _ADDRESSES
-            self._users.setdefault(start, set()).add(stream)
+            while not self._died.empty():
+                block = self._died.get()
+                for stream in block.others:
+                    block.others[stream] = event = Event(self)
+                    event.stream, event.position = stream, stream.asked
+                    event.number = self.order.record(stream.number)
+                self._used_by_others.append(block)
+            left, self._used_by_others = self._used_by_others, []
+            for block in left:
+                events = [event for event in block.others.values() if event is not None]
+                for event in events if waits else ():
+                    assert event.stream is not None
+                    event.stream.run_to(event.position)
+                if not all(event.query() for event in events):
+                    self._used_by_others.append(block)
+                    continue
+                block.others.clear()
+                self.in_use_bytes -= block.length
+                self._free.setdefault((block.stream, block.length), []).append(block)
+                self._spoil(block)
 
     def like(self, meta: torch.Tensor) -> torch.Tensor:
         """Memory for what a kernel makes."""
@@ -217,7 +342,9 @@ class Accelerator(fake_cuda.FakeCuda):
         if data.numel():
             values = data.detach().clone()
             inside = self.inside(made)
-            self.current_stream().ask(lambda: _quietly(lambda: inside.copy_(values)))
+            stream: Any = self.current_stream()
+            self.order.asked(stream.number, f"a copy on {stream}", [], [span(made)])
+            stream.ask(lambda: quietly(lambda: inside.copy_(values)))
         return made
 
     def has(self, tensor: object) -> bool:
@@ -225,141 +352,202 @@ class Accelerator(fake_cuda.FakeCuda):
             return False
         if tensor.layout is not torch.strided:
             return False
-        return 0 <= tensor.untyped_storage().data_ptr() - self._base < _ADDRESSES
+        return 0 <= tensor.untyped_storage().data_ptr() - self._base < fake_memory.NBYTES
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device:
+        """`Tensor.device`, which says "cpu" of a tensor here."""
+        if not self.has(tensor):
+            return tensor.device
+        return self._device_at(tensor.untyped_storage().data_ptr())
+
+    def _device_at(self, address: int) -> torch.device:
+        return torch.device("cuda", (address - self._base) // self._half)
 
     def inside(self, tensor: torch.Tensor) -> torch.Tensor:
         start = tensor.untyped_storage().data_ptr() - self._base
         start += int(tensor.storage_offset()) * tensor.dtype.itemsize
-        strides = zip(tensor.shape, tensor.stride(), strict=True)
-        extent = (sum((n - 1) * s for n, s in strides) + 1) * tensor.dtype.itemsize
-        flat = self._inside[start : start + extent].view(tensor.dtype)
+        flat = self._inside[start : start + span(tensor)[1]].view(tensor.dtype)
         return flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
 
     def reached(self, address: int) -> int:
         """Where hardware finds the byte that tensors have at an address; any other stays."""
         at = address - self._base
-        return self._inside.data_ptr() + at if 0 <= at < _ADDRESSES else address
+        return self._inside.data_ptr() + at if 0 <= at < fake_memory.NBYTES else address
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
         """What it holds, when all work before is done: like `cpu()`."""
         if not self.has(tensor):
             return tensor.detach().clone()
-        for stream in [self.current_stream(), *self.streams]:
-            stream.synchronize()
+        for stream in self._all_streams():
+            stream.run_to(stream.asked)
+        self.order.host_waits_for_all()
         return self.inside(tensor.detach()).clone()
 
     # --- work
 
     def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Of the current stream, in either direction; host memory is looked at when it is done."""
-        self.call("copy")
+        where = self.device_of(target if self.has(target) else source)
+        with self.device(where):
+            self.call("copy")
         self.before_begin(len(self.copies))
-        stream: Any = self.current_stream()
+        stream: Any = self.current_stream(where)
         self.copies.append(stream)
+        for each in (target, source):
+            if not self.has(each):
+                self.order.note_host(*span(each))
         to, of = (self.inside(t) if self.has(t) else _bare(t) for t in (target, source))
-        stream.ask(lambda: _quietly(lambda: to.copy_(of)))
+        self.order.asked(stream.number, f"a copy on {stream}", [span(source)], [span(target)])
+        stream.ask(lambda: quietly(lambda: to.copy_(of)))
+
+    def wander(self) -> None:
+        """Streams with a pace of their own do some of their work, in an order that is legal."""
+        with self.lock:
+            if self._wandering:
+                return
+            self._wandering = True
+            try:
+                for _ in range(self.random.randrange(4)):
+                    streams = self._all_streams()
+                    busy = [s for s in streams if s.pace is Pace.RANDOM and not s.is_idle]
+                    if not busy:
+                        return
+                    chosen = self.random.choice(busy)
+                    chosen.run_to(chosen.done + 1)
+            finally:
+                self._wandering = False
+
+    def run_backward(self, run: Callable[[], Any]) -> Any:
+        """In autograd's own thread, on the streams that are current here, to its end."""
+        if threading.get_ident() == self._backward_thread:
+            return run()  # within a backward: reentrant checkpoints
+        result: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        count, modes = torch.get_num_threads(), _get_current_function_mode_stack()
+        streams, index = getattr(self._thread, "streams", {}), self.current_device()
+
+        def there() -> None:
+            self._thread.streams, self._thread.device = dict(streams), index
+            try:
+                if torch.get_num_threads() != count:
+                    torch.set_num_threads(count)
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(Kernels(self))
+                    for mode in modes:
+                        stack.enter_context(mode)
+                    result.put((run(), None))
+            except BaseException as failed:
+                result.put((None, failed))
+
+        with self.lock:
+            if self._backward_work is None:
+                self._backward_work = SimpleQueue()
+                thread = threading.Thread(target=self._work_backward, daemon=True)
+                thread.start()
+        self._backward_work.put(there)
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                found, failed = result.get(timeout=60.0)
+                break
+            except KeyboardInterrupt as stopped:  # autograd goes on to its end
+                interrupt = stopped
+        if interrupt is not None:
+            raise interrupt
+        if failed is not None:
+            raise failed
+        return found
+
+    _backward_work: SimpleQueue[Callable[[], None] | None] | None = None
+    _backward_thread: int | None = None
+
+    def _work_backward(self) -> None:
+        self._backward_thread = threading.get_ident()
+        self._computing.add(self._backward_thread)
+        assert self._backward_work is not None
+        while (work := self._backward_work.get()) is not None:
+            work()
+            del work
+
+    def _all_streams(self) -> list[Any]:
+        return [*self._default.values(), *self.streams]
 
     def stop(self) -> None:
-        streams: Any = [*self._default.values(), *self.streams]
-        for stream in streams:
+        self.stopped = True
+        if self._backward_work is not None:
+            self._backward_work.put(None)
+        for stream in self._all_streams():
             stream.stop()
-        _protect(self._base, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._addresses.forget(0)
 
-    def new_stream(self, index: int) -> Any:
-        return Stream(self, index, self.copies_pace)
+    # --- what it cost, and what was wrong
+
+    def call(self, name: str) -> None:
+        super().call(name)
+        costs = {"cudaHostRegister": "page_locks", "copy": "copies"}
+        if name in costs:
+            self._costs[costs[name]] += 1
+
+    def host_waits(self, is_done: bool = False) -> None:
+        """A thread waits for work of a device."""
+        if not is_done:
+            computes = threading.get_ident() in self._computing
+            self._costs["host_waits" if computes else "waits_beside"] += 1
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[Costs]:
+        """What it costs meanwhile; known at the end."""
+        costs, before = Costs(), self._costs.copy()
+        yield costs
+        for name, number in self._costs.items():
+            setattr(costs, name, number - before[name])
+
+    def problems(self) -> list[str]:
+        found = list(self.order.faults)
+        places = {}
+        for page in self._addresses.touched():
+            for block in list(self._blocks.values()):
+                if block.start < page + 4096 and page < block.start + block.length:
+                    places[block.start] = block
+        for start, block in places.items():
+            found.append(
+                f"the CPU has touched the device's memory at {start:#x}, allocated in {block.place}"
+            )
+        return found
+
+    def forgive(self) -> list[str]:
+        """What was wrong so far, which was meant to be."""
+        found = self.problems()
+        self.order.faults.clear()
+        self._addresses.forget(0)
+        return found
+
+    # --- torch.cuda's names
+
+    def device_count(self) -> int:
+        return _DEVICES
+
+    def Stream(self, device: Any = None, **options: Any) -> Any:
+        index = self.index_of(device)
+        with self.lock:
+            self._costs["streams"] += 1
+            pool, number = self._pools[index], self._handed_out[index] % _STREAMS
+            self._handed_out[index] += 1
+            if number == len(pool):
+                made: Any = Stream(self, index, f"stream {number + 1}", self.copies_pace)
+                pool.append(made)
+                self.streams.append(made)
+            return pool[number]
 
     def Event(self, blocking: bool = False) -> Any:
         return Event(self, blocking)
 
-
-class Kernels(TorchDispatchMode):
-    """Operations on the accelerator's memory are asked of its current stream."""
-
-    def __init__(self, cuda: Accelerator) -> None:
-        super().__init__()
-        self._cuda = cuda
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        cuda, kwargs = self._cuda, kwargs or {}
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        if not any(cuda.has(t) for t in tensors):
-            return func(*args, **kwargs)
-        schema = func._schema
-        returns = [r.alias_info for r in schema.returns]
-        if any(info is not None and not info.is_write for info in returns):
-            return func(*args, **kwargs)  # a view
-        written = _written(schema, args, kwargs)
-        stream: Any = cuda.current_stream()
-        if func is torch.ops.aten.copy_.default and not cuda.has(args[0]):
-            stream.synchronize()
-            return func(args[0], cuda.inside(args[1]))
-        strangers = [t for t in tensors if t.dim() and t.numel() and not cuda.has(t)]
-        if strangers and func is not torch.ops.aten.copy_.default:
-            raise RuntimeError(f"{func}: expected all tensors on the same device")
-        read = [id(t) for t in written]
-
-        def there(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            if cuda.has(value):
-                return cuda.inside(value.detach())
-            return value if id(value) in read else value.detach().clone()
-
-        there_args, there_kwargs = tree_map(there, (args, kwargs))
-        kept = (args, kwargs)  # a kernel's memory is not given away before it was asked
-
-        def call() -> Any:
-            return _quietly(lambda: func(*there_args, **there_kwargs))
-
-        if written:
-            stream.ask(lambda: (call(), None)[1])
-            if not all(cuda.has(t) for t in written):  # a number that the host looks at
-                stream.synchronize()
-            found = [t for info, t in zip(returns, written, strict=False) if info is not None]
-            return found[0] if len(found) == 1 else tuple(found) or None
-        if not any(isinstance(r.type, (torch.TensorType, torch.ListType)) for r in schema.returns):
-            stream.synchronize()
-            return call()
-        made = tree_map(lambda t: cuda.like(t) if _real(t) else t, self._shapes(func, kept))
-        targets = [cuda.inside(t) if cuda.has(t) else t for t in tree_leaves(made) if _real(t)]
-
-        def work() -> None:
-            results = [t for t in tree_leaves(call()) if _real(t)]
-            for target, result in zip(targets, results, strict=True):
-                if target.numel():
-                    _quietly(lambda t=target, r=result: t.copy_(r))
-
-        stream.ask(work)
-        return made
-
-    def _shapes(self, func: Any, given: Any) -> Any:
-        def meta(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            return torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device="meta"
-            )
-
-        args, kwargs = tree_map(meta, given)
-        if isinstance(kwargs.get("device"), torch.device):
-            kwargs["device"] = torch.device("meta")
-        return func(*args, **kwargs)
-
-
-def _real(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _written(schema: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for number, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[number] if number < len(args) else kwargs.get(argument.name)
-        found += [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
-    return found
+    def synchronize(self, device: torch.device | int | None = None) -> None:
+        self.call("synchronize")
+        streams = [s for s in self._all_streams() if s.device.index == self.index_of(device)]
+        self.host_waits(all(stream.is_idle for stream in streams))
+        for stream in streams:
+            stream.run_to(stream.asked)
+            self.order.host_waits_for_stream(stream.number)
 
 
 def _bare(host: torch.Tensor) -> torch.Tensor:
@@ -369,86 +557,97 @@ def _bare(host: torch.Tensor) -> torch.Tensor:
     return flat.view(host.shape)
 
 
-def _quietly(work: Callable[[], Any]) -> Any:
-    with torch.no_grad(), torch._C._DisableTorchDispatch():
-        return work()
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_MAPPED_SHARED_NO_FILE = 0x21 | 0x4000  # and no room is set aside
-_MAY_MOVE = 1
-
-
-@functools.cache
-def _mapped_twice() -> tuple[int, torch.Tensor]:
-    """The same memory at two addresses: what tensors show, and what kernels work on."""
-    size, address = ctypes.c_size_t, ctypes.c_void_p
-    _libc.mmap.restype = _libc.mremap.restype = address
-    first = _libc.mmap(None, size(_ADDRESSES), 3, _MAPPED_SHARED_NO_FILE, -1, ctypes.c_long(0))
-    second = _libc.mremap(address(first), size(0), size(_ADDRESSES), _MAY_MOVE)
-    assert first not in (None, -1) and second not in (None, -1), "no addresses"
-    return first, torch.frombuffer(memory_at(second, _ADDRESSES), dtype=torch.uint8)
-
-
-def _protect(base: int, how: int) -> None:
-    size = ctypes.c_size_t(_ADDRESSES)
-    assert _libc.mprotect(ctypes.c_void_p(base), size, how) == 0, "mprotect"
-
-
 @contextlib.contextmanager
 def accelerator(
-    patch: pytest.MonkeyPatch, compute: Pace = Pace.LAZY, copies: Pace = Pace.LAZY
+    patch: pytest.MonkeyPatch,
+    compute: Pace = Pace.LAZY,
+    copies: Pace = Pace.LAZY,
+    seed: int = 0,
+    tells: bool = True,
 ) -> Iterator[Accelerator]:
     """`torch.cuda` and the seam to it are the stand-in's.
 
-    Kernels are this thread's, and of threads that work as it does (`_memory.devices.as_here`).
+    Kernels are this thread's, nvmeio's, and of backward.
+
+    Args:
+        patch: Undoes it.
+        compute: The pace of the streams that are current by themselves.
+        copies: That of others.
+        seed: Of what streams do at random.
+        tells: Raise at the end if something was wrong (`Accelerator.problems`).
     """
-    cuda = Accelerator(compute, copies)
-    cpu = torch.device("cpu")
+    cuda = Accelerator(compute, copies, seed)
     for name in fake_cuda.NAMES:
         made: Any = getattr(cuda, name)
         patch.setattr(torch.cuda, name, made)
 
     def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        if device.type == "cuda":
-            return cuda.tensor(cuda.value(tensor))
-        return cuda.value(tensor)
+        with cuda.device(device if device.type == "cuda" else cuda.device_of(tensor)):
+            cuda.host_waits()
+            if device.type == "cuda":
+                return cuda.tensor(cuda.value(tensor))
+            return cuda.value(tensor)
 
-    def as_here(work: Callable[[], Any]) -> Callable[[], Any]:
+    def empty(nbytes: int, device: torch.device) -> torch.Tensor:
+        with cuda.device(device):
+            return cuda.empty(nbytes)
+
+    as_here, run = devices.as_here, threads.Thread.run
+    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def with_kernels(work: Callable[[], Any]) -> Callable[[], Any]:
         def there() -> Any:
             with Kernels(cuda):
                 return work()
 
-        return there
+        return as_here(there)
 
-    its_on_stream = devices.on_stream
+    def run_with_kernels(thread: threads.Thread) -> None:
+        with Kernels(cuda):
+            run(thread)
 
-    @contextlib.contextmanager
-    def on_stream(stream: Any) -> Iterator[None]:
-        kernels = contextlib.nullcontext() if stream is None else Kernels(cuda)
-        with its_on_stream(stream), kernels:
-            yield
+    def backward(outputs: Any, *args: Any, **options: Any) -> Any:
+        def work() -> Any:
+            return run_backward(outputs, *args, **options)
 
-    patch.setattr(devices, "as_here", as_here)
-    patch.setattr(devices, "on_stream", on_stream)
-    patch.setattr(_checks, "device", lambda name, device: cpu if str(device) == "cpu" else DEVICE)
-    patch.setattr(devices, "is_device", cuda.has)
-    patch.setattr(devices, "is_torchs", cuda.has)
-    patch.setattr(devices, "device_of", lambda t: DEVICE if cuda.has(t) else t.device)
-    patch.setattr(devices, "usable", lambda name, device: cpu if str(device) == "cpu" else DEVICE)
-    patch.setattr(devices, "moved", moved)
-    patch.setattr(devices, "_begin_copy", cuda.begin_copy)
+        return cuda.run_backward(work) if any(map(cuda.has, outputs)) else work()
+
+    def numpy(tensor: torch.Tensor, **options: Any) -> Any:
+        if cuda.has(tensor):
+            raise TypeError("can't convert a tensor of the stand-in to numpy")
+        return to_numpy(tensor, **options)
+
+    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+        cuda.record_stream(tensor, stream)
+
+    to_numpy = torch.Tensor.numpy
     patch.setattr(devices, "_side_streams", {})
     patch.setattr(torch._C, "_cuda_hasPrimaryContext", cuda.contexts.__contains__, raising=False)
-    patch.setattr(devices, "record_use", cuda.record_use)
-    patch.setattr(devices, "empty", lambda nbytes, device: cuda.empty(nbytes))
+    patch.setattr(devices, "as_here", with_kernels)
+    patch.setattr(threads.Thread, "run", run_with_kernels)
+    patch.setattr(torch.autograd, "_engine_run_backward", backward)
+    patch.setattr(torch.Tensor, "numpy", numpy)
+    patch.setattr(torch.Tensor, "record_stream", record_stream)
+    patch.setattr(devices, "is_device", cuda.has)
+    patch.setattr(devices, "is_torchs", cuda.has)
+    patch.setattr(devices, "device_of", cuda.device_of)
+    patch.setattr(devices, "moved", moved)
+    patch.setattr(devices, "_begin_copy", cuda.begin_copy)
+    patch.setattr(devices, "empty", empty)
+    fake_order.watch_drives(patch, cuda.order)
+    problems: list[str] = []
     try:
         with Kernels(cuda):
             yield cuda
     finally:
+        if tells:
+            problems = cuda.problems()
+            if sys.exc_info()[0] is not None:
+                print(*problems, sep="\n", file=sys.stderr)
         cuda.stop()
         # Memory may outlive the stand-in (in the traceback of an error, say), and ends without it.
         for pin in list(mappings.pinned.values()):
             with pin.lock:
                 if pin.runtime is cuda:
                     pin.runtime = None
+    assert not problems, "\n".join(problems)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_accelerator import Accelerator, Pace, accelerator
+from fake_accelerator import EVERY_PACE, Accelerator, Pace, accelerator
 from test_training import adapted, by_three, by_unit, data, empty, plain, saved, unit_bytes
 from torch import nn
 
@@ -22,7 +22,6 @@ from nvmeio.errors import ClosedError
 from nvmeio.inference._plan.quantised import Quantised, dequantise, quantise
 
 LAYERS = 5
-EVERY_PACE = [(compute, copies) for compute in Pace for copies in Pace]
 Place = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -130,6 +129,7 @@ def test_a_missing_wait_shows(
             assert not same(cuda, trained(model, cuda.tensor, plain, 2), wanted)
         finally:
             model.weight_stream.close()
+        assert cuda.forgive()
 
 
 def test_the_device_holds_a_window_of_the_base_at_a_time(

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from fake_accelerator import DEVICE, Accelerator, Kernels, Pace, Stream, accelerator
+from fake_accelerator import DEVICE, EVERY_PACE, Accelerator, Kernels, Pace, Stream, accelerator
 from test_training import data, empty, saved, unit_bytes
 
 import nvmeio
 from nvmeio._memory import devices
 
 LAYERS = 5
-EVERY_PACE = [(compute, copies) for compute in Pace for copies in Pace]
 
 
 def computed(path: Path, cuda: Accelerator, dtype: torch.dtype, units: int) -> list[torch.Tensor]:
@@ -75,6 +74,7 @@ def test_a_missing_wait_shows(
         else:
             patch.setattr(devices._CudaMark, "wait", lambda self: None)
         found = computed(tmp_path / "base.safetensors", cuda, torch.float32, 2)
+        assert cuda.forgive()
     assert not all(map(torch.equal, found, wanted))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import interrupting
 import pytest
 import torch
-from fake_accelerator import DEVICE, Accelerator, Pace, accelerator
+from fake_accelerator import DEVICE, EVERY_PACE, Accelerator, Pace, accelerator
 from offload._saved_activations import Doubles, made, small
 from support import spin_until, spin_until_collected
 from torch import nn
@@ -23,8 +23,6 @@ from nvmeio._memory import devices
 from nvmeio.offload import SwappedActivations
 from nvmeio.offload._activations.activations_on_device import DeviceActivations
 from nvmeio.testing import FakeEngine
-
-EVERY_PACE = [(compute, copies) for compute in Pace for copies in Pace]
 
 
 def gradients_in_memory(name: str = "mlp") -> list[torch.Tensor]:
@@ -117,6 +115,7 @@ def test_a_missing_wait_shows(
             patch.setattr(devices._CudaMark, "done", lambda self: True)
         with window(tmp_path, checksum=False) as swapped:
             assert step(cuda, swapped, wanted)
+        assert cuda.forgive()
 
 
 def test_the_device_holds_a_window_of_what_is_saved(

@@ -18,11 +18,10 @@ from typing import Any
 
 import pytest
 import torch
-from fake_accelerator import Accelerator, Pace, accelerator
+from fake_accelerator import EVERY_PACE, Accelerator, Pace, accelerator
 from gds._support import FakeCuFile, compiled
 from support import spin_until
 from test_module_on_device import (
-    EVERY_PACE,
     LARGEST,
     WIDTH,
     assert_equal,

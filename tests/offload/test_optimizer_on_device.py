@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from fake_accelerator import DEVICE, Accelerator, Pace, accelerator
+from fake_accelerator import DEVICE, EVERY_PACE, Accelerator, Pace, accelerator
 from support import PATIENCE_S, collect
-from test_module_on_device import EVERY_PACE, WIDTH, model, swapped
+from test_module_on_device import WIDTH, model, swapped
 
 import nvmeio
 from nvmeio._memory import devices
@@ -450,7 +450,7 @@ def test_a_step_that_failed_keeps_no_memory_of_the_device(
         optimizer.zero_grad()
         optimizer.close()
         collect()
-        cuda._take_back()
+        cuda.take_back(waits=True)
         assert cuda.in_use_bytes == before
 
 
@@ -493,6 +493,7 @@ def test_a_missing_wait_shows(
             stepped(made, optimizer, cuda.tensor)
             found = made.state_dict()
             assert not all(torch.equal(cuda.value(found[n]), t) for n, t in wanted.items())
+        assert cuda.forgive()
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -518,10 +519,12 @@ def test_what_comes_up_waits_for_the_turn_before_in_its_buffer(
         turns.settle()
         found = [bool((slot == 100 + number).all()) for number, slot in enumerate(slots)]
         assert all(found) == is_right
+        assert bool(cuda.forgive()) != is_right
 
 
-@pytest.mark.parametrize("is_right", [True, False])
-@pytest.mark.parametrize("case", ["failed", "made again"])
+@pytest.mark.parametrize(
+    ("case", "is_right"), [("failed", True), ("failed", False), ("made again", True)]
+)
 def test_a_buffer_is_not_filled_while_an_earlier_turn_may_look_at_it(
     case: str, is_right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -551,3 +554,4 @@ def test_a_buffer_is_not_filled_while_an_earlier_turn_may_look_at_it(
             turns.make(4096, 1)
         turns.begin(torch.full((4096,), 2, dtype=torch.uint8), whole, lambda memory: [])
         assert bool((cuda.value(seen) == 1).all()) == is_right
+        assert bool(cuda.forgive()) != is_right

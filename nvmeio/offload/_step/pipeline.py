@@ -402,7 +402,6 @@ class DeviceTurns:
                 "subgroup_bytes or device_bytes, or make the optimizer before what fills the device"
             ) from refused
         self._used = [None] * count
-        self._up.follow()  # whoever had this memory before may still be at work there
 
     def begin(
         self,
@@ -428,7 +427,9 @@ class DeviceTurns:
             self._up.after(before)
         for start, nbytes in _joined(reads):
             self._up.copy(memory[start : start + nbytes], slot[start : start + nbytes])
-        devices.come_after(devices.stream_here(self.device), self._up.mark())
+        stream = devices.stream_here(self.device)
+        devices.record_use(memory, stream)
+        devices.come_after(stream, self._up.mark())
         results = compute(memory)
         self._down.follow()
         for start, nbytes in _joined(results):

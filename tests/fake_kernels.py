@@ -1,0 +1,169 @@
+"""Kernels of the stand-in's device: operations of torch that are asked of a stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+_here = threading.local()
+
+
+class Kernels(TorchDispatchMode):
+    """Operations on the accelerator's memory are asked of the current stream of its device.
+
+    And what an operation of the CPU does with memory that copies go to and from is known to the
+    order of accesses. Within itself, in one thread, it changes nothing.
+    """
+
+    def __init__(self, cuda: Any) -> None:
+        super().__init__()
+        self._cuda = cuda
+        self._inner: list[bool] = []
+
+    def __enter__(self) -> Any:
+        is_inner = getattr(_here, "cuda", None) is self._cuda
+        self._inner.append(is_inner)
+        if is_inner:
+            return self
+        _here.cuda = self._cuda
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> Any:
+        if self._inner.pop():
+            return None
+        _here.cuda = None
+        return super().__exit__(*raised)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        cuda, kwargs = self._cuda, kwargs or {}
+        if cuda.stopped:
+            return func(*args, **kwargs)
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        first = next((t for t in tensors if cuda.has(t)), None)
+        schema = func._schema
+        returns = [r.alias_info for r in schema.returns]
+        if any(info is not None and not info.is_write for info in returns):
+            return func(*args, **kwargs)  # a view
+        if first is None:
+            if cuda.order.host_spans:
+                self._of_the_host(func, tensors, args, kwargs)
+            return func(*args, **kwargs)
+        where = cuda.device_of(first)
+        written = _written(schema, args, kwargs)
+        stream: Any = cuda.current_stream(where)
+        name, reads = f"{func} on {stream}", [span(t) for t in tensors if cuda.has(t)]
+        if schema.name.startswith(("aten::new_", "aten::empty")) or schema.name.endswith("_like"):
+            reads = []  # of the shape alone
+        if func is torch.ops.aten.copy_.default and not cuda.has(args[0]):
+            cuda.order.asked(stream.number, name, [span(args[1])], [])
+            stream.synchronize()
+            return func(args[0], cuda.inside(args[1]))
+        strangers = [t for t in tensors if t.dim() and t.numel() and not cuda.has(t)]
+        strangers += [t for t in tensors if cuda.has(t) and cuda.device_of(t) != where]
+        if strangers and func is not torch.ops.aten.copy_.default:
+            raise RuntimeError(f"{func}: expected all tensors on the same device")
+        read = [id(t) for t in written]
+
+        def there(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if cuda.has(value):
+                return cuda.inside(value.detach())
+            return value if id(value) in read else value.detach().clone()
+
+        there_args, there_kwargs = tree_map(there, (args, kwargs))
+        kept = (args, kwargs)  # a kernel's memory is not given away before it was asked
+
+        def call() -> Any:
+            return quietly(lambda: func(*there_args, **there_kwargs))
+
+        if written:
+            writes = [span(t) for t in written if cuda.has(t)]
+            cuda.order.asked(stream.number, name, reads, writes)
+            stream.ask(lambda: (call(), None)[1])
+            if not all(cuda.has(t) for t in written):  # a number that the host looks at
+                stream.synchronize()
+            found = [t for info, t in zip(returns, written, strict=False) if info is not None]
+            return found[0] if len(found) == 1 else tuple(found) or None
+        if not any(isinstance(r.type, (torch.TensorType, torch.ListType)) for r in schema.returns):
+            cuda.order.asked(stream.number, name, reads, [])
+            stream.synchronize()
+            return call()
+        with cuda.device(where):
+            made = tree_map(lambda t: cuda.like(t) if _real(t) else t, self._shapes(func, kept))
+        results = [t for t in tree_leaves(made) if _real(t)]
+        targets = [cuda.inside(t) if cuda.has(t) else t for t in results]
+
+        def work() -> None:
+            results = [t for t in tree_leaves(call()) if _real(t)]
+            for target, result in zip(targets, results, strict=True):
+                if target.numel():
+                    quietly(lambda t=target, r=result: t.copy_(r))
+
+        writes = [] if "empty" in schema.name else [span(t) for t in results if cuda.has(t)]
+        cuda.order.asked(stream.number, name, reads, writes)
+        stream.ask(work)
+        return made
+
+    def _of_the_host(self, func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> None:
+        lowest, highest = self._cuda.order.host_spans
+        written: list[int] | None = None
+        for tensor in tensors:
+            if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+                continue
+            start, nbytes = span(tensor)
+            if start < highest and lowest < start + nbytes:
+                if written is None:
+                    written = [id(t) for t in _written(func._schema, args, kwargs)]
+                writes = id(tensor) in written
+                self._cuda.order.host(f"{func} of the host", start, nbytes, writes)
+
+    def _shapes(self, func: Any, given: Any) -> Any:
+        def meta(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            return torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device="meta"
+            )
+
+        args, kwargs = tree_map(meta, given)
+        if isinstance(kwargs.get("device"), torch.device):
+            kwargs["device"] = torch.device("meta")
+        return func(*args, **kwargs)
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's first element is, and the bytes from there to the end of its last."""
+    if not tensor.numel():
+        return 0, 0
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = (sum((n - 1) * s for n, s in strides) + 1) * tensor.dtype.itemsize
+    start = tensor.untyped_storage().data_ptr()
+    return start + int(tensor.storage_offset()) * tensor.dtype.itemsize, extent
+
+
+def quietly(work: Callable[[], Any]) -> Any:
+    """Neither autograd nor a mode sees it."""
+    with torch.no_grad(), torch._C._DisableTorchDispatch():
+        return work()
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _written(schema: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for number, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        found += [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+    return found

@@ -1,0 +1,347 @@
+"""The stand-in finds what it is for: a fault of each kind is planted, and is told."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_accelerator import DEVICE, Accelerator, Pace, accelerator
+
+import nvmeio
+from nvmeio._memory import devices
+
+
+@pytest.fixture
+def lazy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
+    with accelerator(monkeypatch) as cuda:
+        yield cuda
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
+    """Numbers are always right here: only the order can be wrong."""
+    with accelerator(monkeypatch, Pace.EAGER, Pace.EAGER) as cuda:
+        yield cuda
+
+
+def other_stream() -> Any:
+    made: Any = torch.cuda.Stream(DEVICE)
+    return made
+
+
+def on(stream: Any) -> Any:
+    return torch.cuda.stream(stream)
+
+
+# Accesses without an order, each beside the same with one
+
+
+def reads_what_another_stream_writes(cuda: Accelerator, waits: bool) -> None:
+    tensor, side = cuda.tensor(torch.zeros(8)), other_stream()
+    tensor.add_(1)
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    with on(side):
+        tensor.sum()
+
+
+def writes_what_another_stream_reads(cuda: Accelerator, waits: bool) -> None:
+    tensor, side = cuda.tensor(torch.zeros(8)), other_stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with on(side):
+        kept = tensor + 1
+        event = torch.cuda.current_stream().record_event()
+    if waits:
+        event.synchronize()
+    tensor.zero_()
+    del kept
+
+
+def writes_other_bytes_of_the_same_tensor(cuda: Accelerator, waits: bool) -> None:
+    """In order where they are other bytes, and not where they overlap."""
+    tensor, side = cuda.tensor(torch.zeros(64)), other_stream()
+    side.wait_stream(torch.cuda.current_stream())
+    tensor[:32].add_(1)
+    with on(side):
+        tensor[32 if waits else 31 :].add_(1)
+
+
+def waits_for_an_event_of_before(cuda: Accelerator, waits: bool) -> None:
+    """An event stands for what was asked before it, and not for what came later."""
+    tensor, side = cuda.tensor(torch.zeros(8)), other_stream()
+    event = torch.cuda.current_stream().record_event()
+    tensor.add_(1)
+    side.wait_event(torch.cuda.current_stream().record_event() if waits else event)
+    with on(side):
+        tensor.sum()
+
+
+def changes_host_memory_under_a_copy(cuda: Accelerator, waits: bool) -> None:
+    tensor, chunk = cuda.tensor(torch.zeros(8)), torch.ones(8)
+    beside = devices.beside(DEVICE, "test")
+    beside.follow()
+    beside.copy(tensor, chunk)
+    if waits:
+        beside.mark().wait()
+    chunk.fill_(2)
+    beside.precede()
+
+
+def looks_at_host_memory_before_the_copy_is_there(cuda: Accelerator, waits: bool) -> None:
+    tensor, chunk = cuda.tensor(torch.zeros(8)), torch.ones(8)
+    beside = devices.beside(DEVICE, "test")
+    beside.follow()
+    beside.copy(chunk, tensor)
+    if waits:
+        assert beside.mark().done()
+    chunk.sum()
+    beside.mark().wait()
+
+
+def frees_memory_that_another_stream_reads(cuda: Accelerator, waits: bool) -> None:
+    """What torch asks `record_stream` for: its own stream may have the memory at once."""
+    side = other_stream()
+    with on(side):
+        tensor = cuda.tensor(torch.ones(8))
+    torch.cuda.current_stream().wait_stream(side)
+    tensor.sum()
+    if waits:
+        tensor.record_stream(torch.cuda.current_stream())
+    del tensor
+    with on(side):
+        cuda.tensor(torch.zeros(8))
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["in order", "without an order"])
+@pytest.mark.parametrize(
+    "plant",
+    [
+        reads_what_another_stream_writes,
+        writes_what_another_stream_reads,
+        writes_other_bytes_of_the_same_tensor,
+        waits_for_an_event_of_before,
+        changes_host_memory_under_a_copy,
+        looks_at_host_memory_before_the_copy_is_there,
+        frees_memory_that_another_stream_reads,
+    ],
+)
+def test_an_access_without_an_order_is_told_and_none_that_has_one(
+    plant: Callable[[Accelerator, bool], None], waits: bool, eager: Accelerator
+) -> None:
+    plant(eager, waits)
+    told = eager.forgive()
+    assert bool(told) != waits, told
+    if not waits:
+        assert all(each.startswith("no order: ") for each in told)
+        sides = [side for each in told for side in each.split(", after ")]
+        assert len(sides) == 2 * len(told)
+        assert all(Path(__file__).name in side for side in sides)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["in order", "without an order"])
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_transfers_of_drives_have_an_order_with_copies(
+    direction: str, waits: bool, eager: Accelerator, path: Path
+) -> None:
+    path.write_bytes(bytes(8192))
+    tensor = eager.tensor(torch.zeros(4096, dtype=torch.uint8))
+    chunk = nvmeio.empty_aligned(4096, dtype=torch.uint8)
+    beside = devices.beside(DEVICE, "test")
+    beside.follow()
+    with nvmeio.AioHandle(engine="threads") as handle:
+        if direction == "read":
+            beside.copy(tensor, chunk)
+        else:
+            beside.copy(chunk, tensor)
+        if waits:
+            beside.mark().wait()
+        move = handle.sync_pread if direction == "read" else handle.sync_pwrite
+        move(chunk, path)
+        moving = getattr(handle, f"async_p{direction}")(chunk, path)
+        if waits:
+            moving.result()
+        beside.copy(*((tensor, chunk) if direction == "read" else (chunk, tensor)))
+        moving.result()
+        beside.mark().wait()
+    told = eager.forgive()
+    assert bool(told) != waits, told
+    if not waits:
+        begun = [each for each in told if each.split(", after ")[0].count("the drive")]
+        under_way = [each for each in told if each.split(", after ")[1].count("the drive")]
+        assert begun and under_way, told
+
+
+def test_a_fault_fails_the_test_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        pytest.raises(AssertionError, match=r"no order: read by .* after write by"),
+        accelerator(monkeypatch, Pace.EAGER, Pace.EAGER) as cuda,
+    ):
+        reads_what_another_stream_writes(cuda, False)
+
+
+# Memory
+
+
+def test_memory_is_spoilt_when_it_is_freed_and_when_it_is_given_again(eager: Accelerator) -> None:
+    tensor = eager.tensor(torch.ones(8))
+    inside = eager.inside(tensor)
+    del tensor
+    eager.take_back()
+    assert inside.isnan().all()
+    inside.fill_(1)  # by a kernel that came too late
+    again = eager.empty(32).view(torch.float32)
+    assert eager.inside(again).data_ptr() == inside.data_ptr()
+    assert inside.isnan().all()
+
+
+def test_a_fourth_stream_is_the_first_one_and_has_its_memory(eager: Accelerator) -> None:
+    streams = [other_stream() for _ in range(6)]
+    assert streams[:3] == streams[3:] and len(set(map(id, streams))) == 3
+    with on(streams[0]):
+        address = eager.empty(64).data_ptr()
+    for stream, is_same in [(streams[1], False), (streams[3], True)]:
+        with on(stream):
+            assert (eager.empty(64).data_ptr() == address) == is_same
+
+
+def test_memory_that_another_stream_was_recorded_for_is_kept_until_it_is_done(
+    lazy: Accelerator,
+) -> None:
+    side = other_stream()
+    with on(side):
+        tensor = lazy.tensor(torch.ones(8))
+    here = torch.cuda.current_stream()
+    here.wait_stream(side)
+    total = tensor.sum()
+    tensor.record_stream(here)
+    address = tensor.data_ptr()
+    del tensor
+    with on(side):
+        others = [lazy.empty(32) for _ in range(2)]
+    assert address not in {each.data_ptr() for each in others}
+    assert total.item() == 8
+    with on(side):
+        others = [lazy.empty(32) for _ in range(3)]
+    assert address in {each.data_ptr() for each in others}
+
+
+def test_the_cpu_at_the_device_s_memory_is_told_with_the_tensor(lazy: Accelerator) -> None:
+    """It was killed for it (SIGSEGV), and the run of all tests with it."""
+    tensor = lazy.tensor(torch.ones(8))
+    assert ctypes.string_at(tensor.data_ptr(), 4) == bytes(4)
+    (told,) = lazy.forgive()
+    assert "the CPU has touched" in told and Path(__file__).name in told
+    ctypes.memset(tensor.data_ptr(), 7, 4)
+    assert lazy.value(tensor).sum() == 8
+    assert lazy.forgive()
+    with pytest.raises(TypeError, match="numpy"):
+        tensor.numpy()
+
+
+# What a device may do
+
+
+def differs(cuda: Accelerator) -> bool:
+    """A copy that compute does not wait for."""
+    tensor = cuda.tensor(torch.zeros(8))
+    beside = devices.beside(DEVICE, "test")
+    beside.follow()
+    for _ in range(4):
+        beside.copy(tensor, torch.ones(8))
+    found = tensor * 1
+    for _ in range(3):
+        torch.cuda.current_stream().query()
+    return not bool((cuda.value(found) == 1).all())
+
+
+def test_random_paces_find_what_depends_on_them_and_a_seed_is_one_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for seed in [*range(20), *range(20)]:
+        with (
+            monkeypatch.context() as patch,
+            accelerator(patch, Pace.RANDOM, Pace.RANDOM, seed) as cuda,
+        ):
+            found.append(differs(cuda))
+            assert cuda.forgive()
+    assert found[:20] == found[20:]
+    assert {True, False} == set(found)
+
+
+def test_backward_has_a_thread_of_its_own(lazy: Accelerator) -> None:
+    seen: list[Any] = []
+    leaf = lazy.tensor(torch.ones(8)).requires_grad_()
+    leaf.register_hook(
+        lambda gradient: seen.append((threading.get_ident(), torch.cuda.current_stream()))
+    )
+    side = other_stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for _ in range(2):
+        with on(side):
+            (leaf * 2).sum().backward()
+    assert len({ident for ident, _ in seen}) == 1
+    assert seen[0][0] != threading.get_ident()
+    assert {stream for _, stream in seen} == {side}
+    here = torch.ones(8, requires_grad=True)
+    here.register_hook(lambda gradient: seen.append((threading.get_ident(), None)))
+    here.sum().backward()
+    assert seen[-1][0] == threading.get_ident(), "the CPU's is the caller's"
+
+
+def test_an_error_in_backward_is_the_caller_s(lazy: Accelerator) -> None:
+    leaf = lazy.tensor(torch.ones(8)).requires_grad_()
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise KeyError("a hook")
+
+    leaf.register_hook(fail)
+    with pytest.raises(KeyError, match="a hook"):
+        leaf.sum().backward()
+
+
+def test_each_device_has_memory_streams_and_a_context_of_its_own(lazy: Accelerator) -> None:
+    with torch.cuda.device(1):
+        there = lazy.tensor(torch.ones(8))
+        assert lazy.device_of(there) == torch.device("cuda", 1)
+    kernel = there + there  # on its own device, wherever the thread is
+    assert lazy.device_of(kernel) == torch.device("cuda", 1)
+    here = lazy.tensor(torch.ones(8))
+    with pytest.raises(RuntimeError, match="same device"):
+        here + there
+    assert not lazy.contexts
+    devices.now(torch.device("cuda", 1)).wait()
+    assert lazy.contexts == {1}
+    with torch.cuda.stream(torch.cuda.Stream(torch.device("cuda", 1))):
+        pass
+    assert lazy.contexts == {0, 1}, "a stream's context manager puts a thread back by a call"
+
+
+def test_costs_are_counted(lazy: Accelerator) -> None:
+    memory = nvmeio.empty_aligned(4096, dtype=torch.uint8)
+    copier = devices.CudaCopier()
+    copier.enter(DEVICE)
+    with lazy.counted() as costs:
+        torch.cuda.Stream(DEVICE)
+        chunk = copier.page_locked(4096, DEVICE)
+        tensor = lazy.tensor(memory)
+        del tensor
+        tensor = lazy.tensor(memory)
+        copier.now(DEVICE).wait()
+        copier.upload(tensor, chunk).wait()
+        thread = threading.Thread(target=copier.upload(tensor, chunk).wait)
+        thread.start()
+        thread.join()
+        assert tensor[0].item() == 0
+    assert (costs.page_locks, costs.copies, costs.allocations) == (1, 2, 1)
+    assert costs.streams == 2  # the copier's, too
+    assert (costs.host_waits, costs.waits_beside) == (2, 1)
+    with lazy.counted() as costs:
+        copier.upload(tensor, chunk)
+    assert costs.streams == costs.page_locks == costs.host_waits == 0
+    torch.cuda.synchronize()
