@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from nvmeio._pages import round_up
-from nvmeio.errors import AlignmentError, BackendUnavailableError
+from nvmeio.errors import AlignmentError, BackendUnavailableError, an, counted
 
 if TYPE_CHECKING:
     import torch
@@ -163,7 +163,7 @@ def device(name: str, value: str | int | torch.device) -> torch.device:
     if not count:
         why = "no CUDA device was found" if torch.version.cuda else "it is built without CUDA"
     else:
-        why = f"{count} CUDA devices, counted from 0"
+        why = f"{counted(count, 'CUDA device')}, counted from 0"
     raise BackendUnavailableError(
         f"{name}={str(found)!r}: there is no such device",
         attempts=[("torch", why)],
@@ -200,10 +200,9 @@ def refuse_pickling(self: object, instead: str) -> NoReturn:
     Raises:
         TypeError: Always.
     """
-    kind = type(self).__name__
-    article = "an" if kind[0] in "AEIO" else "a"
     raise TypeError(
-        f"{article} {kind} belongs to the process that made it and is not pickled: {instead}"
+        f"{an(type(self).__name__)} belongs to the process that made it and is not pickled: "
+        f"{instead}"
     )
 
 

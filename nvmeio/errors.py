@@ -15,9 +15,10 @@ NvmeioError
 from __future__ import annotations
 
 import copyreg as _copyreg
+import difflib
 import errno as _errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _AnyError = TypeVar("_AnyError", bound=BaseException)
 # How to fix what the kernel reported; looked up by errno when a TransferError is worded.
 _REMEDIES: dict[int, str] = {
     _errno.ENOENT: "check the path, and that its directory is there",
+    _errno.EEXIST: 'open what is there with mode="r+", or remove it first',
     _errno.EISDIR: "name a file inside the directory",
     _errno.EACCES: "check the permissions of the file and of its directory",
     _errno.EPERM: "check the permissions and attributes (lsattr) of the file",
@@ -243,7 +245,9 @@ class RowsError(TransferError):
             why = detail or "the file ends before the row does"
         elif errno in _REMEDIES and not detail:
             why += f" ({_REMEDIES[errno]})"
-        text = f"{why}; row {row} at byte {file_offset}, {whole} of {rows} rows are whole"
+        text = (
+            f"{why}; row {row} at byte {file_offset}, {whole} of {counted(rows, 'row')} are whole"
+        )
         about = {**about, "file_offset": file_offset, "detail": detail}
         self = super().__new__(cls, errno, _text=text, **about)
         assert isinstance(self, RowsError)
@@ -299,7 +303,7 @@ class BatchError(TransferError):
         if errno in _REMEDIES and not detail:
             text += f" ({_REMEDIES[errno]})"
         span = f" [{file_offset}, {file_offset + nbytes})" if nbytes else ""
-        text += f"; item {item}{span}, {whole} of {items} items are whole"
+        text += f"; item {item}{span}, {whole} of {counted(items, 'item')} are whole"
         about = {**about, "file_offset": file_offset, "nbytes": nbytes, "detail": detail}
         self = super().__new__(cls, errno, _text=text, **about)
         assert isinstance(self, BatchError)
@@ -368,6 +372,37 @@ class IntegrityError(NvmeioError):
         super().__init__(message)
         self.expected = expected
         self.found = found
+
+
+# What messages are made of
+
+
+def an(name: str) -> str:
+    """A name with its article, as it is spoken: "an ndarray", "an SGD", "a UserDict"."""
+    # Of an abbreviation the first letter is spoken by itself.
+    spelt = name[:2].isupper() or name[:2] == "nd"
+    vowel = name[0].upper() in ("AEFHILMNORSX" if spelt else "AEIO")
+    return f"{'an' if vowel else 'a'} {name}"
+
+
+def counted(number: int, what: str) -> str:
+    """Such as "1 record" and "2 records", "2 directories", "2 batches"."""
+    if number != 1:
+        if what.endswith("y") and what[-2] not in "aeo":
+            what = what[:-1] + "ie"
+        what += "es" if what.endswith(("ch", "x")) else "s"
+    return f"{number} {what}"
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """What was meant by a name that nobody knows, as the end of a sentence; "" where none is near.
+
+    Args:
+        name: The unknown one.
+        known: Those that there are.
+    """
+    found = difflib.get_close_matches(str(name), list(known), 1)
+    return f" (did you mean {found[0]!r}?)" if found else ""
 
 
 def with_context(failed: TransferError, what: str) -> TransferError:

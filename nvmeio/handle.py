@@ -262,7 +262,12 @@ class AioHandle(HandleSettings, ClosingWork):
         return operation if async_op else operation.result()
 
     def async_gather(
-        self, out: torch.Tensor, file: FileLike, file_offsets: FileOffsets
+        self,
+        out: torch.Tensor,
+        file: FileLike,
+        file_offsets: FileOffsets,
+        *,
+        allow_overlap: bool = False,
     ) -> Operation:
         """Start reading many rows of a file, each from a place of its own.
 
@@ -270,14 +275,18 @@ class AioHandle(HandleSettings, ClosingWork):
             out: Destination, of shape (N, …): row ``out[i]`` is read from ``file_offsets[i]``. Any
                 tensor that `async_pread` takes; rows may be 1 byte long or larger than a block.
             file: A path, an open descriptor (which stays open), or an `nvmeio.File`.
-            file_offsets: N integers: a tensor (an int64 one on the CPU is used as it is: leave it
-                unchanged until the operation is done), a numpy array, or a sequence. Any order,
-                any alignment; rows may overlap and be repeated.
+            file_offsets: Where each row begins, in bytes, as N integers: a tensor (an int64 one on
+                the CPU is used as it is: leave it unchanged until the operation is done), a numpy
+                array, or a sequence. Any order, any alignment; rows may be repeated, and overlap by
+                whole elements. For rows by their numbers: `nvmeio.data.Records`.
+            allow_overlap: Take rows that overlap by a part of an element too. They are refused
+                else, for numbers of rows given as offsets look so.
 
         Returns:
             The operation; its value is the number of bytes read, which is `out.nbytes`.
 
-        Raises: As `async_pread`; ValueError also where there are not as many offsets as rows.
+        Raises: As `async_pread`; ValueError also where there are not as many offsets as rows, or
+        rows overlap by a part of an element.
 
         The operation fails with `RowsError` if some rows cannot be read, or the file ends before
         them; all others are read. It names the first of them and knows which are whole. What the
@@ -290,7 +299,7 @@ class AioHandle(HandleSettings, ClosingWork):
         tensors, on every handle, go through the ring, a chunk of rows at a time (rows are sorted
         and read together within it): `ring_bytes` of host memory, however many rows there are.
         """
-        return self._start_rows(Opcode.READ, out, file, file_offsets)
+        return self._start_rows(Opcode.READ, out, file, file_offsets, allow_overlap)
 
     def async_scatter(
         self, source: torch.Tensor, file: FileLike, file_offsets: FileOffsets
@@ -318,9 +327,16 @@ class AioHandle(HandleSettings, ClosingWork):
         """
         return self._start_rows(Opcode.WRITE, source, file, file_offsets)
 
-    def sync_gather(self, out: torch.Tensor, file: FileLike, file_offsets: FileOffsets) -> int:
+    def sync_gather(
+        self,
+        out: torch.Tensor,
+        file: FileLike,
+        file_offsets: FileOffsets,
+        *,
+        allow_overlap: bool = False,
+    ) -> int:
         """`async_gather`, blocking; the number of bytes read."""
-        return self.async_gather(out, file, file_offsets).result()
+        return self.async_gather(out, file, file_offsets, allow_overlap=allow_overlap).result()
 
     def sync_scatter(self, source: torch.Tensor, file: FileLike, file_offsets: FileOffsets) -> int:
         """`async_scatter`, blocking; the number of bytes written."""
@@ -396,12 +412,17 @@ class AioHandle(HandleSettings, ClosingWork):
         return self._cores.host  # CPU tensors go there as they lie
 
     def _start_rows(
-        self, opcode: Opcode, tensor: torch.Tensor, file: FileLike, file_offsets: FileOffsets
+        self,
+        opcode: Opcode,
+        tensor: torch.Tensor,
+        file: FileLike,
+        file_offsets: FileOffsets,
+        allow_overlap: bool = True,  # of a scatter the engine looks for any
     ) -> Operation:
         self._cores.check_open()
         core, memory = self._rows_memory(opcode, tensor, file)
         try:
-            places = row_places(tensor, file_offsets)
+            places = row_places(tensor, file_offsets, allow_overlap)
         except BaseException:
             memory.end()
             raise

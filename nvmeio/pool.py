@@ -32,7 +32,7 @@ from nvmeio._memory.mappings import Mapping
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._threads.closing import Closing
 from nvmeio._threads.running_loop import resolve, running_loop
-from nvmeio.errors import ClosedError
+from nvmeio.errors import ClosedError, counted
 
 __all__ = ["Lease", "PinnedPool"]
 
@@ -220,7 +220,8 @@ class PinnedPool(Closing):
         kind = "page-locked" if self._locked else "not locked"
         leases = self._queue.leases
         return (
-            f"<PinnedPool {self.in_use_bytes} of {self._budget} bytes in {leases} leases, "
+            f"<PinnedPool {self.in_use_bytes} of {self._budget} bytes in "
+            f"{counted(leases, 'lease')}, "
             f"{self.waiting} waiting, {kind}{', closed' if self._queue.closed else ''}>"
         )
 

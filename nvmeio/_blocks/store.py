@@ -39,7 +39,7 @@ from nvmeio._storage import crc32
 from nvmeio._threads.closing import Closing
 from nvmeio._threads.future import being_interrupted, may_be_interrupted
 from nvmeio._threads.shutdown import Ending, leave
-from nvmeio.errors import ClosedError
+from nvmeio.errors import ClosedError, counted
 from nvmeio.handle import AioHandle
 
 # Slots are whole pages, so that neither edge of a block is written through the page cache.
@@ -246,7 +246,7 @@ class BlockStore(Closing):
     def _check(self, keys: Sequence[Key], blocks: Sequence[torch.Tensor]) -> None:
         self._check_open()
         if len(keys) != len(blocks):
-            raise ValueError(f"{len(keys)} names for {len(blocks)} blocks")
+            raise ValueError(f"{counted(len(keys), 'name')} for {counted(len(blocks), 'block')}")
         for key, block in zip(keys, blocks, strict=True):
             if not 0 < block.nbytes <= self.block_bytes:
                 raise ValueError(

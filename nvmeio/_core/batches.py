@@ -24,7 +24,7 @@ from nvmeio._memory.tensors import Data, Memory
 from nvmeio.engines import base
 from nvmeio.engines import transfers as transfers_module
 from nvmeio.engines.base import CompletionQueue, Engine, Opcode, Outcome, Request, Transfer
-from nvmeio.errors import BatchError, TransferError, transfer_error
+from nvmeio.errors import BatchError, TransferError, an, counted, transfer_error
 from nvmeio.files import File
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def memories_of(
         ValueError: Not the same moves all of it.
     """
     if isinstance(tensors, (torch.Tensor, bytes, bytearray)) or not isinstance(tensors, Sequence):
-        raise TypeError(f"tensors must be a list of them, not a {type(tensors).__name__}")
+        raise TypeError(f"tensors must be a list of them, not {an(type(tensors).__name__)}")
     found: list[Memory | None] = [None] * len(tensors)
     held = None
     if usual is not None:
@@ -242,7 +242,7 @@ def _one_of_each_type(files: Any) -> list[Any]:
 
 def _parts(files: Any, number: int) -> list[BatchMember]:
     if len(files) != number:
-        raise ValueError(f"there are {number} tensors, but {len(files)} files")
+        raise ValueError(f"{counted(number, 'tensor')}, but {counted(len(files), 'file')}")
     items_of: dict[Any, list[int]] = {}
     for item, file in enumerate(files):
         key = os.fspath(file) if isinstance(file, os.PathLike) else file
@@ -266,7 +266,9 @@ def _offsets(file_offsets: Any, sizes: list[int], one: bool) -> list[int]:
             f"{type(file_offsets).__name__}"
         )
     if len(file_offsets) != number:
-        raise ValueError(f"there are {number} tensors, but {len(file_offsets)} file_offsets")
+        raise ValueError(
+            f"{counted(number, 'tensor')}, but {counted(len(file_offsets), 'file offset')}"
+        )
     if set(map(type, file_offsets)) <= {int}:
         return list(file_offsets)
     return [
@@ -319,7 +321,7 @@ class BatchRecord(Record):
             token,
             opcode,
             None,
-            parts[0].name if one else f"{len(parts)} files",
+            parts[0].name if one else counted(len(parts), "file"),
             min(batch.offsets) if one else 0,
             sum(memory.nbytes for memory in batch.memories),
         )
@@ -338,7 +340,7 @@ class BatchRecord(Record):
 
     def __repr__(self) -> str:
         number = 0 if self._batch is None else len(self._batch.memories)
-        items = f" {number} items" if number else ""
+        items = f" {counted(number, 'item')}" if number else ""
         return f"<{self.name} {self.path}{items}, {self.nbytes} bytes, {self.state}>"
 
     @property

@@ -38,7 +38,7 @@ from nvmeio.engines import transfers
 from nvmeio.engines.base import Counters, Engine, Opcode, Options, Transfer
 from nvmeio.engines.device_ring import RingEngine
 from nvmeio.engines.transfers import RowPlaces
-from nvmeio.errors import TransferError
+from nvmeio.errors import TransferError, counted
 from nvmeio.files import File
 
 logger = logging.getLogger("nvmeio")
@@ -248,8 +248,8 @@ class Core:
         try:
             if self.live:
                 warnings.warn(
-                    f"the interpreter exits with {len(self.live)} operations in flight, waiting "
-                    "for them; close the handle (or use it in a with statement)",
+                    f"the interpreter exits with {counted(len(self.live), 'operation')} in flight, "
+                    "which it waits for; close the handle (or use it in a with statement)",
                     ResourceWarning,
                     stacklevel=2,
                 )

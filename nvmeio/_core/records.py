@@ -33,7 +33,7 @@ from nvmeio.engines.base import (
     Transfer,
 )
 from nvmeio.engines.transfers import RowPlaces
-from nvmeio.errors import ClosedError, ShortTransferError, TransferError, errno_of, naming
+from nvmeio.errors import ClosedError, ShortTransferError, TransferError, counted, errno_of, naming
 
 NAMES = {
     Opcode.READ: "pread",
@@ -113,7 +113,7 @@ class Record:
     def __repr__(self) -> str:
         span = f" [{self.file_offset}, {self.file_offset + self.nbytes})" if self.nbytes else ""
         if self.rows is not None:
-            span = f" {self.rows.number} rows of {self.rows.row_bytes} bytes"
+            span = f" {counted(self.rows.number, 'row')} of {self.rows.row_bytes} bytes"
         return f"<{self.name} {self.path}{span} {self.state}>"
 
     @property

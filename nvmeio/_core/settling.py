@@ -24,6 +24,7 @@ from nvmeio._threads.running_loop import running_loop
 from nvmeio._threads.threads import log_failure
 from nvmeio.engines import base
 from nvmeio.engines.base import CompletionQueue, Engine, Request
+from nvmeio.errors import counted
 
 _HANDED_ON = -1  # claimed by no thread in particular
 _SLICE_S = 0.1  # a blocked thread looks up this often
@@ -349,8 +350,8 @@ class Watchers:
                 self._move(record, self.queues.default)
         if orphans:
             warnings.warn(
-                f"an event loop was closed with {len(orphans)} operations in flight, e.g. "
-                f"{orphans[0]!r}; await them (or handle.drain()) before the loop ends",
+                f"an event loop was closed with {counted(len(orphans), 'operation')} in flight, "
+                f"e.g. {orphans[0]!r}; await them (or handle.drain()) before the loop ends",
                 ResourceWarning,
                 stacklevel=6,
             )
@@ -362,7 +363,7 @@ class Watchers:
         while (record := self._live.any()) is not None:
             if not self.wait_settled(record, deadline):
                 raise concurrent.futures.TimeoutError(
-                    f"{len(self._live)} operations are still in flight, e.g. {record!r}"
+                    f"{counted(len(self._live), 'operation')} still in flight, e.g. {record!r}"
                 )
 
     async def settle_live(self) -> None:

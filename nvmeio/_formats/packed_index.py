@@ -17,6 +17,7 @@ from nvmeio._formats.safetensors_header import TensorEntry
 from nvmeio._io.drives import Striping
 from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio._storage import crc32
+from nvmeio.errors import counted
 
 KEY = "nvmeio.pack"
 VERSION = 1
@@ -150,14 +151,14 @@ def read_part(text: str) -> PackedPart | DrivePart:
         spans.append((low, high))
     sums = tuple(int(value, 16) for value in told["crc32"])
     if len(sums) != len(spans):
-        raise ValueError(f"{len(spans)} records have {len(sums)} checksums")
+        raise ValueError(f"{counted(len(spans), 'record')} with {counted(len(sums), 'checksum')}")
     return PackedPart(rank, ranks, tuple(spans), sums)
 
 
 def in_words(part: PackedPart | DrivePart) -> str:
     """Which part it is, for people."""
     if isinstance(part, DrivePart):
-        return f"part {part.drive} of {part.drives} directories"
+        return f"part {part.drive} of {counted(part.drives, 'directory')}"
     return f"the part of rank {part.rank} of {part.ranks}"
 
 
@@ -336,5 +337,7 @@ def drive_part(told: dict[str, Any]) -> DrivePart | None:
         raise ValueError(f"there is no drive {drive} of {len(dealing.weights)}")
     sums = tuple(int(value, 16) for value in told["crc32"])
     if len(sums) != len(dealing.pieces):
-        raise ValueError(f"{len(dealing.pieces)} pieces have {len(sums)} checksums")
+        raise ValueError(
+            f"{counted(len(dealing.pieces), 'piece')} with {counted(len(sums), 'checksum')}"
+        )
     return DrivePart(drive, dealing, sums)

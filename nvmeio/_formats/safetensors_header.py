@@ -26,7 +26,7 @@ import torch
 
 from nvmeio._formats.safetensors_shards import as_package
 from nvmeio._pages import PAGE_BYTES, round_up
-from nvmeio.errors import IntegrityError
+from nvmeio.errors import IntegrityError, counted
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -127,6 +127,14 @@ class Header(NamedTuple):
     metadata: dict[str, str]
 
 
+# How other files begin that hold weights, and what to do with them.
+_OTHERS = {
+    b"PK\x03\x04": "it is a zip archive, as torch.save writes: read it with nvmeio.load",
+    b"\x80": "it is a pickle, as torch.save once wrote: read it with nvmeio.load",
+    b"GGUF": "it is llama.cpp's GGUF: have transformers load it, and save_pretrained()",
+}
+
+
 def header_bytes(prefix: bytes, file_bytes: int, where: str) -> int:
     """The length of the JSON, from a file's first 8 bytes.
 
@@ -141,6 +149,14 @@ def header_bytes(prefix: bytes, file_bytes: int, where: str) -> int:
     if len(prefix) < LENGTH_BYTES:
         raise _bad(where, "too short for a header", "8 bytes or more", len(prefix))
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
+    if length > min(MAX_HEADER_BYTES, file_bytes - LENGTH_BYTES):
+        for magic, what in _OTHERS.items():
+            if prefix.startswith(magic):
+                raise as_package(IntegrityError)(
+                    f"{where} is no safetensors file: {what}",
+                    expected="the length of a header",
+                    found=prefix[:LENGTH_BYTES],
+                )
     if length > MAX_HEADER_BYTES:
         raise _bad(where, "its header is too large", f"at most {MAX_HEADER_BYTES} bytes", length)
     if LENGTH_BYTES + length > file_bytes:
@@ -234,8 +250,8 @@ def build(
     length = base - LENGTH_BYTES
     if length > MAX_HEADER_BYTES:
         raise ValueError(
-            f"the header of {len(tensors)} tensors has {length} bytes, the format allows "
-            f"{MAX_HEADER_BYTES}: use shards (max_shard_size) or shorter names"
+            f"the header of {counted(len(tensors), 'tensor')} has {length} bytes, the format "
+            f"allows {MAX_HEADER_BYTES}: use shards (max_shard_size) or shorter names"
         )
     entries = {
         name: TensorEntry(dtype, shape, base + start, base + end)

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from nvmeio.errors import IntegrityError
+from nvmeio.errors import IntegrityError, counted
 
 LOCAL_MAGIC = b"PK\x03\x04"
 DESCRIPTOR_MAGIC = b"PK\x07\x08"
@@ -284,7 +284,7 @@ class _Parser:
         for number in range(count):
             if size - at < CENTRAL.size:
                 raise self._wrong(
-                    "the central directory ends too early", f"{count} records", number
+                    "the central directory ends too early", counted(count, "record"), number
                 )
             magic, _, _, flags, method, _, _, crc, packed, nbytes, *rest = CENTRAL.unpack_from(
                 data, at

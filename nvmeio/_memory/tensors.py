@@ -25,6 +25,7 @@ import torch
 from nvmeio._memory import devices, holds, mappings
 from nvmeio._memory.devices import Copier, Mark
 from nvmeio._shim import copy_foreign, ffi
+from nvmeio.errors import an
 
 if TYPE_CHECKING:
     from typing import TypeAlias, TypeGuard
@@ -155,12 +156,12 @@ def _over_buffer(given: Buffer, writable: bool) -> torch.Tensor:
         raise TypeError(f"{refused}: pass array.view(numpy.uint8), the same memory") from refused
     kind = type(given).__name__
     if "O" in view.format:
-        raise TypeError(f"a {kind} of Python objects holds addresses, not data: pickle it")
+        raise TypeError(f"{an(kind)} of Python objects holds addresses, not data: pickle it")
     if writable and view.readonly:
-        raise TypeError(f"cannot read into a {kind}: its memory is read-only")
+        raise TypeError(f"cannot read into {an(kind)}: its memory is read-only")
     if not view.c_contiguous:
         raise ValueError(
-            f"a {kind} of shape {view.shape} and strides {view.strides} is not contiguous: "
+            f"{an(kind)} of shape {view.shape} and strides {view.strides} is not contiguous: "
             "numpy.ascontiguousarray copies it"
         )
     if not view.nbytes:

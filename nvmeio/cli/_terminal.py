@@ -31,6 +31,7 @@ from rich.text import Text
 
 from nvmeio._checks import parse_size as parse_size
 from nvmeio.errors import BackendUnavailableError, NvmeioError
+from nvmeio.errors import counted as counted
 
 OK = 0
 FAILED = 1  # the work was begun and did not succeed: an I/O error, other bytes than expected
@@ -53,11 +54,6 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def counted(number: int, what: str) -> str:
-    """Such as "1 record" and "2 records"."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def parse_duration(text: str) -> float:

@@ -28,6 +28,7 @@ from nvmeio.cli._terminal import (
     say,
     stdout,
 )
+from nvmeio.errors import counted
 from nvmeio.progress import rich_bar
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def pack(
                 raise Refused(str(wrong)) from wrong
     names = ", ".join(map(str, out))
     text = (
-        f"{names}: {binary_size(report.bytes_written)} in {report.records} records, of "
+        f"{names}: {binary_size(report.bytes_written)} in {counted(report.records, 'record')}, of "
         f"{binary_size(report.bytes_read)} that were read"
     )
     if report.quantised:
@@ -297,7 +298,7 @@ class _Run:
 
             def show(name: str, done: int, total: int) -> None:
                 seconds = time.perf_counter() - self._begun
-                rate = f"{len(self._tokens)} of {count} tokens"
+                rate = f"{len(self._tokens)} of {counted(count, 'token')}"
                 if len(self._tokens) > 1:
                     rate += f", {self._per_s():.2f} tokens/s"
                 rate += f", {stream.stats.bytes_read / seconds / GB:.2f} GB/s"
@@ -334,7 +335,7 @@ class _Run:
             return
         then = f", then {self._per_s():.2f} a second" if len(self._tokens) > 1 else ""
         text = (
-            f"{len(self._tokens)} tokens in {seconds:.1f} s (the first after "
+            f"{counted(len(self._tokens), 'token')} in {seconds:.1f} s (the first after "
             f"{self._first - self._begun:.1f} s{then}); {binary_size(stats.bytes_read)} read at "
             f"{stats.bytes_read / seconds / GB:.2f} GB/s, {binary_size(held)} of weights in memory"
         )

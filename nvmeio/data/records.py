@@ -20,7 +20,7 @@ from nvmeio._threads.closing import ClosingWork, on_error
 from nvmeio.data.prefetch import Gather, Prefetch
 from nvmeio.engines import transfers
 from nvmeio.engines.transfers import FileOffsets
-from nvmeio.errors import ClosedError, IntegrityError
+from nvmeio.errors import ClosedError, IntegrityError, counted
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
@@ -175,7 +175,9 @@ class Records(Dataset[torch.Tensor], ClosingWork):
             out = torch.empty(shape, dtype=self._layout.dtype)
         else:
             self._check_rows("out", out, shape)
-        return Gather(opened.handle.async_gather(out, opened.file, offsets), out, opened.handle)
+        handle = opened.handle
+        operation = handle.async_gather(out, opened.file, offsets, allow_overlap=True)
+        return Gather(operation, out, handle)
 
     def scatter(self, indices: FileOffsets, source: torch.Tensor) -> Operation:
         """Start writing records, each at its number.
@@ -272,7 +274,8 @@ class Records(Dataset[torch.Tensor], ClosingWork):
             if low < 0 or high >= self._count:
                 at = int(((numbers < 0) | (numbers >= self._count)).nonzero()[0])
                 raise IndexError(
-                    f"indices[{at}] is {int(numbers[at])}, and the {self._count} records of "
+                    f"indices[{at}] is {int(numbers[at])}, and the "
+                    f"{counted(self._count, 'record')} of "
                     f"{self._path} are numbered from 0"
                 )
         return numbers * self._layout.stride + self._layout.file_offset
@@ -327,7 +330,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         held = self._layout.held(file.size())
         if held < self._count:
             raise IntegrityError(
-                f"{self._path} was cut short: {held} of {self._count} records are left",
+                f"{self._path} was cut short: {held} of {counted(self._count, 'record')} are left",
                 expected=self._count,
                 found=held,
             )
@@ -480,7 +483,9 @@ def record_count(path: str, layout: RecordLayout, size: int, count: int | None) 
     held = layout.held(size)
     if count is not None:
         if _checks.integer("count", count, 0) > held:
-            raise ValueError(f"{path} has {size} bytes, which hold {held} records, not {count}")
+            raise ValueError(
+                f"{path} has {size} bytes, which hold {counted(held, 'record')}, not {count}"
+            )
         return count
     if size < layout.file_offset:
         raise ValueError(f"{path} has {size} bytes, and ends before byte {layout.file_offset}")
@@ -488,9 +493,9 @@ def record_count(path: str, layout: RecordLayout, size: int, count: int | None) 
     padding = layout.stride - layout.nbytes if held else 0
     if over not in (0, padding):
         raise ValueError(
-            f"{path} has {size} bytes: {held} records of {layout.nbytes} bytes from byte "
-            f"{layout.file_offset} on, and {over} bytes more. Check dtype, shape, file_offset and "
-            f"stride_bytes; count={held} leaves the rest out"
+            f"{path} has {size} bytes: {counted(held, 'record')} of {layout.nbytes} bytes from "
+            f"byte {layout.file_offset} on, and {over} bytes more. Check dtype, shape, file_offset "
+            f"and stride_bytes; count={held} leaves the rest out"
         )
     return held
 

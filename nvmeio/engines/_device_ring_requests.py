@@ -32,6 +32,7 @@ from nvmeio.engines.base import (
     Transfer,
     planning_failure,
 )
+from nvmeio.errors import counted
 
 _FEW_ROWS = 2048  # sorted in less time than a thread needs to begin
 _OFFSET_BYTES = 8
@@ -243,7 +244,7 @@ class _Sorting:
     def __init__(self, rows: Rows) -> None:
         raw = lib.nv_rows_new(Opcode.WRITE, 0, *rows, PAGE_BYTES, 1, 1, False, False, 1)
         if raw == ffi.NULL:
-            raise MemoryError(f"no memory to sort {rows.number} rows in")
+            raise MemoryError(f"no memory to sort {counted(rows.number, 'row')} in")
         self._raw = ffi.gc(raw, lib.nv_rows_free)
         self._few = rows.number <= _FEW_ROWS
         self.begun = self.done = False

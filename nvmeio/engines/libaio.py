@@ -25,7 +25,7 @@ from nvmeio.engines.base import (
     Transfer,
     with_cause,
 )
-from nvmeio.errors import BackendUnavailableError
+from nvmeio.errors import BackendUnavailableError, counted
 
 # A ring of bounce blocks: enough in flight to keep a drive busy while one is copied, and a little
 # less than a default queue, which may be filled. See docs/architecture.md for the measurement.
@@ -129,7 +129,9 @@ class LibaioEngine:
         arguments = (self._engine, cq.raw, token, *told, *rows, *needs)
         request = _owned(lib.nv_prepare_rows, arguments)
         if not request:
-            raise MemoryError(f"the native shim could not allocate a request of {rows.number} rows")
+            raise MemoryError(
+                f"the native shim could not allocate a request of {counted(rows.number, 'row')}"
+            )
         return _RowsRequest(request, rows)
 
     def prepare_batch(

@@ -33,7 +33,7 @@ from nvmeio.engines.base import (
     Transfer,
     with_cause,
 )
-from nvmeio.errors import errno_of
+from nvmeio.errors import counted, errno_of
 
 WORKERS_PER_LANE = 4
 # A queue that refuses everything and has nothing in flight is asked again after this long,
@@ -209,7 +209,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
             1,
         )
         if raw == ffi.NULL:
-            raise MemoryError(f"no memory to sort {rows.number} rows in")
+            raise MemoryError(f"no memory to sort {counted(rows.number, 'row')} in")
         raw = ffi.gc(raw, lib.nv_rows_free)
         return RowsRequest(self, token, transfer, cq, rows, raw)
 

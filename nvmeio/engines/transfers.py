@@ -19,7 +19,7 @@ from nvmeio._memory import holds, mappings
 from nvmeio._memory.tensors import Memory
 from nvmeio._pages import PAGE_BYTES
 from nvmeio.engines.base import DeviceTransfer, Opcode, Rows, Transfer
-from nvmeio.errors import IntegrityError, TransferError, transfer_error
+from nvmeio.errors import IntegrityError, TransferError, counted, transfer_error
 
 if TYPE_CHECKING:
     import numpy
@@ -206,12 +206,20 @@ class RowPlaces(NamedTuple):
         holds.end(self.held)
 
 
-def row_places(tensor: torch.Tensor, file_offsets: FileOffsets) -> RowPlaces | None:
+def row_places(
+    tensor: torch.Tensor, file_offsets: FileOffsets, allow_overlap: bool
+) -> RowPlaces | None:
     """One place in the file for each row of a tensor; None where there is no byte to move.
+
+    Args:
+        tensor: The rows.
+        file_offsets: In bytes.
+        allow_overlap: By a part of an element too.
 
     Raises:
         TypeError: `file_offsets` are no integers.
-        ValueError: There are not as many as rows, or a row would lie outside of any file.
+        ValueError: There are not as many as rows, or a row would lie outside of any file; or two
+            overlap by a part of an element.
     """
     if not tensor.dim():
         raise ValueError("a tensor of no dimensions has no rows; tensor.unsqueeze(0) has one")
@@ -219,14 +227,16 @@ def row_places(tensor: torch.Tensor, file_offsets: FileOffsets) -> RowPlaces | N
     offsets = as_integers("file_offsets", file_offsets)
     if offsets.dim() != 1 or len(offsets) != count:
         raise ValueError(
-            f"file_offsets must be one for each of the {count} rows, not of shape "
+            f"file_offsets must be one for each of the {counted(count, 'row')}, not of shape "
             f"{tuple(offsets.shape)}"
         )
     row_bytes = tensor.nbytes // count if count else 0
     if not row_bytes:
         return None
     if count > _MOST_ROWS:
-        raise ValueError(f"{count} rows are too many for one operation: {_MOST_ROWS} at most")
+        raise ValueError(
+            f"{counted(count, 'row')} are too many for one operation: {_MOST_ROWS} at most"
+        )
     if tensor.is_quantized:
         raise TypeError("a quantized tensor has no rows of bytes; gather its int_repr()")
     lowest, highest = (int(end) for end in torch.aminmax(offsets))
@@ -236,12 +246,32 @@ def row_places(tensor: torch.Tensor, file_offsets: FileOffsets) -> RowPlaces | N
             f"file_offsets must lie between 0 and 2**63 - 1 - {row_bytes} (a row's bytes), "
             f"not {wrong}"
         )
+    if not allow_overlap:
+        _check_elements(offsets, row_bytes, tensor.itemsize)
     held = holds.hold(offsets.untyped_storage())
     if held is None:  # a mapped file, which may be cut short; numpy's, which may be freed
         offsets = offsets.clone()
         held = holds.hold(offsets.untyped_storage())
     rows = Rows(count, row_bytes, offsets.data_ptr())
     return RowPlaces(rows, lowest, offsets.untyped_storage(), held)
+
+
+def _check_elements(offsets: torch.Tensor, row_bytes: int, itemsize: int) -> None:
+    """Refuse rows that have a part of an element in common, as numbers in offsets' place do."""
+    within = offsets & (itemsize - 1)
+    if itemsize == 1 or bool((within == within[0]).all()):
+        return
+    ordered = offsets.sort().values
+    apart = ordered.diff()
+    wrong = (apart < row_bytes) & (apart % itemsize != 0)
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"file_offsets are in bytes, and rows of {row_bytes} bytes from {int(ordered[at])} and "
+            f"from {int(ordered[at + 1])} on have a part of an element in common: multiply the "
+            "numbers of rows by their bytes, or use nvmeio.data.Records, which takes numbers; "
+            "allow_overlap=True reads them all the same"
+        )
 
 
 def as_integers(name: str, given: FileOffsets) -> torch.Tensor:

@@ -6,6 +6,7 @@ huggingface_hub is imported by the functions here, never by this module. It deci
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 import os
@@ -61,15 +62,16 @@ def directory_of(given: str | os.PathLike[str], revision: str | None = None) -> 
     if os.path.exists(name) or not isinstance(given, str) or not _NAME.fullmatch(name):
         what = "is no directory" if os.path.exists(name) else "does not exist"
         raise FileNotFoundError(
-            f"{name} {what}: name a directory that save_pretrained or nvmeio pack wrote, or a "
-            'repository on the hub as "owner/name"'
+            f"{name} {what}{_near(name)}: name a directory that save_pretrained or nvmeio pack "
+            'wrote, or a repository on the hub as "owner/name"'
         )
     hub = _require(name)
+    _check_answers(hub, name, revision)
     config = _download(hub, name, _CONFIG, revision)
     if config is None:
         raise FileNotFoundError(
-            f"{name} is no directory here, and the repository of that name on the hub has no "
-            f"{_CONFIG}"
+            f"{name} is no directory here{_near(name)}, and the repository of that name on the "
+            f"hub has no {_CONFIG}"
         )
     found = Path(config).parent
     commit = found.name  # the cache has a directory a commit: all files are of the same one
@@ -90,14 +92,50 @@ def directory_of(given: str | os.PathLike[str], revision: str | None = None) -> 
     return str(found)
 
 
+def _near(name: str) -> str:
+    """A directory here whose name looks like it, in words; "" where there is none."""
+    parent, last = os.path.split(name.rstrip("/"))
+    try:
+        beside = [entry.name for entry in os.scandir(parent or ".") if entry.is_dir()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(last, beside, 1)
+    return f" (there is {os.path.join(parent, close[0])})" if close else ""
+
+
 def _require(name: str) -> Any:
     try:
-        return importlib.import_module("huggingface_hub")
+        hub = importlib.import_module("huggingface_hub")
+        for part in ("constants", "errors"):  # no attributes of it before somebody imports them
+            importlib.import_module(f"huggingface_hub.{part}")
+        return hub
     except ImportError as failed:
         raise BackendUnavailableError(
-            f"{name} is no directory here; as a name on the hub it needs huggingface_hub",
+            f"{name} is no directory here{_near(name)}; as a name on the hub it needs "
+            "huggingface_hub",
             attempts=[("huggingface_hub", str(failed))],
             remedy='pip install "nvmeio[transformers]", or name a directory',
+        ) from failed
+
+
+def _check_answers(hub: Any, name: str, revision: str | None) -> None:
+    """Ask the hub once for what is not in its cache: huggingface_hub asks six times, for 30 s.
+
+    Raises:
+        FileNotFoundError: It does not answer.
+    """
+    constants = hub.constants
+    cached = hub.try_to_load_from_cache(name, _CONFIG, revision=revision)
+    if constants.HF_HUB_OFFLINE or cached is not None:
+        return
+    try:
+        url = hub.hf_hub_url(name, _CONFIG, revision=revision)
+        hub.get_session().head(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as failed:  # of requests or httpx
+        raise FileNotFoundError(
+            f"{name} is no directory here{_near(name)}; a repository of that name is not in the "
+            f"hub's cache ({constants.HF_HUB_CACHE}), and the hub ({constants.ENDPOINT}) does not "
+            f"answer: {failed}"
         ) from failed
 
 
@@ -117,15 +155,16 @@ def _download(
         if not needed:
             return None
         raise FileNotFoundError(
-            f"{name} is no directory here; {file} of the repository of that name is not in the "
-            f"hub's cache ({hub.constants.HF_HUB_CACHE}) and was not downloaded: {missing}"
+            f"{name} is no directory here{_near(name)}; {file} of the repository of that name is "
+            f"not in the hub's cache ({hub.constants.HF_HUB_CACHE}) and was not downloaded: "
+            f"{missing}"
         ) from missing
     except errors.EntryNotFoundError:
         return None
     except errors.RepositoryNotFoundError as missing:  # or one that this user may not read
         raise FileNotFoundError(
-            f"{name} is no directory here, and no repository on the hub that you may read: "
-            f"{missing}"
+            f"{name} is no directory here{_near(name)}, and no repository on the hub that you may "
+            f"read: {missing}"
         ) from missing
     except errors.RevisionNotFoundError as missing:
         raise FileNotFoundError(f"{name} on the hub has no revision {revision!r}") from missing

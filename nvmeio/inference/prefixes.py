@@ -28,7 +28,7 @@ from nvmeio._blocks.store import BlockStore
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import new_staging
 from nvmeio._residency import calls
-from nvmeio.errors import TransferError
+from nvmeio.errors import TransferError, an, counted
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _prefix_format, kv_cache
 from nvmeio.inference._plan import transformers
@@ -133,7 +133,7 @@ class PrefixCache:
     ) -> Head:
         total, (sequences, tokens) = int(cache.get_seq_length()), ids.shape
         if total < tokens:
-            raise ValueError(f"the cache holds {total} tokens, and input_ids {tokens}")
+            raise ValueError(f"the cache holds {counted(total, 'token')}, and input_ids {tokens}")
         described: list[Layer | None] = []
         for number, layer in enumerate(layers):
             if not layer.is_initialized:
@@ -146,8 +146,8 @@ class PrefixCache:
             held = layer.keys.shape[-2] if getattr(layer, "is_sliding", False) else total
             if held < total != tokens:
                 raise ValueError(
-                    f"layer {number} has a sliding window, and of the {total} tokens in the cache "
-                    f"only the last {held}: save the prefix before tokens are added to it"
+                    f"layer {number} has a sliding window, and of the {counted(total, 'token')} in "
+                    f"the cache only the last {held}: save the prefix before tokens are added to it"
                 )
             kept = min(held, tokens)
             keys, values = (  # as of the newest tokens, which are there without reading
@@ -332,12 +332,12 @@ def _checked_ids(name: str, ids: torch.Tensor) -> torch.Tensor:
 def _layers_of(cache: Any) -> Sequence[Any]:
     utilities = transformers.cache_utilities()
     if not isinstance(cache, utilities.DynamicCache):
-        raise TypeError(f"a DynamicCache can be saved, not a {type(cache).__name__}")
+        raise TypeError(f"a DynamicCache can be saved, not {an(type(cache).__name__)}")
     known = (utilities.DynamicLayer, utilities.DynamicSlidingWindowLayer)
     for number, layer in enumerate(cache.layers):
         if type(layer) not in known and not isinstance(layer, kv_cache.OffloadedLayer):
             raise TypeError(
-                f"layer {number} of the cache is a {type(layer).__name__}: of this kind none can "
+                f"layer {number} of the cache is {an(type(layer).__name__)}: of this kind none can "
                 "be saved"
             )
     found: Sequence[Any] = cache.layers

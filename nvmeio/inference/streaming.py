@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import types
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +30,8 @@ from nvmeio.inference._ranks.stream_ranks import Ranks
 from nvmeio.inference._stream import hooks
 from nvmeio.inference.stream import WeightStream
 from nvmeio.progress import Progress
+
+Me = TypeVar("Me")
 
 
 def stream_model(
@@ -115,8 +118,9 @@ def stream_model(
         timeout_s: How long a rank may make no progress before it is given up, in seconds.
 
     Returns:
-        The model, in evaluation mode if it was made here. ``model.weight_stream`` is its
-        `WeightStream`: close it, reopen it, await work beside it, read its counters.
+        The model, in evaluation mode if it was made here. A ``with`` statement closes its stream,
+        which gives memory and descriptors back. ``model.weight_stream`` is that `WeightStream`:
+        close it, reopen it, await work beside it, read its counters.
 
     Raises:
         IntegrityError: A header or index is malformed or a file truncated; a tensor is missing, has
@@ -142,9 +146,8 @@ def stream_model(
     layers are read in the course of the first pass.
 
     Examples:
-        >>> model = nvmeio.stream_model("Llama-3-70B", resident_bytes=24 << 30)
-        >>> tokens = model.generate(ids, max_new_tokens=32)
-        >>> model.weight_stream.close()
+        >>> with nvmeio.stream_model("Llama-3-70B", resident_bytes=24 << 30) as model:
+        ...     tokens = model.generate(ids, max_new_tokens=32)
     """
     began = time.perf_counter()
     ranks = Ranks.of_group(process_group, timeout_s, name_of(checkpoint, model_or_config_or_path))
@@ -207,6 +210,7 @@ def stream_model(
         if plan.parallel is not None:
             plan.parallel.attach(model)
         model.weight_stream = stream
+        _close_by_with(model)
         if asked.is_transformers:
             _finish(model, asked)
         stream.progress = told
@@ -216,6 +220,31 @@ def stream_model(
     seconds = time.perf_counter() - began
     long_call.completed("opened a stream of", sources[0], 0, seconds, detail)
     return model
+
+
+def _enter(model: Me) -> Me:
+    return model
+
+
+def _exit(model: Any, *error: Any) -> None:
+    model.weight_stream.__exit__(*error)
+
+
+def _refuse_pickling(model: Any, protocol: int) -> Any:
+    return model.weight_stream.__reduce_ex__(protocol)  # raises, and says what to do
+
+
+def _close_by_with(model: nn.Module) -> None:
+    """Make a model a context manager; Python looks for that in its class, which gets a subclass."""
+    cls = type(model)
+    if hasattr(cls, "__enter__"):
+        return
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    names |= {"__enter__": _enter, "__exit__": _exit, "__reduce_ex__": _refuse_pickling}
+    # A model's own __init_subclass__ may refuse: then it streams all the same, without `with`.
+    with contextlib.suppress(Exception):
+        made = types.new_class(cls.__name__, (cls,), exec_body=lambda space: space.update(names))
+        model.__class__ = made
 
 
 def _telling(ranks: Ranks | None) -> contextlib.AbstractContextManager[None]:

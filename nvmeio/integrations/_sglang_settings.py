@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from nvmeio._storage.guarded import SETTINGS_BYTES, read_small
-from nvmeio.errors import BackendUnavailableError
+from nvmeio.errors import BackendUnavailableError, an
 from nvmeio.integrations._clients import resolved
 
 VARIABLE = "NVMEIO_SGLANG_CONFIG"
@@ -347,7 +347,7 @@ def check_layer(layer: nn.Module) -> None:
     for kind in type(layer).__mro__:
         if kind.__module__ in _READ_AHEAD:
             raise ValueError(
-                f"a {type(layer).__name__} ({kind.__module__}) reads weights of the layer behind "
+                f"{an(type(layer).__name__)} ({kind.__module__}) reads weights of the layer behind "
                 f"it, which is on the drive then: serve this model without {VARIABLE}"
             )
 
@@ -363,8 +363,8 @@ def check_model(model: Any) -> None:
     size = importlib.import_module(_CONTEXT).get_parallel().tp_size
     if size > 1:
         raise ValueError(
-            f"SGLang shards the weights of a {type(model).__name__} when they were spilled: serve "
-            f"it with --tp-size 1, or without {VARIABLE}"
+            f"SGLang shards the weights of {an(type(model).__name__)} when they were spilled: "
+            f"serve it with --tp-size 1, or without {VARIABLE}"
         )
 
 

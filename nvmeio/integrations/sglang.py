@@ -38,6 +38,7 @@ import torch
 from torch import nn
 
 from nvmeio._io.handles import new_handle
+from nvmeio.errors import an
 from nvmeio.handle import AioHandle
 from nvmeio.inference.spilling import Spiller, park, put_out
 from nvmeio.inference.stream import WeightStream
@@ -312,9 +313,9 @@ class Offloader:
         check_layer(module)
         if any(parameter.is_meta for parameter in parameters.values()):
             raise ValueError(
-                f"a {type(module).__name__} is made without memory, which its loader gets for all "
-                "layers at once, too late to keep them off the device: use another --load-format "
-                "(auto)"
+                f"{an(type(module).__name__)} is made without memory, which its loader gets for "
+                "all layers at once, too late to keep them off the device: use another "
+                "--load-format (auto)"
             )
         kept = kept_parameters(module)
         self._device = next(iter(parameters.values())).device
@@ -338,7 +339,7 @@ class Offloader:
         for name in sorted(kept & set(parameters)):
             if parameters[name].device != self._device:
                 raise ValueError(
-                    f"{name!r} of a {type(module).__name__} was given a second name while it was "
+                    f"{name!r} of {an(type(module).__name__)} was given a second name while it was "
                     f"loaded, in host memory, and is wanted on {self._device}: this model cannot "
                     f"be streamed; serve it without {VARIABLE}"
                 )

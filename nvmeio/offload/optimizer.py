@@ -142,6 +142,11 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         stepper = Stepper(optimizer_class, optimizer_args, there)
         if params is None:
             raise TypeError("params is missing: parameters or groups of them, as for torch.optim")
+        if isinstance(params, torch.nn.Module):
+            raise TypeError(
+                f"params is a module ({type(params).__name__}): pass its parameters, "
+                "model.parameters()"
+            )
         arguments.handle(handle)
         arguments.choice("gradients", gradients, ("memory", "disk"))
         if swap_dir is None and (ratio != 0 or gradients == "disk"):

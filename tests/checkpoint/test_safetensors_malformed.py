@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,29 @@ STRICTER: dict[str, tuple[str, bytes]] = {
     "a tensor as a list": ('{"a":["F32",[1],[0,4]]}', DATA),
     "a dtype as an object": (of('"dtype":{"F32":null},"shape":[1],"data_offsets":[0,4]'), DATA),
 }
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        (lambda path: torch.save({"a": torch.ones(3)}, path), "zip archive.*nvmeio.load"),
+        (
+            lambda path: torch.save(
+                {"a": torch.ones(3)}, path, _use_new_zipfile_serialization=False
+            ),
+            "pickle.*nvmeio.load",
+        ),
+        (lambda path: path.write_bytes(b"GGUF\3\0\0\0" + bytes(64)), "GGUF"),
+    ],
+)
+def test_files_of_another_format_are_named(
+    written: Callable[[Path], Any], says: str, tmp_path: Path
+) -> None:
+    """It said "its header is too large (expected at most 100000000, found …)"."""
+    written(tmp_path / "w.pt")
+    for read in (nvmeio.load_safetensors, lambda path: nvmeio.safe_open(path, "pt")):
+        with pytest.raises(nvmeio.IntegrityError, match=f"is no safetensors file: it is.*{says}"):
+            read(tmp_path / "w.pt")
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -298,6 +298,24 @@ def test_offsets_of_every_kind(handle: nvmeio.AioHandle, file: Path) -> None:
         assert raw(out) == CONTENT[4096:4106] + CONTENT[5:15] * 2
 
 
+def test_numbers_of_rows_are_no_offsets(handle: nvmeio.AioHandle, path: Path) -> None:
+    """`async_gather(out, file, ids)` with `ids * row_bytes` meant read wrong rows, silently."""
+    table = torch.arange(40 * 16, dtype=torch.float32).reshape(40, 16)
+    handle.sync_pwrite(table, path)
+    ids = torch.tensor([7, 3, 30, 3])
+    out = torch.empty(4, 16)
+    with pytest.raises(ValueError, match=r"are in bytes, .* multiply the numbers of rows by their"):
+        handle.async_gather(out, path, ids)
+    handle.sync_gather(out, path, ids * 64)
+    assert out.equal(table[ids])
+    # Windows that overlap by whole elements, wherever the first begins, are nobody's mistake.
+    handle.sync_gather(out, path, torch.tensor([0, 4, 100, 96]))
+    assert out[:, 0].tolist() == [0, 1, 25, 24]
+    handle.sync_gather(out.view(torch.uint8), path, ids)
+    handle.sync_gather(out, path, ids, allow_overlap=True)
+    assert out.view(torch.uint8)[1].equal(table.view(torch.uint8).flatten()[3:67])
+
+
 @pytest.mark.parametrize(
     ("offsets", "error", "words"),
     [

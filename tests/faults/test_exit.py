@@ -71,7 +71,7 @@ def test_exit_in_flight_warns_and_finishes(script, tmp_path, engine, started):
         options=SHOW_RESOURCE_WARNINGS,
     )
     assert ran.returncode == 0, ran
-    assert "ResourceWarning: the interpreter exits with 1 operations in flight" in ran.stderr
+    assert "ResourceWarning: the interpreter exits with 1 operation in flight" in ran.stderr
     assert "Traceback" not in ran.stderr
     written = (tmp_path / "file").read_bytes()
     assert written[99:] == bytes_of(noise(5 * MIB + 333, seed=6))
@@ -256,7 +256,7 @@ def test_loop_closed_in_flight(faulty, tmp_path):
 
         operation = asyncio.run(begin())
         assert not operation.done()
-        with pytest.warns(ResourceWarning, match="loop was closed with 1 operations in flight"):
+        with pytest.warns(ResourceWarning, match="loop was closed with 1 operation in flight"):
             loop = asyncio.new_event_loop()
             task = loop.create_task(another())
             loop.run_until_complete(asyncio.sleep(0))

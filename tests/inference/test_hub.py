@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from inference._models import llama, loaded, logits, prompt, saved, tokens
+from support import run_python
 from typer.testing import CliRunner
 
 import nvmeio
@@ -169,6 +170,42 @@ def test_what_the_hub_does_not_have_is_named(
     (remote.root / "owner/empty").mkdir()
     with pytest.raises(FileNotFoundError, match=says):
         nvmeio.stream_model(name, revision=revision)
+
+
+def test_a_misspelt_directory_is_named_with_one_request(
+    remote: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A misspelt directory went to the hub six times, for 30 s where there is no network."""
+    (tmp_path / "models" / "llama-3-70b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("models/lama-3-70b", "./models/lama-3-70b"):
+        with pytest.raises(FileNotFoundError, match=r"there is (\./)?models/llama-3-70b"):
+            nvmeio.stream_model(name)
+    assert len(remote.asked) <= 2
+    remote.close()
+    asked = []
+    head = hub.get_session().head
+    monkeypatch.setattr(hub.get_session(), "head", lambda *a, **n: (asked.append(a), head(*a, **n)))
+    with pytest.raises(FileNotFoundError, match=r"there is models/llama.*does not answer"):
+        nvmeio.stream_model("models/lama-3-70b")
+    assert len(asked) == 1
+
+
+def test_hub_names_work_where_nobody_has_imported_its_parts(tmp_path: Path) -> None:
+    """`huggingface_hub.errors` is no attribute before somebody imports it: AttributeError."""
+    done = run_python(
+        """
+        from nvmeio.inference.hub import directory_of
+        try:
+            directory_of("owner/nobody")
+        except FileNotFoundError as missing:
+            print(missing)
+        """,
+        fresh=True,
+        HF_HUB_OFFLINE="1",
+        HF_HOME=str(tmp_path),
+    )
+    assert "owner/nobody is no directory here" in done.stdout, done.stderr
 
 
 def test_a_directory_comes_before_a_name(

@@ -45,6 +45,33 @@ from nvmeio.inference._stream.turns import Waiting
 # Life
 
 
+@pytest.mark.parametrize("kind", ["transformers", "module"])
+def test_a_model_closes_at_the_end_of_with(kind: str, tmp_path: Path, stream: Make) -> None:
+    """`with nvmeio.stream_model(...) as model` was a TypeError."""
+    if kind == "transformers":
+        saved(llama, tmp_path)
+        made = stream(tmp_path)
+    else:
+        saved_net(tmp_path / NAME)
+        made = stream(empty_net(), tmp_path / NAME)
+    assert pickle_name(made) == pickle_name(loaded(tmp_path) if kind != "module" else empty_net())
+    with pytest.raises(ZeroDivisionError), made as model:
+        assert model is made
+        assert not model.weight_stream.closed
+        1 / 0  # noqa: B018
+    assert made.weight_stream.closed
+    made.weight_stream.reopen()
+    with made:
+        assert not made.weight_stream.closed
+    assert made.weight_stream.closed
+
+
+def pickle_name(model: object) -> tuple[str, str, str]:
+    """What messages and files say of a class."""
+    kind = type(model)
+    return kind.__module__, kind.__qualname__, kind.__name__
+
+
 def test_a_stream_is_closed_and_opened_again(tmp_path: Path, stream: Make) -> None:
     saved(llama, tmp_path)
     whole = logits(loaded(tmp_path), prompt())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -344,15 +345,19 @@ def test_what_belongs_to_something_else_is_not_resumed(tmp_path: Path) -> None:
     made = model()
     with resumed(made, tmp_path) as optimizer:
         train(made, optimizer, 1)
-    for other in (
-        lambda: resumed(model(width=48).double(), tmp_path),
-        lambda: resumed(model(), tmp_path, subgroup_bytes=32 << 10),
-        lambda: SwappedOptimizer(
+    others: dict[tuple[str, ...], Callable[[], object]] = {
+        ("dtypes",): lambda: resumed(model().double(), tmp_path),
+        ("parameters",): lambda: resumed(model(width=56), tmp_path),
+        ("subgroup_bytes",): lambda: resumed(model(), tmp_path, subgroup_bytes=32 << 10),
+        ("optimizer",): lambda: SwappedOptimizer(
             torch.optim.Adagrad, model().parameters(), swap_dir=tmp_path, resume=True, **SMALL
         ),
-    ):
-        with pytest.raises(nvmeio.IntegrityError, match="belongs to another"):
+    }
+    for differing, other in others.items():
+        with pytest.raises(nvmeio.IntegrityError) as refused:
             other()
+        named = re.findall(r"(\w+) \([^()]* there, [^()]* here\)", str(refused.value))
+        assert tuple(named) == differing, str(refused.value)
     os.truncate(tmp_path / "optimizer" / "state.0", 4096)
     with pytest.raises(nvmeio.TransferError, match="too short"):
         resumed(made, tmp_path)

@@ -25,7 +25,7 @@ from nvmeio._storage.guarded import create
 from nvmeio._storage.locks import become_writer
 from nvmeio._storage.replace import temporary_name
 from nvmeio.checkpoint._manager import retention
-from nvmeio.errors import TransferError, errno_of, naming
+from nvmeio.errors import TransferError, counted, errno_of, naming
 
 _PART = re.compile(
     r"step-([0-9]{8,})\.([0-9]{8,})-([0-9a-f]{16})\.(part|rank)-([0-9]{5,})-of-([0-9]{5,})"
@@ -240,7 +240,8 @@ class Survey:
         if without:
             told += " (another drive, or one that is not mounted?)"
         elif size < save.parts:
-            told += f"; {save.parts} ranks have written it, and these are {size}: give each of them"
+            told += f"; {counted(save.parts, 'rank')} have written it, and these are {size}: "
+            told += "give each of them"
             told += " several directories, so that all are seen"
         return told
 

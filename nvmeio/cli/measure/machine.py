@@ -36,7 +36,7 @@ from nvmeio._shim import kernel_aio
 from nvmeio.engines import select
 from nvmeio.engines.base import Options
 from nvmeio.engines.cufile import driver, library
-from nvmeio.errors import BackendUnavailableError
+from nvmeio.errors import BackendUnavailableError, counted
 from nvmeio.files import DirectSupport, probe_direct
 from nvmeio.tuned import Tuned
 
@@ -540,7 +540,9 @@ def _require_cuda(devices: tuple[int, ...], asked: str) -> None:
     if missing:
         raise BackendUnavailableError(
             f"{asked}: there is no CUDA device {missing[0]}",
-            attempts=[("torch", f"{torch.cuda.device_count()} CUDA devices, counted from 0")],
+            attempts=[
+                ("torch", f"{counted(torch.cuda.device_count(), 'CUDA device')}, counted from 0")
+            ],
             remedy="name one of them: DIR:DEVICE",
         )
 

@@ -118,7 +118,7 @@ class TuneResult:
         where = ", ".join(map(str, plan.directories))
         lines = [
             f"{where}: {binary_size(plan.io_size)} a transfer"
-            + (f" in each of {many} directories at once" if many > 1 else "")
+            + (f" in each of {counted(many, 'directory')} at once" if many > 1 else "")
             + f", engine {self.engine}; {UNIT}",
             f"{outcome.looked_at} of {outcome.total} settings measured in {self.seconds:.0f} s of "
             f"{plan.budget_s:.0f} s",

@@ -19,6 +19,7 @@ from typing import Any
 from nvmeio._files.descriptors import Descriptors
 from nvmeio._memory import devices
 from nvmeio.engines.cufile.library import CuFileFailure, Library
+from nvmeio.errors import counted
 
 logger = logging.getLogger("nvmeio")
 
@@ -87,8 +88,8 @@ class Regions:
                 )
             if region.users:
                 raise ValueError(
-                    f"{region.users} operations are in flight in the memory at {address:#x}: "
-                    "wait for them before it is unpinned"
+                    f"the memory at {address:#x} has {counted(region.users, 'operation')} in "
+                    "flight: wait for them before it is unpinned"
                 )
             self._strike(library, region)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nvmeio._formats.safetensors_set import SafetensorsSet
-from nvmeio.errors import IntegrityError
+from nvmeio.errors import IntegrityError, counted
 from nvmeio.inference._plan import packed_format, transformers
 from nvmeio.inference._plan.packed_format import FoundWeight, Packed
 from nvmeio.inference._plan.slot_layout import Weight, part_of
@@ -112,9 +112,8 @@ def _tensors_of(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
             name = f"{prefix}.{attribute}" if prefix else attribute
             if attribute in module._non_persistent_buffers_set:
                 raise ValueError(
-                    f"buffer {name!r} is on the meta device, and no checkpoint holds it: give "
-                    "it its "
-                    "value before, on a real device"
+                    f"buffer {name!r} is on the meta device, and no checkpoint holds it: give it "
+                    "its value before, on a real device"
                 )
             yield name, buffer
 
@@ -128,9 +127,8 @@ def _weight(
         extent = found.parts[0].extents[0] if found.parts[0].extents else None
         where = checkpoint.path if extent is None else checkpoint.files[extent.file].path
         raise IntegrityError(
-            f"tensor {found.sources[0]!r} in {where} has shape {stored}, the model wants "
-            f"{shape} for "
-            f"{name!r}: it belongs to another configuration",
+            f"tensor {found.sources[0]!r} in {where} has shape {stored}, the model wants {shape} "
+            f"for {name!r}: it belongs to another configuration",
             expected=shape,
             found=stored,
         )
@@ -143,5 +141,5 @@ def _some(names: list[str]) -> str:
     return (
         f"tensor {shown}"
         if len(names) == 1
-        else (f"{len(names)} tensors, {shown}" + (", …" if len(names) > 5 else ""))
+        else (f"{counted(len(names), 'tensor')}, {shown}" + (", …" if len(names) > 5 else ""))
     )

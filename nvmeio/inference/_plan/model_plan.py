@@ -19,6 +19,7 @@ from nvmeio._checks import Paths
 from nvmeio._formats import packed_index
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio._memory import devices, system
+from nvmeio.errors import an
 from nvmeio.inference import hub
 from nvmeio.inference._plan import packed_format, transformers
 from nvmeio.inference._plan.budget import SHARE, Shares, check_numbers, fit, share_out
@@ -307,7 +308,7 @@ def _sources(
         )
     if checkpoint is None:
         raise ValueError(
-            f"checkpoint= is needed with a {type(given).__name__}: where the weights are"
+            f"checkpoint= is needed with {an(type(given).__name__)}: where the weights are"
         )
     return _several(checkpoint, rank), given
 

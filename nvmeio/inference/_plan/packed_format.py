@@ -23,7 +23,7 @@ from nvmeio._formats import packed_index
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats.packed_index import DrivePart
 from nvmeio._formats.safetensors_set import FileBytes, SafetensorsSet, StoredTensor
-from nvmeio.errors import IntegrityError
+from nvmeio.errors import IntegrityError, counted
 from nvmeio.handle import AioHandle
 from nvmeio.inference._plan.quantised import Quantised, can_quantise, check_setting
 from nvmeio.inference._plan.slot_layout import WeightPart, part_of
@@ -278,7 +278,8 @@ def _joined(opened: Sequence[SafetensorsSet]) -> SafetensorsSet:
     if missing:
         raise ValueError(
             f"{', '.join(str(each.path.parent) for each in opened)}: of a model packed into "
-            f"{first_part.drives} directories part {', '.join(missing)} is missing: {_REST}"
+            f"{counted(first_part.drives, 'directory')} part {', '.join(missing)} is missing: "
+            f"{_REST}"
         )
     base, dealing = base_of(first), first_part.dealing
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
-from nvmeio.errors import BackendUnavailableError, IntegrityError
+from nvmeio.errors import BackendUnavailableError, IntegrityError, an
 from nvmeio.inference._plan.slot_layout import WeightPart, concatenated, part_of, stacked
 
 _UNSET = 0x7A  # of each byte: no element of any dtype that somebody would put into a whole buffer
@@ -133,7 +133,7 @@ def _class_of(transformers: Any, config: Any) -> Any:
     if type(config) in mapping:
         return mapping[type(config)]
     raise ValueError(
-        f"a {type(config).__name__} without architectures names no model class: set "
+        f"{an(type(config).__name__)} without architectures names no model class: set "
         'config.architectures = ["…"], or pass a model on the meta device'
     )
 

@@ -18,6 +18,7 @@ from torch import nn
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._pages import TENSOR_ALIGNMENT, round_up
 from nvmeio._residency.tiled_linear import can_be_tiled
+from nvmeio.errors import an
 from nvmeio.inference._plan.checksums import ExpectedBytes, expected_of
 from nvmeio.inference._plan.slot_layout import SlotLayout, Weight, dealt, lay_out
 from nvmeio.inference._plan.tiles import Tile, rows_of
@@ -338,7 +339,7 @@ def _given(
             chosen.append(layer)
         else:
             kind = type(layer).__name__
-            raise ValueError(f"layers holds a {kind} that is no part of the model")
+            raise ValueError(f"layers holds {an(kind)} that is no part of the model")
     return chosen
 
 

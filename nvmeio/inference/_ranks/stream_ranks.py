@@ -24,7 +24,7 @@ from nvmeio._ranks.messages import Messages
 from nvmeio._ranks.rank_store import Calls, RankStore
 from nvmeio._residency.reader import Reader
 from nvmeio._threads.closing import on_error
-from nvmeio.errors import IntegrityError
+from nvmeio.errors import IntegrityError, counted
 from nvmeio.inference._plan import packed_format
 from nvmeio.inference._plan.slot_layout import Read
 from nvmeio.inference._plan.units import Unit
@@ -183,13 +183,13 @@ def check_part(opened: SafetensorsSet, units: Sequence[Unit], ranks: Ranks | Non
     what = f"{opened.path} holds the part of rank {part.rank} of {part.ranks} of a model"
     if ranks is None:
         raise ValueError(
-            f"{what}: stream it with process_group= in {part.ranks} processes, or pack the model "
-            "without --ranks"
+            f"{what}: stream it with process_group= in {counted(part.ranks, 'process')}, or pack "
+            "the model without --ranks"
         )
     if part.ranks != ranks.size:
         raise ValueError(
-            f"{what}, and there are {ranks.size} ranks: pack it for as many (nvmeio pack --ranks "
-            f"{ranks.size})"
+            f"{what}, and there are {counted(ranks.size, 'rank')}: pack it for as many (nvmeio "
+            f"pack --ranks {ranks.size})"
         )
     if part.rank != ranks.rank:
         raise ValueError(f"{what}, and this is rank {ranks.rank}: give each rank its own")

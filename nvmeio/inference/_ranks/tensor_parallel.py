@@ -21,7 +21,7 @@ from torch import nn
 
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._residency import calls
-from nvmeio.errors import TransferError
+from nvmeio.errors import TransferError, an
 from nvmeio.inference._plan import transformers
 from nvmeio.inference._plan.matching import Matched
 from nvmeio.inference._plan.packed_format import Packed
@@ -212,7 +212,7 @@ def check(
         )
     if not hasattr(model, "tp_plan"):
         raise ValueError(
-            f"tp_plan is for transformers' models, not for a {type(model).__name__}: leave it out"
+            f"tp_plan is for transformers' models, not for {an(type(model).__name__)}: leave it out"
         )
     modules = dict(model.named_modules())
     found = transformers.parallel_plan(model, wanted, ranks.size)

@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from nvmeio._residency.calls import Origin, saving
+from nvmeio.errors import an
 from nvmeio.inference._plan.units import Target, Unit
 
 ABSENT = (
@@ -383,9 +384,10 @@ def check_frozen(targets: Sequence[Target], shown: Sequence[torch.Tensor] | None
     for target, tensor in zip(targets, tensors, strict=True):
         if tensor.requires_grad:
             raise RuntimeError(
-                f"{target.attribute!r} of a {type(target.module).__name__} requires gradients, and "
-                "is read from its checkpoint each time: nobody would have them. Train adapters, or "
-                "put a module of your own in its place; requires_grad_(False) takes it back"
+                f"{target.attribute!r} of {an(type(target.module).__name__)} requires gradients, "
+                "and is read from its checkpoint each time: nobody would have them. Train "
+                "adapters, or put a module of your own in its place; requires_grad_(False) takes "
+                "it back"
             )
 
 
@@ -428,7 +430,7 @@ def check_absent(targets: Sequence[Target]) -> None:
         for module, attribute, _, _, empty, version in targets:
             if version is not None and (not is_meta(empty) or _version(empty) != version):
                 raise RuntimeError(
-                    f"{attribute!r} of a {type(module).__name__} was changed in place after its "
+                    f"{attribute!r} of {an(type(module).__name__)} was changed in place after its "
                     "model was streamed, while its bytes are on disk: the weights that are used "
                     "are those of the checkpoint. Change them there, and stream the model anew"
                 )
@@ -493,7 +495,7 @@ def check(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> None:
         now = (module._buffers if is_buffer else module._parameters).get(attribute)
         if now is not wanted:
             raise RuntimeError(
-                f"{attribute!r} of a {type(module).__name__} was replaced after its model was "
+                f"{attribute!r} of {an(type(module).__name__)} was replaced after its model was "
                 "streamed: the weights that are used are those of the checkpoint. Change them "
                 "there, and stream the model anew"
             )

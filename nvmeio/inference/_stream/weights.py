@@ -18,7 +18,7 @@ from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.drives import DriveHandles
 from nvmeio._residency.reader import Fill, Reader
 from nvmeio._residency.window import Keeper
-from nvmeio.errors import BatchError, RowsError, TransferError, with_context
+from nvmeio.errors import BatchError, RowsError, TransferError, counted, with_context
 from nvmeio.handle import AioHandle
 from nvmeio.inference._plan.slot_layout import FileExtent, Read
 from nvmeio.inference._plan.units import Unit
@@ -291,7 +291,7 @@ class EmbeddingRows:
         rows, width = weight.shape
         if unique.numel() and not 0 <= int(unique[0]) <= int(unique[-1]) < rows:
             raise IndexError(
-                f"index out of range: {weight.name!r} has {rows} rows, ids are "
+                f"index out of range: {weight.name!r} has {counted(rows, 'row')}, ids are "
                 f"{int(unique[0])} to {int(unique[-1])}"
             )
         extent = part.extents[0]

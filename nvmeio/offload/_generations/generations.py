@@ -66,6 +66,7 @@ class Generations:
         files: Where the pieces lie, and what moves them.
         small: For each piece, the state that is not in the files.
         generation: Of the last complete step.
+        made_of: In words, by their names, what the layout of the files follows from.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Generations:
         self.files = StateFiles(directory, checksum)
         self.small: list[dict[str, Any]] = []
         self.generation = 0
+        self.made_of: dict[str, str] = {}
         self._run = ""
         self._begun: Manifest | None = None  # until it is durable, or lost
         self._lost: tuple[int, BaseException] | None = None  # what cannot be trusted, and why
@@ -166,6 +168,7 @@ class Generations:
             ],
             strides=_strides_of(spans),
             run=self._run,
+            made_of=self.made_of,
         )
         manifests.store(self._directory.path, manifest)
         self.generation += 1
@@ -289,10 +292,20 @@ class Generations:
 
     def _check_fits(self, manifest: Manifest) -> None:
         if manifest.signature != self.files.signature():
+            differing = [
+                f"{name} ({before} there, {self.made_of[name]} here)"
+                for name, before in manifest.made_of.items()
+                if name in self.made_of and before != self.made_of[name]
+            ]
+            what = (
+                f"does not fit, for these differ: {'; '.join(differing)}. Make them"
+                if differing
+                else "is laid out for another optimizer, other parameters, or another "
+                "subgroup_bytes or buffer_bytes: make them"
+            )
             raise IntegrityError(
-                f"the state in {self._directory.path} belongs to another optimizer, other "
-                "parameters, or another subgroup_bytes or buffer_bytes: make the same as "
-                "before, or begin anew with overwrite=True",
+                f"the state in {self._directory.path} {what} the same as before, or begin anew "
+                "with overwrite=True",
                 expected=self.files.signature(),
                 found=manifest.signature,
             )

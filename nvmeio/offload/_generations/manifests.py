@@ -25,7 +25,7 @@ from nvmeio._memory import devices
 from nvmeio._storage import guarded
 from nvmeio._storage.durable import write_small
 from nvmeio._storage.guarded import detail_of, read_small
-from nvmeio.errors import IntegrityError, naming, transfer_error
+from nvmeio.errors import IntegrityError, counted, naming, transfer_error
 
 _MAGIC = b"nvmeio-swap 2\n"
 _DURABLE_AT = len(_MAGIC)  # one byte, outside of what the checksum covers
@@ -55,6 +55,7 @@ class Manifest:
         boot: Which boot of the machine wrote it.
         run: The start of the program that wrote it, the same on all ranks; "" where they have not
             agreed on a name for it.
+        made_of: In words, by their names, what the layout follows from; empty in older ones.
     """
 
     generation: int
@@ -68,6 +69,7 @@ class Manifest:
     durable: bool = False
     boot: str = ""
     run: str = ""
+    made_of: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Which one it is, for people."""
@@ -264,6 +266,7 @@ def _encode(manifest: Manifest) -> bytes:
             "begun": "".join(map(str, manifest.begun)),
             "boot": manifest.boot,
             "run": manifest.run,
+            "made_of": manifest.made_of,
             "tensors": base64.b64encode(tensors.getvalue()).decode(),
         }
     ).encode()
@@ -337,8 +340,11 @@ def _read(body: bytes) -> Manifest:
     current, begun = ([int(bit) for bit in told[name]] for name in ("current", "begun"))
     small = _rows(tensors["columns"], tensors["rest"])
     groups, boot, run = tensors["groups"], told["boot"], str(told.get("run", ""))
+    made_of = {str(name): str(words) for name, words in told.get("made_of", {}).items()}
     if not len(current) == len(begun) == len(small):
-        raise ValueError(f"places of {len(current)}, {len(begun)} and {len(small)} pieces")
+        raise ValueError(
+            f"places of {len(current)}, {len(begun)} and {counted(len(small), 'piece')}"
+        )
     if not set(current) | set(begun) <= {0, 1}:
         raise ValueError("places other than 0 and 1")
     if type(told["generation"]) is not int or not isinstance(boot, str):
@@ -359,6 +365,7 @@ def _read(body: bytes) -> Manifest:
         strides=strides,
         boot=boot,
         run=run,
+        made_of=made_of,
     )
 
 

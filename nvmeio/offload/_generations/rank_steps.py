@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from nvmeio._ranks.rank_store import RankStore, pauses, several
-from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.errors import IntegrityError, TransferError, counted
 from nvmeio.offload._generations import manifests
 from nvmeio.offload._generations.manifests import Manifest, Unusable
 
@@ -145,7 +145,7 @@ class DurableSteps:
                     errno.ETIMEDOUT,
                     operation="step",
                     path=self._store.path,
-                    detail=f"{joined - done} of {joined} ranks have not made generation "
+                    detail=f"{joined - done} of {counted(joined, 'rank')} have not made generation "
                     f"{generation} durable within {self._timeout_s:g} s, so this one cannot give "
                     "up the one before: they died, hang, or took fewer steps; durable=False has "
                     "no rank wait for another",

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from nvmeio._pages import PAGE_BYTES, round_up
-from nvmeio.errors import BackendUnavailableError, ClosedError
+from nvmeio.errors import BackendUnavailableError, ClosedError, an
 from nvmeio.offload._module.param_store import ParamStore, store_of
 from nvmeio.offload._module.stages import ParamUnit, Stage
 from nvmeio.offload._swap_files.subgroups import SlotSpan, aligned
@@ -198,7 +198,7 @@ def _check_group(name: str, group: Any) -> None:
             )
         if type(tensor) is not torch.Tensor:
             raise ValueError(
-                f"a parameter of {name} is a {type(tensor).__name__}: only plain tensors are "
+                f"a parameter of {name} is {an(type(tensor).__name__)}: only plain tensors are "
                 "swapped"
             )
 

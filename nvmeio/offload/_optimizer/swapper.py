@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import functools
+import hashlib
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -108,6 +110,7 @@ class StateSwapper(Swapped):
         if self.gradients is not None:
             self.gradients.reserve(params, subgroups)
         self._add(params, subgroups)
+        self._describe()
         manifest = self.store.resume() if self._settings.resume else None
         if manifest is None and self._settings.must_resume:
             hint = self.directory.hint()
@@ -151,12 +154,14 @@ class StateSwapper(Swapped):
             self._add(params, subgroups)
             self.store.open()
             self.make_buffers()
+            self._describe()
             self.take_weights(subgroups, options_of(groups))
         except BaseException as failed:
             del self.params[before[0] :], self.subgroups[before[1] :]
             for subgroup in subgroups:
                 self.resident.pop(id(subgroup), None)
             self.store.forget(subgroups, before[2])
+            self._describe()
             try:
                 self.make_buffers()  # none are left if there was no memory for larger ones
             except BaseException as again:
@@ -175,6 +180,21 @@ class StateSwapper(Swapped):
             if subgroup.resident:
                 nbytes = max(1, subgroup.slot_nbytes(self.with_grads))
                 self.resident[id(subgroup)] = self._memory(nbytes)
+
+    def _describe(self) -> None:
+        """Have manifests say what the layout follows from, for who resumes with something else."""
+        settings, shapes = self._settings, [param.shape for param in self.params]
+        elements = sum(map(math.prod, shapes))
+        digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
+        kind = self._stepper.optimizer_class
+        self.store.made_of = {
+            "optimizer": f"{kind.__module__}.{kind.__qualname__}",
+            "parameters": f"{len(shapes)} of {elements} elements in all, shapes {digest}",
+            "dtypes": ", ".join(sorted({str(param.dtype) for param in self.params})),
+            "master_dtype": str(settings.master_dtype),
+            "subgroup_bytes": str(settings.subgroup_bytes),
+            "buffer_bytes": str(settings.buffer_bytes),
+        }
 
     def _memory(self, nbytes: int) -> torch.Tensor:
         """For state that stays; page-locked where a device copies it."""

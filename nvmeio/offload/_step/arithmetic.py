@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nvmeio._memory import devices
+from nvmeio.errors import an
 from nvmeio.offload._swap_files.subgroups import WEIGHTS, Kind, Piece
 from nvmeio.offload._swap_files.tensors import laid, strides_of, view
 
@@ -282,7 +283,7 @@ def check_class(optimizer_class: Any) -> None:
     if isinstance(optimizer_class, torch.optim.Optimizer):
         name = type(optimizer_class).__name__
         raise TypeError(
-            f"this is a {name}, made already: pass the class, {name}, and its arguments by name; "
+            f"this is {an(name)}, made already: pass the class, {name}, and its arguments by name; "
             "or swapped_like(optimizer, swap_dir), which takes over its groups and state"
         )
     if not (

@@ -30,7 +30,7 @@ from nvmeio._storage import durable, guarded
 from nvmeio._storage.guarded import SETTINGS_BYTES, detail_of, read_small
 from nvmeio._threads import shutdown
 from nvmeio._threads.closing import on_error
-from nvmeio.errors import IntegrityError, TransferError, naming, transfer_error
+from nvmeio.errors import IntegrityError, TransferError, counted, naming, transfer_error
 from nvmeio.files import File
 from nvmeio.offload._generations import manifests
 
@@ -327,8 +327,8 @@ class SwapDirs:
 
     def _not_these(self, what: str, record: _DriveRecord) -> IntegrityError:
         return IntegrityError(
-            f"the state lies in {len(record.directories)} directories that belong together, and "
-            f"{what}: name all of them as swap_dir, in any order, or begin anew with "
+            f"the state lies in {counted(len(record.directories), 'directory')} that belong "
+            f"together, and {what}: name all of them as swap_dir, in any order, or begin anew with "
             "overwrite=True",
             expected=[os.path.dirname(path) for path in record.directories],
             found=[os.path.dirname(path) for path in self.paths],
@@ -530,7 +530,9 @@ def _read(directory: str) -> _DriveRecord | None:
         if not whole or record.number not in range(len(weights)):
             raise ValueError("numbers that cannot be")
         if len(record.directories) != len(weights):
-            raise ValueError(f"{len(record.directories)} directories, {len(weights)} weights")
+            raise ValueError(
+                f"{counted(len(record.directories), 'directory')}, {len(weights)} weights"
+            )
     except FileNotFoundError:
         return None
     except OSError as failed:
