@@ -40,8 +40,8 @@ import torch
 from nvmeio import buffers
 from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio._shim import memory_at
-from nvmeio._threads.closing import do_all, on_error
-from nvmeio._threads.interruptible import run_interruptible
+from nvmeio._threads.closing import on_error
+from nvmeio._threads.interruptible import Cancelled, run_interruptible
 from nvmeio.errors import BatchError, ClosedError, TransferError, with_context
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -59,34 +59,6 @@ MOST_OPERATIONS = 256
 
 # However large they are: the second keeps the drive busy when the first one ends.
 LEAST_OPERATIONS = 2
-
-
-class Cancelled(Exception):
-    """`InFlight.cancel` was called; whoever called it knows."""
-
-
-class Cancellation:
-    """What has to be told when some work is cancelled, from another thread."""
-
-    def __init__(self) -> None:
-        self.cancelled = False
-        self._told: list[Callable[[], object]] = []
-
-    def cancel(self) -> None:
-        """Cancel it: `check` raises from now on, and everybody is told. From any thread."""
-        self.cancelled = True
-        do_all(list(self._told))
-
-    def then(self, tell: Callable[[], object]) -> None:
-        """Have this called when it is cancelled; at once if it was."""
-        self._told.append(tell)
-        if self.cancelled:
-            tell()
-
-    def check(self) -> None:
-        """Raise `Cancelled` if it was."""
-        if self.cancelled:
-            raise Cancelled
 
 
 class _Entry(NamedTuple):

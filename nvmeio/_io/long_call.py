@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nvmeio._io.inflight import Cancellation
+from nvmeio._threads.interruptible import Cancellation
 from nvmeio.operation import Operation
 from nvmeio.progress import Progress
 

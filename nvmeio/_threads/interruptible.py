@@ -13,9 +13,38 @@ from typing import TypeVar
 
 from nvmeio._memory import devices
 from nvmeio._threads.future import Future, being_interrupted, may_be_interrupted
+from nvmeio._threads.serial import do_all
 from nvmeio._threads.threads import start, unlist
 
 Value = TypeVar("Value")
+
+
+class Cancelled(Exception):
+    """The work was cancelled; whoever cancelled it knows."""
+
+
+class Cancellation:
+    """What has to be told when some work is cancelled, from another thread."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        self._told: list[Callable[[], object]] = []
+
+    def cancel(self) -> None:
+        """Cancel it: `check` raises from now on, and everybody is told. From any thread."""
+        self.cancelled = True
+        do_all(list(self._told))
+
+    def then(self, tell: Callable[[], object]) -> None:
+        """Have this called when it is cancelled; at once if it was."""
+        self._told.append(tell)
+        if self.cancelled:
+            tell()
+
+    def check(self) -> None:
+        """Raise `Cancelled` if it was."""
+        if self.cancelled:
+            raise Cancelled
 
 
 class Job(Future[Value]):

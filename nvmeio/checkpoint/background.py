@@ -21,13 +21,12 @@ import torch
 from nvmeio import _checks
 from nvmeio._formats.torch_writing import padded_nbytes
 from nvmeio._io.handles import new_handle
-from nvmeio._io.inflight import Cancellation
 from nvmeio._ranks.messages import DEFAULT_TIMEOUT_S
 from nvmeio._ranks.rank_store import RankStore
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads import shutdown
 from nvmeio._threads.closing import do_all
-from nvmeio._threads.interruptible import begun, run_interruptible
+from nvmeio._threads.interruptible import Cancellation, begun, run_interruptible
 from nvmeio.checkpoint import safetensors
 from nvmeio.checkpoint._manager.job import Plan, SaveJob, SaveReport, Setup, pickled_state
 from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots

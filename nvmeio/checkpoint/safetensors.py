@@ -24,14 +24,14 @@ from nvmeio._formats.safetensors_shards import device_of, failed_save, missing
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes, StorageRecord
 from nvmeio._formats.torch_writing import padded_nbytes, write_part
 from nvmeio._io.handles import handle_for
-from nvmeio._io.inflight import Cancelled, InFlight
+from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Load
 from nvmeio._memory import tensors as tensors_module
 from nvmeio._storage.durable import sync_directory
 from nvmeio._storage.guarded import read_small
 from nvmeio._storage.replace import Replacement
-from nvmeio._threads.interruptible import in_thread, run_interruptible
+from nvmeio._threads.interruptible import Cancelled, in_thread, run_interruptible
 from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.progress import Progress

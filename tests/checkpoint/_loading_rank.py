@@ -33,10 +33,10 @@ from checkpoint._checkpointer_rank import (
 from support import nvmeio_threads, spin_until, spin_until_collected
 
 import nvmeio
-from nvmeio._io.inflight import Cancelled
 from nvmeio._memory import system
 from nvmeio._ranks import messages as messages_module
 from nvmeio._ranks import shared_spans
+from nvmeio._threads.interruptible import Cancelled
 from nvmeio.checkpoint._ranks import loading_ranks
 from nvmeio.testing import FakeEngine
 

@@ -18,8 +18,8 @@ from faults._support import MIB, mounted
 from support import run_python, spin_until
 
 import nvmeio
-from nvmeio._io.inflight import Cancellation
 from nvmeio._storage import locks, replace
+from nvmeio._threads.interruptible import Cancellation
 from nvmeio.testing import FakeEngine
 
 # One process forks writers, kills each at a random moment, and looks at what is left. The writer

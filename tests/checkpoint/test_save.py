@@ -33,8 +33,8 @@ from support import HeldEngine, on_every_loop, run_python, until
 
 import nvmeio
 from nvmeio._formats import torch_layout, torch_pickling
-from nvmeio._io.inflight import Cancelled
 from nvmeio._io.long_call import LongCall
+from nvmeio._threads.interruptible import Cancelled
 from nvmeio.checkpoint import saving as saving_module
 
 

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 import nvmeio
 from nvmeio._formats import torch_layout, torch_writing
 from nvmeio._formats.torch_writing import Crc, finish, join_crcs, padded_nbytes, write_part
-from nvmeio._io.inflight import Cancelled, InFlight
+from nvmeio._io.inflight import InFlight
 from nvmeio._memory import holds
 from nvmeio._storage import crc32
+from nvmeio._threads.interruptible import Cancelled
 
 PAGE = 4096
 

@@ -13,7 +13,8 @@ from support import HeldEngine, bytes_tensor, random_bytes, raw, spin_until, thr
 
 import nvmeio
 from nvmeio._io import inflight
-from nvmeio._io.inflight import Cancellation, Cancelled, InFlight, Stagings
+from nvmeio._io.inflight import InFlight, Stagings
+from nvmeio._threads.interruptible import Cancellation, Cancelled
 from nvmeio.errors import ShortTransferError
 
 KIB = 1 << 10

@@ -11,8 +11,9 @@ from support import random_bytes
 
 import nvmeio
 from nvmeio import files
-from nvmeio._io.inflight import Cancelled, InFlight
+from nvmeio._io.inflight import InFlight
 from nvmeio._io.spans import read_scattered
+from nvmeio._threads.interruptible import Cancelled
 
 
 def test_bytes_at_any_place_and_in_any_order(path: Path) -> None:

@@ -31,10 +31,10 @@ from nvmeio._formats.torch_writing import (
     join_crcs,
     unfinished_pages,
 )
-from nvmeio._io.inflight import Cancelled
 from nvmeio._ranks.rank_store import pauses
 from nvmeio._storage.durable import sync_data
 from nvmeio._storage.replace import Replacement
+from nvmeio._threads.interruptible import Cancelled
 from nvmeio.checkpoint._manager.job import SaveJob, SaveReport
 from nvmeio.checkpoint._ranks.agreement import Disagreement
 from nvmeio.checkpoint._ranks.drives import Decision, DriveMark, OwnDrives, Save, Survey, decide

@@ -20,7 +20,6 @@ from functools import partial
 
 from nvmeio._io import long_call
 from nvmeio._io.handles import new_handle
-from nvmeio._io.inflight import Cancelled
 from nvmeio._ranks.messages import Messages
 from nvmeio._storage.durable import make_directory
 from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
@@ -28,6 +27,7 @@ from nvmeio._storage.replace import check_writable
 from nvmeio._threads import interruptible, shutdown, threads
 from nvmeio._threads.closing import do_all
 from nvmeio._threads.future import Future
+from nvmeio._threads.interruptible import Cancelled
 from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.job import Plan, SaveJob, SaveReport, Setup, pickled_state
 from nvmeio.checkpoint._manager.job_files import FileOfEachRank, OneFile

@@ -23,13 +23,13 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from nvmeio._formats.torch_file import TorchFile, read_buffered
-from nvmeio._io.inflight import Cancellation
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Span
 from nvmeio._ranks.exchange import Exchange
 from nvmeio._ranks.messages import Messages
 from nvmeio._ranks.rank_store import Calls, RankStore
 from nvmeio._ranks.shared_spans import RankSpan, read_together
+from nvmeio._threads.interruptible import Cancellation
 from nvmeio.checkpoint._manager.retention import Generation
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File

@@ -37,11 +37,12 @@ import torch
 
 from nvmeio import buffers
 from nvmeio._formats.torch_layout import FileLayout, StorageRecord
-from nvmeio._io.inflight import MOST_BYTES, Cancelled
+from nvmeio._io.inflight import MOST_BYTES
 from nvmeio._memory import devices as devices_module
 from nvmeio._memory import system
 from nvmeio._pages import PAGE_BYTES, round_down, round_up
 from nvmeio._threads.future import SLICE_S
+from nvmeio._threads.interruptible import Cancelled
 from nvmeio._threads.threads import Thread
 
 logger = logging.getLogger("nvmeio")

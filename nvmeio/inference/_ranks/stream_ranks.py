@@ -18,12 +18,12 @@ from nvmeio._formats import packed_index
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._formats.torch_file import read_buffered
 from nvmeio._io.drives import DriveHandles
-from nvmeio._io.inflight import Cancellation
 from nvmeio._ranks.exchange import Exchange
 from nvmeio._ranks.messages import Messages
 from nvmeio._ranks.rank_store import Calls, RankStore
 from nvmeio._residency.reader import Reader
 from nvmeio._threads.closing import on_error
+from nvmeio._threads.interruptible import Cancellation
 from nvmeio.errors import IntegrityError, counted
 from nvmeio.inference._plan import packed_format
 from nvmeio.inference._plan.slot_layout import Read
