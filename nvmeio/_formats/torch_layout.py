@@ -133,6 +133,11 @@ class Pickling(NamedTuple):
     storages: Storages
     sizes: dict[str, int]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pickle and of all storages: the file has little more."""
+        return len(self.data) + sum(self.sizes.values())
+
     def layout(self) -> FileLayout:
         """The layout of what `torch.save` would write; not for a main thread, and once.
 

@@ -12,13 +12,15 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nvmeio._threads.interruptible import Cancellation
-from nvmeio.operation import Operation
-from nvmeio.progress import Progress
+
+if TYPE_CHECKING:
+    from nvmeio.operation import Operation
+    from nvmeio.progress import Progress
 
 logger = logging.getLogger("nvmeio")
 

@@ -132,7 +132,6 @@ class Replacement:
             left alone, and a new file made.
 
     Attributes:
-        file: The temporary file, open for reading and writing.
         recycled: Whether it is `recycle`.
 
     Raises:
@@ -156,7 +155,6 @@ class Replacement:
         try:
             if replaces:
                 take_over(self._fd, self._target)
-            self.file = self._opened()
         except BaseException as failed:
             self._undo()
             if isinstance(failed, OSError) and not isinstance(failed, TransferError):
@@ -164,6 +162,19 @@ class Replacement:
             raise
         self._pid = os.getpid()
         self._closed = False
+        self._file: files.File | None = None
+
+    @property
+    def file(self) -> files.File:
+        """The temporary file, open for transfers by a handle; opened when it is first asked for.
+
+        Raises:
+            TransferError: It cannot be opened, or another file was put in its place.
+        """
+        if self._file is None:
+            with naming("open", self._path):
+                self._file = self._opened()
+        return self._file
 
     def _opened(self) -> files.File:
         """The temporary file once more, for transfers; it, and nothing put in its place."""
@@ -255,7 +266,8 @@ class Replacement:
 
     def _close(self) -> None:
         self._closed = True
-        self.file.close()
+        if self._file is not None:
+            self._file.close()
         if os.getpid() == self._pid:
             # A child that was forked meanwhile shares the lock, and would go on holding it.
             with contextlib.suppress(OSError):

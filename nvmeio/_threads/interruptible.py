@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from nvmeio._memory import devices
+from nvmeio._threads.closing import do_all
 from nvmeio._threads.future import Future, being_interrupted, may_be_interrupted
-from nvmeio._threads.serial import do_all
 from nvmeio._threads.threads import start, unlist
 
 Value = TypeVar("Value")

@@ -5,17 +5,22 @@ and written), `nvmeio._storage.replace` (a file into its place), `saving`; then 
 (many parts of files into memory) and `_load`. Saves in the background: `_manager` (the directory,
 one save, one after another), `_snapshot` (the state as it was), `_ranks` (several processes),
 behind `checkpointer`; `background` is the same under any names, `frozen` the snapshot by itself.
-`file_objects` serves code that calls torch.save itself, `safetensors` is the other format.
+`file_objects` serves code that calls torch.save itself, `safetensors` is the other format. Names
+are loaded when they are first asked for: who saves a state needs nothing of the rest.
 """
 
-from nvmeio.checkpoint._load.loading import async_load as async_load
-from nvmeio.checkpoint._load.loading import load as load
-from nvmeio.checkpoint._manager.job import SaveReport as SaveReport
-from nvmeio.checkpoint.checkpointer import Checkpointer as Checkpointer
-from nvmeio.checkpoint.file_objects import FastFileReader as FastFileReader
-from nvmeio.checkpoint.file_objects import FastFileWriter as FastFileWriter
-from nvmeio.checkpoint.saving import async_save as async_save
-from nvmeio.checkpoint.saving import save as save
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from nvmeio.checkpoint._load.loading import async_load as async_load
+    from nvmeio.checkpoint._load.loading import load as load
+    from nvmeio.checkpoint._manager.job import SaveReport as SaveReport
+    from nvmeio.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from nvmeio.checkpoint.file_objects import FastFileReader as FastFileReader
+    from nvmeio.checkpoint.file_objects import FastFileWriter as FastFileWriter
+    from nvmeio.checkpoint.saving import async_save as async_save
+    from nvmeio.checkpoint.saving import save as save
 
 __all__ = [
     "Checkpointer",
@@ -27,3 +32,26 @@ __all__ = [
     "load",
     "save",
 ]
+
+_LATER = {
+    "Checkpointer": "checkpointer",
+    "FastFileReader": "file_objects",
+    "FastFileWriter": "file_objects",
+    "SaveReport": "_manager.job",
+    "async_load": "_load.loading",
+    "async_save": "saving",
+    "load": "_load.loading",
+    "save": "saving",
+}
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'nvmeio.checkpoint' has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"nvmeio.checkpoint.{_LATER[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

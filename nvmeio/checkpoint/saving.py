@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import pickle
-from typing import Any
+import struct
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvmeio._formats.torch_layout import DEFAULT_PROTOCOL, Pickling, UnknownWriterError, pickled
-from nvmeio._formats.torch_writing import padded_nbytes, write_part
-from nvmeio._io.handles import CallHandle
-from nvmeio._io.inflight import InFlight
+from nvmeio._formats import torch_layout
+from nvmeio._formats.torch_layout import DEFAULT_PROTOCOL, FileLayout, Pickling, UnknownWriterError
 from nvmeio._io.long_call import LongCall
+from nvmeio._storage import crc32
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads.interruptible import in_thread, run_interruptible
-from nvmeio.checkpoint.file_objects import FastFileWriter
-from nvmeio.handle import AioHandle
-from nvmeio.progress import Progress
+
+if TYPE_CHECKING:
+    from nvmeio.handle import AioHandle
+    from nvmeio.progress import Progress
 
 logger = logging.getLogger("nvmeio")
+
+# Up to this a state is copied together and written with one call, through the page cache. What
+# moves larger ones (a handle, its threads, staging) takes longer to make than the whole of that.
+SMALL_BYTES = 4 << 20
 
 
 def save(
@@ -62,7 +68,8 @@ def save(
 
     Cost: no copy of the state: what torch allocated goes through 48 MiB of staging, and what
     neither torch nor nvmeio did through the handle's bounce memory, whatever the size. Storages on
-    a GPU go through 64 MiB of page-locked memory.
+    a GPU go through 64 MiB of page-locked memory. A state of up to 4 MiB without a handle of the
+    caller's is copied together and written through the page cache.
     """
     pickled_by = (pickle_module, pickle_protocol)
     with LongCall("save", path, progress) as call:
@@ -110,13 +117,53 @@ def _save(
 ) -> None:
     """Pickle in this thread, and write in one that no interrupt cuts short."""
     try:
-        pickling = pickled(obj, *pickled_by)
+        pickling = torch_layout.pickled(obj, *pickled_by)
         call.check()
-        run_interruptible(lambda: _write(pickling, path, checksum, handle, call), call.cancel)
+        if handle is None and pickling.nbytes <= SMALL_BYTES:
+            run_interruptible(lambda: _write_small(pickling, path, checksum, call), call.cancel)
+        else:
+            run_interruptible(lambda: _write(pickling, path, checksum, handle, call), call.cancel)
     except UnknownWriterError as unknown:
         logger.warning("saving through torch.save, which is slower: %s", unknown)
+        from nvmeio.checkpoint.file_objects import FastFileWriter
+
         with FastFileWriter(path, handle=handle) as writer:
             torch.save(obj, writer, *pickled_by)  # type: ignore[arg-type]
+
+
+def _write_small(
+    pickling: Pickling, path: str | os.PathLike[str], checksum: bool, call: LongCall
+) -> None:
+    with Replacement(path) as replacement:
+        data = _in_memory(pickling.layout(), checksum)
+        call.expect(len(data))
+        call.check()
+        replacement.write(data)
+        call.moved(len(data))
+        call.check()
+        replacement.commit()
+
+
+def _in_memory(layout: FileLayout, checksum: bool) -> bytearray:
+    """The whole of a small file."""
+    data = bytearray(layout.nbytes)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+    for piece in layout.pieces:
+        data[piece.offset : piece.end] = piece.data
+    for record in layout.records:
+        assert isinstance(record.data, torch.Tensor)  # a layout of a pickling has no others
+        source = record.data.cpu()
+        if source.untyped_storage().nbytes() < record.nbytes:
+            raise torch_layout.resized(
+                record.name, record.nbytes, source.untyped_storage().nbytes()
+            )
+        if not checksum:
+            ctypes.memmove(address + record.offset, source.data_ptr(), record.nbytes)
+            continue
+        crc = crc32.copy(address + record.offset, source.data_ptr(), record.nbytes)
+        for at in record.crc_at:
+            struct.pack_into("<I", data, at, crc)
+    return data
 
 
 def _write(
@@ -126,6 +173,11 @@ def _write(
     handle: AioHandle | None,
     call: LongCall,
 ) -> None:
+    # Most states that people try first are small: what only others need is imported here.
+    from nvmeio._formats.torch_writing import padded_nbytes, write_part
+    from nvmeio._io.handles import CallHandle
+    from nvmeio._io.inflight import InFlight
+
     with (
         Replacement(path) as replacement,
         CallHandle(handle, replacement.temporary) as call_handle,

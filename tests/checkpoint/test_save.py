@@ -386,7 +386,8 @@ def check_as_nobody(folder: Path) -> None:
     ran = run_python(
         f"""
         import os
-        import nvmeio, nvmeio.checkpoint
+        import nvmeio
+        nvmeio.save  # imported while it may be
         os.setgroups([]); os.setgid(65534); os.setuid(65534)
         for path, what in (("{locked}/a.pt", "must be writable"), ("{own}/a.pt", "permissions")):
             try:
@@ -399,6 +400,52 @@ def check_as_nobody(folder: Path) -> None:
     )
     assert (ran.returncode, ran.stderr) == (0, "")
     assert names_in(locked) == [] and (own / "a.pt").read_bytes() == b"old"
+
+
+# Small ones
+
+
+def test_a_small_state_makes_no_handle_and_one_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place of torch.save it is slower where most people try it first, if it makes a handle."""
+    synced: list[int] = []
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, _noting(getattr(os, name), synced))
+    state = {"a": noise(1000), "b": noise(3), "c": torch.zeros(0)}
+    ran = run_python(
+        f"""
+        import sys, torch
+        import nvmeio
+        nvmeio.save({{"a": torch.ones(1000)}}, {str(path)!r})
+        assert "nvmeio.handle" not in sys.modules
+        assert not [name for name in sys.modules if name.startswith("nvmeio.engines")]
+        """
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    nvmeio.save(state, path)
+    assert len(synced) <= 2  # the file's bytes, and its name
+    assert_same(torch.load(path), state)
+    assert names_in(path.parent) == [path.name]
+
+
+def _noting(call: Any, noted: list[int]) -> Any:
+    def noting(fd: int) -> None:
+        noted.append(fd)
+        call(fd)
+
+    return noting
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1 << 20, saving_module.SMALL_BYTES])
+@pytest.mark.parametrize("checksum", [True, False])
+def test_files_of_either_way_are_the_same(nbytes: int, checksum: bool, path: Path) -> None:
+    """Small states are copied together, and others go through a handle, as with the caller's."""
+    state = {"a": noise(nbytes, dtype=torch.uint8), "b": [noise(5), noise(4096)], "name": "n"}
+    nvmeio.save(state, path, checksum=checksum)
+    with nvmeio.AioHandle() as handle:
+        nvmeio.save(state, path.with_name("b.pt"), checksum=checksum, handle=handle)
+    assert path.read_bytes() == path.with_name("b.pt").read_bytes()
 
 
 # Several at once, handles
@@ -503,19 +550,24 @@ async def test_a_save_cancelled_before_it_began(path: Path) -> None:
     assert names_in(path.parent) == []
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "last"), [(10, "write"), (saving_module.SMALL_BYTES + 1, "truncate")]
+)
 def test_cancelled_between_the_last_write_and_the_rename(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    nbytes: int, last: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop = LongCall("save", path)
-    truncate = saving_module.Replacement.truncate
+    step = getattr(saving_module.Replacement, last)
 
-    def late(self: Any, nbytes: int) -> None:
-        truncate(self, nbytes)
+    def late(self: Any, what: Any) -> None:
+        step(self, what)
         stop.cancel()
 
-    monkeypatch.setattr(saving_module.Replacement, "truncate", late)
+    monkeypatch.setattr(saving_module.Replacement, last, late)
     with pytest.raises(Cancelled):
-        saving_module._save({"a": noise(10)}, path, (pickle, 2), True, None, stop)
+        saving_module._save(
+            {"a": noise(nbytes, dtype=torch.uint8)}, path, (pickle, 2), True, None, stop
+        )
     assert names_in(path.parent) == []
 
 
@@ -527,9 +579,10 @@ def test_damaged_settings_lose_no_checkpoint(
     (config / "nvmeio").mkdir(parents=True)
     (config / "nvmeio" / "tuned.json").write_text("{")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(config))
-    nvmeio.save({"a": 1}, tmp_path / "a.pt")
+    state = {"a": noise(saving_module.SMALL_BYTES + 1, dtype=torch.uint8)}
+    nvmeio.save(state, tmp_path / "a.pt")
     assert "not using the stored settings" in caplog.text and "tuned.json" in caplog.text
-    assert nvmeio.load(tmp_path / "a.pt") == {"a": 1}
+    assert torch.equal(nvmeio.load(tmp_path / "a.pt")["a"], state["a"])
 
 
 def test_a_missing_directory_is_made_one_level(tmp_path: Path) -> None:

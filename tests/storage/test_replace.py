@@ -173,8 +173,11 @@ def test_a_file_put_in_the_place_of_the_temporary_one_is_refused(
         return real(path, mode)
 
     monkeypatch.setattr(replace.files, "open", swapped)
-    with pytest.raises(TransferError, match="in the place of the temporary one"):
-        Replacement(tmp_path / "a")
+    with (
+        pytest.raises(TransferError, match="in the place of the temporary one"),
+        Replacement(tmp_path / "a") as replacement,
+    ):
+        _ = replacement.file
     monkeypatch.undo()
     assert victim.read_bytes() == b"precious"
 
