@@ -8,6 +8,8 @@ import errno
 import gc
 import io
 import os
+import shutil
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -114,11 +116,42 @@ def average_of_all(training: Training) -> None:
     training.weight.data.mul_(2)
 
 
+def shadow_weights(training: Training) -> None:
+    """Averages as diffusers keeps them: a step, then in, and out again."""
+    parameters = list(training.model.parameters())
+    shadow = [parameter.detach().clone() for parameter in parameters]
+    for kept, parameter in zip(shadow, parameters, strict=True):
+        kept.sub_(0.1 * (kept - parameter.detach() * 3))
+    stored = [parameter.detach().cpu().clone() for parameter in parameters]
+    for kept, parameter in zip(shadow, parameters, strict=True):
+        parameter.data.copy_(kept.to(parameter.device).data)
+    for own, parameter in zip(stored, parameters, strict=True):
+        parameter.data.copy_(own.data)
+
+
+def signal_handler(training: Training) -> None:
+    """Python runs it between two instructions of whatever else is going on."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: averages_in(training))
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        training.weight.data.add_(1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def compiled_kernel(training: Training) -> None:
+    training.backward()
+    torch.compile(training.optimizer.step)()
+
+
 def scaled_step(training: Training) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(training.model(torch.ones(4, SIDE)).square().sum()).backward()
     scaler.step(training.optimizer)
     scaler.update()
+
+
+COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -137,6 +170,9 @@ def scaled_step(training: Training) -> None:
         compiled_graph,
         average_of_all,
         scaled_step,
+        shadow_weights,
+        signal_handler,
+        pytest.param(compiled_kernel, marks=[pytest.mark.stress, COMPILER]),  # a minute
     ],
     ids=lambda write: write.__name__,
 )
@@ -148,6 +184,25 @@ def test_writes_that_nobody_counts(
 ) -> None:
     """A file held a mixture of two states, and verify called it whole."""
     save_and_write(held, engine_held, training.state(), lambda: write(training))
+
+
+def test_averages_that_are_saved_too(
+    held: nvmeio.Checkpointer, engine_held: HeldEngine, training: Training
+) -> None:
+    """They go on while they are written, as the weights do."""
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    averaged = AveragedModel(training.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    averaged.update_parameters(training.model)
+
+    def write() -> None:
+        training.optimizer.step()
+        averaged.update_parameters(training.model)
+        averages_in(training)
+
+    training.backward()
+    state = {**training.state(), "averaged": averaged.state_dict()}
+    assert save_and_write(held, engine_held, state, write).moved_bytes > 2 * 4 * SIDE * SIDE
 
 
 def test_a_read_of_ours_into_what_is_being_saved(
