@@ -128,7 +128,6 @@ class BlockStore(Closing):
         self._stores = StoreWorker("nvmeio-blocks-stores", self._closed_message)
         self._closed = False
         self._left: set[StoreWorker] = set()  # which do what a second interrupt left to itself
-        self._pid = os.getpid()
         self._gate = threading.Lock()  # held by who begins something, and while it becomes closed
         try:
             self._ending = self._stores.owner.call(self._open, slots, handle)
@@ -413,7 +412,7 @@ class BlockStore(Closing):
             worker.post(work, given, done, [False] * len(given[0]))
 
     def _check_open(self) -> None:
-        if self._pid != os.getpid():
+        if self._stores.owner.forked:
             raise ClosedError(f"the block store {self.path} is another process's: open it here")
         if self._closed:
             raise ClosedError(self._closed_message)
@@ -429,7 +428,7 @@ class BlockStore(Closing):
         Idempotent; one that was interrupted is gone on with by the next call. At the end of a
         with statement that a second interrupt ends it waits for nothing: the rest is done later.
         """
-        if self._pid != os.getpid():
+        if self._stores.owner.forked:
             return
         with self._gate:
             self._closed = True

@@ -34,6 +34,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from nvmeio._files import system
+from nvmeio._io.inflight import MOST_BYTES
 from nvmeio._memory.devices import Mark
 from nvmeio._threads.threads import Thread
 from nvmeio.errors import ClosedError
@@ -43,8 +44,6 @@ from nvmeio.operation import Operation
 logger = logging.getLogger("nvmeio")
 
 CHUNK_BYTES = 32 << 20
-# The queue of a lane (128 blocks of 1 MiB) and one chunk more, so that it never runs empty.
-FLIGHT_BYTES = 160 << 20
 FLIGHT_OPERATIONS = 64
 # Of what the page cache holds: enough to keep the drive busy, and the rest is there to be copied.
 CACHED_FLIGHT_BYTES = 64 << 20
@@ -312,7 +311,7 @@ class Reader:
                 fill.after = None
             nbytes = fill.chunks[0].memory.nbytes if fill.chunks else 0
             if self._flying and (
-                self._flying_bytes + nbytes > FLIGHT_BYTES
+                self._flying_bytes + nbytes > MOST_BYTES
                 or len(self._flying) >= FLIGHT_OPERATIONS
                 or (self._flying_bytes + nbytes > CACHED_FLIGHT_BYTES and self._cached(fill))
             ):

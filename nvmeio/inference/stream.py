@@ -135,7 +135,6 @@ class WeightStream(Closing):
         ranks: Ranks | None = None,
     ) -> None:
         self._paths = [os.fspath(path) for path in paths]
-        self._pid = os.getpid()
         self._partition = partition
         self._shares = shares
         self._device = device
@@ -313,7 +312,7 @@ class WeightStream(Closing):
     def end_pass(self) -> None:
         """It is over, and not interrupted; what its last unit held has gone."""
         waited = self._own_pass.end()
-        if waited and self._owner is not None and self._pid == os.getpid():
+        if waited and self._owner is not None and not self._owner.forked:
             self._owner.drain()
 
     def _cuda_stream(self) -> Any:
@@ -423,7 +422,7 @@ class WeightStream(Closing):
         too, or want nothing for `timeout_s`; an interrupt ends that.
         """
         owner = self._owner
-        if owner is None or self._pid != os.getpid():
+        if owner is None or owner.forked:
             return
         uses = self._uses
         if uses is not None and isinstance(uses.resources.reader, RankReader):
@@ -508,7 +507,7 @@ class WeightStream(Closing):
         """Counters since the stream was made."""
         counts = dict(self._before)
         owner = self._owner
-        if owner is not None and self._pid == os.getpid():
+        if owner is not None and not owner.forked:
             with contextlib.suppress(ClosedError):
                 counts = owner.call(self._counts)
         rows, units = self._rows, self._partition.units
@@ -531,7 +530,7 @@ class WeightStream(Closing):
         owner, uses = self._owner, self._uses
         if owner is None or uses is None:
             raise ClosedError(CLOSED)
-        if self._pid != os.getpid():
+        if owner.forked:
             raise ClosedError("the stream of weights belongs to the parent of this forked process")
         return owner, uses
 

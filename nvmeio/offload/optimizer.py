@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 from typing import Any, NoReturn
 
 import torch
@@ -177,7 +176,6 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         self._ending: Ending | None = None
         self._closed = False
         self._given: StepInputs | None = None  # of the step that is being made
-        self._pid = os.getpid()
         self.last_step: Times = Times()
         self.resumed = False
         super().__init__(params, stepper.defaults)
@@ -316,7 +314,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         if self._settings.on_disk and not set_to_none:
             raise ValueError("gradients on the drive are set to none: set_to_none must be True")
         forget = super().zero_grad
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or self._transactions.owner.forked:
             forget(set_to_none)
             return
 
@@ -504,7 +502,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(_CLOSED)
-        if os.getpid() != self._pid:
+        if self._transactions.owner.forked:
             raise ClosedError(
                 "this process was forked from the optimizer's owner: make one of its own here"
             )

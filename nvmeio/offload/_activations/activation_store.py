@@ -18,7 +18,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ import torch
 from nvmeio import _checks
 from nvmeio._checks import Paths
 from nvmeio._io.drives import DriveHandles, ScratchFile
+from nvmeio._io.inflight import MOST_BYTES
 from nvmeio._io.long_call import profiled
 from nvmeio._storage import crc32, durable, guarded
 from nvmeio._threads.owner import Claim, OwnerThread
@@ -41,9 +41,6 @@ logger = logging.getLogger("nvmeio")
 
 
 _CLOSED = "the swapped activations are closed"
-
-# Writes under way at a time, or two of them: the queue of a lane, and what it is refilled with.
-_WRITING_BYTES = 160 << 20
 
 
 class ActivationStore:
@@ -64,7 +61,6 @@ class ActivationStore:
         self._enough = self._most // 2  # from here on, the oldest are written
         self.closed = False
         self.written_bytes = 0
-        self._pid = os.getpid()
         self._numbers = 0
         self._in_memory: dict[int, SavedStorage] = {}  # by storage, the last saved last
         self._memory_bytes = 0
@@ -216,7 +212,7 @@ class ActivationStore:
         for saved in self._in_memory.values():
             if self._memory_bytes - self._writing_bytes <= enough:
                 return None
-            if self._writing_bytes >= _WRITING_BYTES and len(self._writing) > 1:
+            if self._writing_bytes >= MOST_BYTES and len(self._writing) > 1:
                 return None
             if saved.writing is None and saved.failed_in != self._round and saved.is_alone():
                 try:
@@ -328,7 +324,7 @@ class ActivationStore:
         """Raise if it cannot be used here."""
         if self.closed:
             raise ClosedError(_CLOSED)
-        if os.getpid() != self._pid:
+        if self._owner.forked:
             raise ClosedError("this process was forked from the activations' owner: make one here")
 
     def _close(self) -> None:

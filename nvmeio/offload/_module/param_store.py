@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -111,7 +110,6 @@ class ParamStore(Keeper[ParamUnit, Slot]):
         self._on_device: DeviceWindow[ParamUnit] | None = None
         self.closed = False
         self.locked = False
-        self._pid = os.getpid()
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
         self._by_address: dict[int, ParamUnit] = {}
         self._absent = {unit: [absent(span, self.device) for span in unit.spans] for unit in units}
@@ -521,7 +519,7 @@ class ParamStore(Keeper[ParamUnit, Slot]):
         """Raise if it cannot be used here."""
         if self.closed:
             raise ClosedError(_CLOSED)
-        if os.getpid() != self._pid:
+        if self._owner.forked:
             raise ClosedError("this process was forked from the module's owner: swap one here")
 
     def _close(self) -> None:
