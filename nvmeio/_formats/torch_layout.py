@@ -6,10 +6,9 @@ is left is a list of records, each with its place in the file and the memory tha
 the places where its CRC-32 stands. No file is touched here.
 
 Every byte is as torch's own writer of zip files makes it. That takes 15 us a record, for it writes
-into a file of Python's (`Sink`); of records that torch told (`Records`) when it was asked to save,
-the same is put together here, in one go (`_laid_out`). That it is the same is not believed: before
-the first one, records of each kind are written in both ways, and where a byte differs, torch's own
-writer is taken for good.
+into a file of Python's (`Sink`). When torch is asked to save, it names records (`TorchRecords`),
+and the same bytes are put together here, in one go (`_laid_out`). Before the first archive, records
+of each kind are written in both ways; where a byte differs, torch's own writer is taken for good.
 """
 
 from __future__ import annotations
@@ -161,9 +160,9 @@ class Pickling(NamedTuple):
                 skeleton = skeleton_of(sink)
         return layout_of(skeleton, storages)
 
-    def _records(self, replay: Any) -> Records:
+    def _records(self, replay: Any) -> TorchRecords:
         """Those that torch would write: it is asked of the first storage, and not of a thousand."""
-        told: Any = Records()
+        told: Any = TorchRecords()
         first = dict(itertools.islice(self.storages.items(), 1))
         torch.serialization._save(  # type: ignore[no-untyped-call]
             first, told, replay, DEFAULT_PROTOCOL, False
@@ -172,7 +171,7 @@ class Pickling(NamedTuple):
         if first and told.sizes[-1:] != sizes[:1]:
             raise unknown_torch(f"a storage's record is {told.sizes[-1]}")
         told.sizes += sizes[1:]
-        return cast(Records, told)
+        return cast(TorchRecords, told)
 
 
 def pickled(
@@ -391,7 +390,7 @@ def skeleton_of(sink: Sink) -> Skeleton:
 # What torch's own writer would write
 
 
-class Records:
+class TorchRecords:
     """What torch tells in place of its own writer of zip files."""
 
     def __init__(self) -> None:
@@ -435,7 +434,7 @@ class Records:
         return skeleton_of(sink)
 
 
-def _laid_out(told: Records, alignment: int) -> Skeleton:
+def _laid_out(told: TorchRecords, alignment: int) -> Skeleton:
     """The archive of these records as torch's writer makes it (`PyTorchStreamWriter`, miniz)."""
     own = {**told.own, "version": _VERSION}
     sizes = (*told.sizes, ("version", len(_VERSION)), (_NUMBER, 2 * _DIGITS))
@@ -560,7 +559,7 @@ def _agrees(sums: bool, alignment: int) -> bool:
         sums: Whether torch makes CRCs, which its number of an archive is made of.
         alignment: Of records.
     """
-    told = Records()
+    told = TorchRecords()
     for name, own in (("data.pkl", b"1" * 70), ("byteorder", b"little"), ("empty", b"")):
         told.write_record(name, own, len(own))
     for number, nbytes in enumerate((100, 0, 4096, (5 << 30) + 1, 7, 0)):

@@ -38,7 +38,7 @@ def server_begins() -> None:
         _began.append(time.time())
 
 
-class Model(NamedTuple):
+class ServedModel(NamedTuple):
     """A model that computes keys and values.
 
     Attributes:
@@ -56,7 +56,7 @@ class Model(NamedTuple):
     why: str = ""
 
 
-class Options(NamedTuple):
+class WeightOptions(NamedTuple):
     """What a user says of the weights.
 
     Attributes:
@@ -70,7 +70,7 @@ class Options(NamedTuple):
     fingerprint: Any = "auto"
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Options:
+    def of(cls, given: Mapping[str, Any]) -> WeightOptions:
         """Those of a configuration.
 
         Raises:
@@ -93,7 +93,7 @@ class Untold(Exception):
 
 
 def identity_of(
-    models: Sequence[Model], options: Options, settings: Sequence[Any], directory: str
+    models: Sequence[ServedModel], options: WeightOptions, settings: Sequence[Any], directory: str
 ) -> str | None:
     """What blocks of these models are of.
 
@@ -122,13 +122,13 @@ def identity_of(
     return json.dumps([found, list(settings)], default=str)
 
 
-def _asked(models: Sequence[Model], options: Options) -> Sequence[Model]:
+def _asked(models: Sequence[ServedModel], options: WeightOptions) -> Sequence[ServedModel]:
     if options.weights is not None:
-        return [Model(options.weights)]
+        return [ServedModel(options.weights)]
     return models
 
 
-def _looked_at(model: Model, options: Options, directory: str) -> str:
+def _looked_at(model: ServedModel, options: WeightOptions, directory: str) -> str:
     if model.why:
         raise Untold(model.why)
     path = _path_of(model)
@@ -150,7 +150,7 @@ def _looked_at(model: Model, options: Options, directory: str) -> str:
     return f"{found.how} {found.digest}"
 
 
-def _path_of(model: Model) -> str:
+def _path_of(model: ServedModel) -> str:
     if os.path.exists(model.name):
         return model.name
     try:

@@ -38,7 +38,7 @@ from nvmeio._formats.safetensors_shards import parse_size
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio.errors import ClosedError
 from nvmeio.integrations._clients import client, joined, on_demand, resolved
-from nvmeio.integrations._kv_identity import Model, Options, identity_of
+from nvmeio.integrations._kv_identity import ServedModel, WeightOptions, identity_of
 
 __all__ = ["HiCache", "NvmeHiCache"]  # noqa: F822 (made by __getattr__)
 
@@ -102,7 +102,7 @@ class HiCache:
         self._directory = str(extra["directory"])
         self._capacity = parse_size(extra["capacity_bytes"])
         models, settings = served(storage_config.model_name)
-        self._identity = identity_of(models, Options.of(extra), settings, self._directory)
+        self._identity = identity_of(models, WeightOptions.of(extra), settings, self._directory)
         self._generations = 0
         self._lock = threading.Lock()
         self._stores: dict[str, BlockStore] = {}
@@ -483,17 +483,17 @@ def _backend() -> Any:
 __getattr__ = on_demand(__name__, "NvmeHiCache", _backend)
 
 
-def served(model_name: str | None) -> tuple[list[Model], list[Any]]:
+def served(model_name: str | None) -> tuple[list[ServedModel], list[Any]]:
     """The models whose keys and values are kept, and what else makes them differ."""
     args: Any = None
     with contextlib.suppress(ImportError, AttributeError, ValueError):  # ValueError: none yet
         args = importlib.import_module(_CONTEXT).get_server_args()
     if args is None:
-        return [Model(str(model_name), is_revision_known=False)], []
+        return [ServedModel(str(model_name), is_revision_known=False)], []
 
-    def model(path: str, revision: str, load_format: str) -> Model:
+    def model(path: str, revision: str, load_format: str) -> ServedModel:
         made_up = getattr(args, load_format, None) == "dummy"
-        return Model(
+        return ServedModel(
             str(getattr(args, path)),
             getattr(args, revision, None),
             getattr(args, "download_dir", None),

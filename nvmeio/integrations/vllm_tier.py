@@ -32,7 +32,7 @@ import torch
 from nvmeio._blocks.store import BlockStore
 from nvmeio._formats.safetensors_shards import parse_size
 from nvmeio.integrations._clients import client, joined, on_demand
-from nvmeio.integrations._kv_identity import Model, Options, identity_of
+from nvmeio.integrations._kv_identity import ServedModel, WeightOptions, identity_of
 
 __all__ = ["NvmeTier", "Tier"]  # noqa: F822 (made by __getattr__)
 
@@ -110,7 +110,7 @@ class Tier:
         if getattr(parallel, "data_parallel_size", 1) > 1:
             name += f"-dp{parallel.data_parallel_index}"
         capacity = parse_size(capacity_bytes)
-        said = Options.of(
+        said = WeightOptions.of(
             {"weights": weights, "weights_id": weights_id, "fingerprint": fingerprint}
         )
         models, settings = _served(offloading_spec)
@@ -233,17 +233,17 @@ class Tier:
         self._view.release()
 
 
-def _served(offloading_spec: Any) -> tuple[list[Model], list[Any]]:
+def _served(offloading_spec: Any) -> tuple[list[ServedModel], list[Any]]:
     """The models whose keys and values are kept, and what else makes them differ."""
     seed = os.environ.get("PYTHONHASHSEED")  # of vLLM's names for blocks
     config = _configuration()
     if config is None:
         name = str(offloading_spec.config.model.name)
-        return [Model(name, is_revision_known=False)], [seed]
+        return [ServedModel(name, is_revision_known=False)], [seed]
     model, loading = config.model_config, config.load_config
     drafts = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
     models = [
-        Model(
+        ServedModel(
             str(each.model),
             getattr(each, "revision", None),
             getattr(loading, "download_dir", None),

@@ -24,7 +24,7 @@ from nvmeio.cli._terminal import binary_size, parse_duration, parse_size
 from nvmeio.cli.measure.disk import scratch
 from nvmeio.cli.tune import page, rig
 from nvmeio.cli.tune.rig import Rig
-from nvmeio.cli.tune.search import Unusable
+from nvmeio.cli.tune.search import UnusableSetting
 from nvmeio.cli.tune.space import DEFAULT, default_grid, load_grid, settings
 from nvmeio.engines.base import Options
 
@@ -409,7 +409,7 @@ def test_a_setting_that_the_kernel_refuses_is_unusable(tmp_path: Path) -> None:
     ):
         measuring = Rig([made[tmp_path]], MIB, engine="libaio")
         measuring.prepare()
-        with pytest.raises(Unusable, match="AIO events"):
+        with pytest.raises(UnusableSetting, match="AIO events"):
             measuring.measure(Options(4096, 65536, False, True, limit // 65536 + 1), "read", MIB)
         assert measuring.measure(Options(), "write", MIB) > 0
 

@@ -6,7 +6,15 @@ import random
 
 import pytest
 
-from nvmeio.cli.tune.search import Finalist, Op, Search, SearchOutcome, Unusable, decide, finalists
+from nvmeio.cli.tune.search import (
+    Finalist,
+    Op,
+    Search,
+    SearchOutcome,
+    UnusableSetting,
+    decide,
+    finalists,
+)
 from nvmeio.cli.tune.space import DEFAULT, Grid, default_grid, distance, settings
 from nvmeio.engines.base import Options
 
@@ -133,7 +141,7 @@ def test_settings_that_cannot_be_used_are_left_out_and_told() -> None:
 
     def picky(setting: Options, op: Op, nbytes: int) -> float:
         if setting.intra_op_parallelism == 4:
-            raise Unusable("too many AIO events")
+            raise UnusableSetting("too many AIO events")
         return measure(setting, op, nbytes)
 
     drive.measure = picky  # type: ignore[method-assign]
@@ -145,9 +153,9 @@ def test_settings_that_cannot_be_used_are_left_out_and_told() -> None:
 
 def test_a_default_that_cannot_be_used_ends_the_search() -> None:
     def never(setting: Options, op: Op, nbytes: int) -> float:
-        raise Unusable("too many AIO events")
+        raise UnusableSetting("too many AIO events")
 
-    with pytest.raises(Unusable, match="too many AIO events"):
+    with pytest.raises(UnusableSetting, match="too many AIO events"):
         Search(GRID, ["read"], MIB, never, lambda: 0.0).run(60.0)
 
 

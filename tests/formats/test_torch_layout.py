@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvmeio._formats import torch_layout as torch_layout_module
-from nvmeio._formats.torch_layout import FileLayout, Records, plan_layout
+from nvmeio._formats.torch_layout import FileLayout, TorchRecords, plan_layout
 from nvmeio.errors import BackendUnavailableError, IntegrityError
 
 
@@ -45,13 +45,13 @@ def written(state: object) -> bytes:
 def _asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gets the number of records of each archive that torch's own writer makes."""
     asked: list[int] = []
-    real = Records.written
+    real = TorchRecords.written
 
-    def watched(told: Records) -> torch_layout_module.Skeleton:
+    def watched(told: TorchRecords) -> torch_layout_module.Skeleton:
         asked.append(len(told.sizes))
         return real(told)
 
-    monkeypatch.setattr(Records, "written", watched)
+    monkeypatch.setattr(TorchRecords, "written", watched)
     return asked
 
 
@@ -226,7 +226,7 @@ def test_a_storage_that_is_resized_after_it_was_pickled_is_told(nbytes: int) -> 
 
 
 def test_more_records_than_the_end_record_can_count() -> None:
-    told = Records()
+    told = TorchRecords()
     told.write_record("data.pkl", b"1", 1)
     told.write_record("byteorder", b"little", 6)
     for number in range(0x10000):
@@ -237,7 +237,7 @@ def test_more_records_than_the_end_record_can_count() -> None:
 def test_archives_of_more_than_32_bits() -> None:
     """The directory too lies past 4 GiB; nothing of that size is allocated."""
     for sizes in ([(1 << 32) - 1], [1 << 32], [5 << 30, 1, 6 << 30, 0, 2]):
-        told = Records()
+        told = TorchRecords()
         told.write_record("byteorder", b"little", 6)
         for number, nbytes in enumerate(sizes):
             told.write_record_metadata(f"data/{number}", nbytes)
@@ -254,7 +254,7 @@ def test_a_torch_without_the_seam_saves_the_same(monkeypatch: pytest.MonkeyPatch
 
 
 def test_records_that_are_told_twice_or_in_part_are_refused() -> None:
-    told = Records()
+    told = TorchRecords()
     told.write_record("a", b"12", 2)
     for name, data, nbytes in (("a", b"12", 2), ("b", b"12", 1)):
         with pytest.raises(BackendUnavailableError):

@@ -27,7 +27,7 @@ from nvmeio.cli.measure.disk import (
     write_file,
 )
 from nvmeio.cli.tune.result import Latencies, Log, TunePlan, TuneResult
-from nvmeio.cli.tune.search import Op, Search, Unusable
+from nvmeio.cli.tune.search import Op, Search, UnusableSetting
 from nvmeio.cli.tune.space import DEFAULT, in_words
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError, NvmeioError
@@ -89,7 +89,7 @@ class Rig:
         """Seconds that a transfer takes, all directories at once; making handles is not in it.
 
         Raises:
-            Unusable: The setting cannot be had here.
+            UnusableSetting: The setting cannot be had here.
             TransferError: The drive failed.
         """
         handles = self._open(setting)
@@ -112,7 +112,7 @@ class Rig:
             for handle in handles:
                 handle.close()
             if isinstance(failed, BackendUnavailableError):
-                raise Unusable(str(failed).splitlines()[0]) from failed
+                raise UnusableSetting(str(failed).splitlines()[0]) from failed
             raise
         return handles
 
@@ -247,7 +247,7 @@ class TuneRun:
             rig.prepare()
             try:
                 outcome = self._search.run(self._started + plan.budget_s - latency_s)
-            except Unusable as unusable:
+            except UnusableSetting as unusable:
                 raise BackendUnavailableError(
                     f"the default setting cannot be used: {unusable}"
                 ) from None

@@ -62,7 +62,7 @@ class SearchStage:
 STAGES = (SearchStage("second look", 40, 0.5, 0.58), SearchStage("third look", 16, 1.0, 0.68))
 
 
-class Unusable(Exception):
+class UnusableSetting(Exception):
     """A setting that cannot be measured here, such as one that needs too many AIO events."""
 
 
@@ -126,7 +126,7 @@ class Search:
         ops: Directions that count, all the same.
         io_size: Bytes of a full transfer.
         measure: Moves so many bytes once with a setting; the seconds that took, by the same clock.
-            May raise `Unusable`.
+            May raise `UnusableSetting`.
         clock: Seconds.
         on_progress: Told what is being done, before each measurement.
         seed: Of everything that is left to chance.
@@ -166,7 +166,7 @@ class Search:
         """Searches until the clock says `deadline`, or until more time would tell nothing more.
 
         Raises:
-            Unusable: The default cannot be used.
+            UnusableSetting: The default cannot be used.
         """
         start = self._clock()
         self._set_the_pace()
@@ -292,7 +292,7 @@ class Search:
             for op, recent in self._references.items():
                 sample = self._sample(setting, op, nbytes, stage)
                 logs.append(math.log(sample.gb_per_s / statistics.median(recent)))
-        except Unusable as unusable:
+        except UnusableSetting as unusable:
             self._unusable[setting] = str(unusable)
             return None
         value = statistics.fmean(logs)

@@ -19,7 +19,7 @@ from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import ClosedError, IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.offload._generations import manifests
-from nvmeio.offload._generations.manifests import Manifest, Unusable
+from nvmeio.offload._generations.manifests import Manifest, UnusableGeneration
 from nvmeio.offload._generations.rank_steps import DurableSteps, agreed
 from nvmeio.offload._generations.state_files import NAMES, StateFiles, copy_files
 from nvmeio.offload._generations.transactions import Transaction
@@ -428,7 +428,7 @@ def _strides_of(
     return {number: by_name for number, by_name in strides.items() if by_name}
 
 
-def _tell_of(unusable: Sequence[Unusable], resumed: Manifest) -> None:
+def _tell_of(unusable: Sequence[UnusableGeneration], resumed: Manifest) -> None:
     """Say that a newer generation is there, or may be, and could not be gone on from."""
     last = resumed.generation
     for path, generation, why in unusable:

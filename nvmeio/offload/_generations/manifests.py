@@ -163,7 +163,7 @@ def _write(path: str, data: bytes, offset: int, durable: bool = False) -> None:
         write_small(guarded.open_own(path), data, sync, offset)
 
 
-class Unusable(NamedTuple):
+class UnusableGeneration(NamedTuple):
     """A generation that is in its place and cannot be gone on from.
 
     Attributes:
@@ -177,7 +177,7 @@ class Unusable(NamedTuple):
     why: str
 
 
-class Generations(NamedTuple):
+class StoredGenerations(NamedTuple):
     """What a directory holds.
 
     Attributes:
@@ -186,7 +186,7 @@ class Generations(NamedTuple):
     """
 
     complete: list[Manifest]
-    unusable: list[Unusable]
+    unusable: list[UnusableGeneration]
 
 
 def newest(directory: str) -> Manifest | None:
@@ -197,7 +197,7 @@ def newest(directory: str) -> Manifest | None:
     return max(read(directory).complete, key=lambda each: each.generation, default=None)
 
 
-def read(directory: str) -> Generations:
+def read(directory: str) -> StoredGenerations:
     """Every generation that is there.
 
     Raises:
@@ -205,7 +205,7 @@ def read(directory: str) -> Generations:
         TransferError: It cannot be read.
     """
     complete: list[Manifest] = []
-    unusable: list[Unusable] = []
+    unusable: list[UnusableGeneration] = []
     stepped = False
     for name in NAMES:
         path = os.path.join(directory, name)
@@ -220,12 +220,13 @@ def read(directory: str) -> Generations:
         manifest = _decode(data, path)
         if manifest is None:
             if data:  # an empty place is what a step begins with
-                unusable.append(Unusable(path, _number_in(data, name), _why_not_whole(data)))
+                number, why = _number_in(data, name), _why_not_whole(data)
+                unusable.append(UnusableGeneration(path, number, why))
         elif manifest.durable or manifest.boot == boot_id() != "":
             complete.append(manifest)
         else:
             why = "had not reached the drive when the machine was started anew"
-            unusable.append(Unusable(path, manifest.generation, why))
+            unusable.append(UnusableGeneration(path, manifest.generation, why))
     if stepped and not complete:
         lost = any("started anew" in each.why for each in unusable)
         what = (
@@ -239,7 +240,7 @@ def read(directory: str) -> Generations:
             expected="a manifest with a valid checksum, and durable or of this boot",
             found="none",
         )
-    return Generations(complete, unusable)
+    return StoredGenerations(complete, unusable)
 
 
 def _number_in(data: bytes, name: str) -> int:

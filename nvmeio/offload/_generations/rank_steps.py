@@ -20,7 +20,7 @@ import torch.distributed as dist
 from nvmeio._ranks.rank_store import RankStore, pauses, several
 from nvmeio.errors import IntegrityError, TransferError, counted
 from nvmeio.offload._generations import manifests
-from nvmeio.offload._generations.manifests import Manifest, Unusable
+from nvmeio.offload._generations.manifests import Manifest, UnusableGeneration
 
 
 @dataclasses.dataclass
@@ -216,7 +216,7 @@ class Agreed(NamedTuple):
 
     manifest: Manifest | None
     later: list[Manifest]
-    unusable: list[Unusable]
+    unusable: list[UnusableGeneration]
     run: str
 
 
@@ -251,7 +251,7 @@ def agreed(directory: str, failure: Exception | None = None) -> Agreed:
     A collective of the default process group, if that has several ranks.
     """
     mine: list[Manifest] = []
-    unusable: list[Unusable] = []
+    unusable: list[UnusableGeneration] = []
     try:
         if failure is None:
             mine, unusable = manifests.read(directory)
