@@ -46,7 +46,7 @@ from fake_kernels import Kernels as Kernels
 from fake_kernels import quietly, span
 from torch.overrides import _get_current_function_mode_stack
 
-from nvmeio._memory import devices, mappings
+from nvmeio._memory import devices, mappings, page_locked
 from nvmeio._shim import memory_at
 from nvmeio._threads import threads
 
@@ -576,6 +576,7 @@ def accelerator(
         seed: Of what streams do at random.
         tells: Raise at the end if something was wrong (`Accelerator.problems`).
     """
+    page_locked.forget()
     cuda = Accelerator(compute, copies, seed)
     for name in fake_cuda.NAMES:
         made: Any = getattr(cuda, name)
@@ -645,6 +646,7 @@ def accelerator(
             if sys.exc_info()[0] is not None:
                 print(*problems, sep="\n", file=sys.stderr)
         cuda.stop()
+        page_locked.forget()
         # Memory may outlive the stand-in (in the traceback of an error, say), and ends without it.
         for pin in list(mappings.pinned.values()):
             with pin.lock:

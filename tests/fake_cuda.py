@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from nvmeio._memory import devices
+from nvmeio._memory import devices, page_locked
 
 _PATIENCE_S = 30.0
 STREAMS = 32  # of a device: c10/cuda/CUDAStream.h
@@ -353,6 +353,7 @@ NAMES = [
 
 def fake_cuda(patch: pytest.MonkeyPatch) -> FakeCuda:
     """`torch.cuda` is the model from now on."""
+    page_locked.forget()
     cuda = FakeCuda()
     patch.setattr(devices, "_side_streams", {})
     has_context = cuda.contexts.__contains__

@@ -17,7 +17,7 @@ from support import collect
 
 import nvmeio
 from nvmeio._io import spans as span_reads
-from nvmeio._memory import devices
+from nvmeio._memory import devices, page_locked
 from nvmeio._threads.interruptible import in_thread
 from nvmeio.engines.cufile import driver
 from nvmeio.inference.blocks import Lockstep
@@ -33,6 +33,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     made.set_device(2)
     yield made
     collect()  # memory that was locked with it is unlocked with it
+    page_locked.forget()
 
 
 def in_new_thread(work: Callable[[], object]) -> None:
@@ -68,6 +69,7 @@ def test_threads_of_ours_touch_no_other_device(cuda: FakeCuda) -> None:
         del chunk
 
     in_new_thread(pump)
+    page_locked.forget()
     assert {name for name, _ in cuda.calls} >= {"copy", "query", "synchronize", "cudaHostRegister"}
     assert cuda.contexts == {2}
     assert ("cudaHostUnregister", 2) in cuda.calls

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio import buffers
+from nvmeio._memory import page_locked
 from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio._shim import memory_at
 from nvmeio._threads.closing import on_error
@@ -198,10 +199,13 @@ class InFlight:
 
 
 def new_staging(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Aligned bytes for copies to or from a device; page-locked for CUDA where allowed."""
+    """Aligned bytes for copies to or from a device; page-locked for CUDA where allowed.
+
+    When its last tensor is gone others use it: no copy may be under way then.
+    """
     if device.type == "cuda":
         try:
-            return buffers.empty_pinned(nbytes, dtype=torch.uint8)
+            return page_locked.take(nbytes)
         except OSError as refused:
             logger.info("copying through memory that is not page-locked: %s", refused)
     return buffers.empty_aligned(nbytes, dtype=torch.uint8)

@@ -20,7 +20,6 @@ here is made with its own device current, and the thread is put back as it was f
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
@@ -28,9 +27,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from nvmeio import _checks
-from nvmeio._memory import mappings
-
-logger = logging.getLogger("nvmeio")
+from nvmeio._memory import page_locked
 
 Value = TypeVar("Value")
 
@@ -54,7 +51,8 @@ class Copier(Protocol):
     def page_locked(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Host memory for copies with any device, a multiple of the page long.
 
-        It lives as long as its views. `device` is one that is in use already.
+        It is others' when its last view is gone: no copy may be under way then. `device` is one
+        that is in use already.
         """
 
     def upload(self, target: torch.Tensor, chunk: torch.Tensor) -> Mark:
@@ -120,15 +118,7 @@ class CudaCopier:
 
     def page_locked(self, nbytes: int, device: torch.device) -> torch.Tensor:
         with torch.cuda.device(device):
-            mapping = mappings.Mapping(nbytes)
-            try:
-                mapping.lock()
-            except OSError as refused:
-                # The limit is mlock's; CUDA page-locks by itself, and does not count against it.
-                logger.info("page-locking through CUDA alone: %s", refused)
-            mapping.populate()
-            mapping.register_with_cuda()
-            return mapping.tensor(0, (nbytes,), torch.uint8)
+            return page_locked.take(nbytes)
 
     def upload(self, target: torch.Tensor, chunk: torch.Tensor) -> Mark:
         return self._copy(target, chunk, side_stream(device_of(target), "ring up"))

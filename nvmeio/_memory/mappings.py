@@ -331,16 +331,20 @@ class Mapping(mmap.mmap):
                 raise MemoryError(no_memory(self.nbytes, os.strerror(code)))
             ctypes.memset(self.address + start, 0, length)  # Linux before 5.14; no GIL either
 
-    def register_with_cuda(self) -> None:
+    def register_with_cuda(self) -> bool:
         """Make it known to CUDA where CUDA is in use; call after `lock` (or not) and `populate`.
 
         CUDA page-locks what is not locked yet.
+
+        Returns:
+            Whether CUDA is.
         """
         device = cuda_device()
         if device is None:
-            return
+            return False
         with torch.cuda.device(device):
             self._register(device)
+        return True
 
     def _register(self, device: int) -> None:
         cuda: Any = torch.cuda

@@ -25,6 +25,7 @@ import torch
 
 from nvmeio._io.drives import LEAST_CHUNK_BYTES, DriveHandles, ScratchFile
 from nvmeio._io.inflight import new_staging
+from nvmeio._memory import devices, page_locked
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._storage import crc32
 from nvmeio._storage.durable import make_directory
@@ -94,7 +95,7 @@ class OffloadedLayer:
         for size in sizes:
             starts.append(end)
             end += round_up(size, PAGE_BYTES)
-        memory = _room_for(end, self.keys.device.type == "cuda")
+        memory = new_staging(end, devices.device_of(self.keys))
         pieces: list[tuple[torch.Tensor, KVBlock]] = []
         operations: list[Operation] = []
         for block, start, size in zip(self._blocks, starts, sizes, strict=True):
@@ -125,8 +126,8 @@ class OffloadedLayer:
             if new:
                 parts.append(new[index])
             found.append(torch.cat(parts, dim=-2) if parts else kept)
-        if arriving is not None and self.keys.device.type == "cuda":
-            torch.cuda.current_stream(self.keys.device).synchronize()  # before the memory goes
+        if arriving is not None:
+            devices.now(devices.device_of(self.keys)).wait()  # before the memory is others'
         return found[0], found[1]
 
     def _compare(self, pieces: Sequence[tuple[torch.Tensor, KVBlock]]) -> None:
@@ -436,7 +437,7 @@ class KVStore:
         shape = (2, *keys.shape)
         nbytes = 2 * keys.nbytes
         self.written_bytes += nbytes
-        memory = _room_for(nbytes, keys.device.type == "cuda")
+        memory = self._room(round_up(nbytes, PAGE_BYTES), devices.device_of(keys))
         both = memory[:nbytes].view(keys.dtype).view(shape)
         both[0].copy_(keys)
         both[1].copy_(values)
@@ -447,6 +448,13 @@ class KVStore:
         # While it is written: it only reads the memory.
         found = crc32.of_memory(memory.data_ptr(), nbytes) if self._checksum else None
         return KVBlock(shape, place, memory.nbytes, None, found), writing
+
+    def _room(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory for a block: on its way to the file, or to stay."""
+        if self._file is None and device.type == "cuda":
+            with contextlib.suppress(OSError):  # it may not be locked
+                return page_locked.new(nbytes)
+        return new_staging(nbytes, device)
 
     def forget(self, blocks: Sequence[KVBlock]) -> None:
         """Let the room of blocks be written again; nothing of them may be in flight.
@@ -504,7 +512,3 @@ class KVStore:
         self.settle()
         if self._file is not None:
             self._file.close()
-
-
-def _room_for(nbytes: int, for_cuda: bool) -> torch.Tensor:
-    return new_staging(round_up(nbytes, PAGE_BYTES), torch.device("cuda" if for_cuda else "cpu"))

@@ -23,7 +23,7 @@ from faults._support import MIB
 from support import PATIENCE_S, HeldEngine, needs_protection, spin_until, thread, until
 
 import nvmeio
-from nvmeio._memory import devices
+from nvmeio._memory.mappings import Mapping
 
 SIDE = 600  # a weight of 1.4 MB, which is written by an operation of its own
 
@@ -31,12 +31,6 @@ SIDE = 600  # a weight of 1.4 MB, which is written by an operation of its own
 @pytest.fixture(autouse=True)
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """It is there before any Checkpointer, and goes after it."""
-
-    def page_locked(_: Any, nbytes: int, device: torch.device) -> torch.Tensor:
-        assert device == torch.device("cuda", 0)
-        return nvmeio.empty_aligned(nbytes, dtype=torch.uint8)
-
-    monkeypatch.setattr(devices.CudaCopier, "page_locked", page_locked)
     with asynchronous(monkeypatch) as made:
         made.set_device(0)
         yield made
@@ -287,12 +281,12 @@ def test_no_memory_to_copy_to(new: Any, cuda: FakeCuda, monkeypatch: pytest.Monk
     training, checkpointer = Training(cuda), new()
     host = torch.zeros(SIDE * SIDE)
 
-    def refuse(_: Any, nbytes: int, device: torch.device) -> torch.Tensor:
-        raise MemoryError("no page-locked memory")
+    def refuse(_: Any) -> None:
+        raise MemoryError("no memory")
 
     with monkeypatch.context() as broken:
-        broken.setattr(devices.CudaCopier, "page_locked", refuse)
-        with pytest.raises(MemoryError, match="no page-locked memory"):
+        broken.setattr(Mapping, "populate", refuse)
+        with pytest.raises(MemoryError, match="no memory"):
             checkpointer.save_sync({**training.state(), "host": host}, 1)
     host.untyped_storage().resize_(0)  # nothing of it is held
     training.optimizer.step()
@@ -304,15 +298,36 @@ def test_no_memory_to_copy_to(new: Any, cuda: FakeCuda, monkeypatch: pytest.Monk
 def test_memory_that_may_not_be_locked_is_used_all_the_same(
     new: Any, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: Any, nbytes: int, device: torch.device) -> torch.Tensor:
-        raise OSError(errno.ENOMEM, "RLIMIT_MEMLOCK")
+    def refuse(_: Any) -> bool:
+        raise OSError(errno.EIO, "cudaHostRegister")
 
-    monkeypatch.setattr(devices.CudaCopier, "page_locked", refuse)
+    monkeypatch.setattr(Mapping, "register_with_cuda", refuse)
     training, checkpointer = Training(cuda), new()
-    checkpointer.save_sync(training.state(), 1)
-    training.optimizer.step()
-    checkpointer.wait_sync()
-    check(checkpointer, 1, training.as_saved())
+    for step in (1, 2):
+        checkpointer.save_sync(training.state(), step)
+        saved = training.as_saved(float(step - 1))
+        training.optimizer.step()
+        checkpointer.wait_sync()
+        check(checkpointer, step, saved)
+
+
+def test_memory_is_locked_once_the_first_save_is_durable(new: Any, cuda: FakeCuda) -> None:
+    """The caller of the first one waited until all of the state's size was locked, at 1 GB/s."""
+
+    def locks() -> int:
+        return [name for name, _ in cuda.calls].count("cudaHostRegister")
+
+    training, checkpointer = Training(cuda), new()
+    with holding(cuda) as release:
+        checkpointer.save_sync(training.state(), 1)
+        assert locks() == 0
+        release()
+        checkpointer.wait_sync()
+    spin_until(lambda: locks() == 1)
+    for step in (2, 3):
+        checkpointer.save_sync(training.state(), step)
+        checkpointer.wait_sync()
+    assert locks() == 1
 
 
 def test_a_save_that_is_called_off_waits_for_what_is_on_the_bus(new: Any, cuda: FakeCuda) -> None:

@@ -423,6 +423,7 @@ class SaveJob(ABC):
             self._recycled = recycled
             self._log()
             self._end(None)
+            self.setup.snapshots.staging.lock()
 
     def _end(self, failed: BaseException | None) -> None:
         unlist()

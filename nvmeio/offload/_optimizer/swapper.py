@@ -14,8 +14,7 @@ import torch
 
 from nvmeio._checks import Paths
 from nvmeio._io.drives import DriveHandles
-from nvmeio._memory import devices
-from nvmeio._pages import PAGE_BYTES, round_up
+from nvmeio._memory import page_locked
 from nvmeio._ranks.rank_store import several
 from nvmeio._threads.closing import do_all
 from nvmeio._threads.shutdown import Ending
@@ -198,10 +197,9 @@ class StateSwapper(Swapped):
 
     def _memory(self, nbytes: int) -> torch.Tensor:
         """For state that stays; page-locked where a device copies it."""
-        where = self._settings.device
         if self.device is None:
             return empty_aligned(nbytes, dtype=torch.uint8)
-        return devices.new_copier().page_locked(round_up(nbytes, PAGE_BYTES), where)[:nbytes]
+        return page_locked.new(nbytes)
 
     def _relocate(self, params: Sequence[SwappedParam]) -> None:
         for param in params:
