@@ -40,14 +40,9 @@ async def train(directory: Path, steps: int, tell: Callable[[int, str], None]) -
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    first = 0
     async with nvmeio.Checkpointer(directory, keep=KEEP) as checkpointer:
-        if checkpointer.latest_step() is not None:
-            state = await checkpointer.async_restore()
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            torch.set_rng_state(state["rng"])
-            first = state["step"] + 1
+        # Weights, moments and random states of the latest checkpoint, or nothing and 0.
+        first = await checkpointer.async_resume(model=model, optimizer=optimizer)
         for step in range(first, steps):
             batch = torch.randn(BATCH, WIDTH)
             loss = (model(batch) - batch.roll(1, 1)).square().mean()
@@ -55,13 +50,8 @@ async def train(directory: Path, steps: int, tell: Callable[[int, str], None]) -
             loss.backward()
             optimizer.step()
             tell(step, loss.item().hex())
-            state = {
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "rng": torch.get_rng_state(),
-                "step": step,
-            }
-            await checkpointer.save(state, step)  # as it is now; the writing goes on beside
+            # As it is now; the writing goes on beside.
+            await checkpointer.save(checkpointer.training_state(), step)
 
 
 class Gain(NamedTuple):

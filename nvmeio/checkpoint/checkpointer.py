@@ -28,7 +28,8 @@ from nvmeio.checkpoint._ranks.drives import OwnDrives, Save
 from nvmeio.checkpoint._ranks.loading_ranks import ALONE, Attempts, LoadingRanks
 from nvmeio.checkpoint._ranks.part_ranks import PartRanks
 from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots, checked_way
-from nvmeio.errors import TransferError
+from nvmeio.checkpoint.training import Training
+from nvmeio.errors import TransferError, counted
 from nvmeio.handle import AioHandle
 from nvmeio.progress import Progress
 
@@ -167,6 +168,8 @@ class Checkpointer(ClosingWork):
             way = checked_way(snapshot)
             self._store = store_of(process_group, path)
         self._keep = keep
+        self._layout = layout
+        self._training: Training | None = None
         self._read_only = bool(read_only)
         self._closing: Future[None] | None = None
         new_setup = partial(
@@ -422,6 +425,79 @@ class Checkpointer(ClosingWork):
         if drives is not None:
             return partial(restore_parts, wanted, drives)
         return partial(restore, wanted)
+
+    # A training, gone on with
+
+    def resume(self, *, strict: bool = True, progress: Progress | None = None, **parts: Any) -> int:
+        """Go on from the latest checkpoint, or begin: the step that comes next.
+
+        Brings back each part, and the random states of torch, numpy, Python and (where it is in
+        use) CUDA. `training_state` is what to save. The parts are remembered for it.
+
+        Args:
+            strict: Refuse a checkpoint that has other parts. False brings back those that both
+                have, and the log names the others.
+            progress: As for `restore`.
+            parts: Whatever has `state_dict` and `load_state_dict`, by names of your own: model,
+                optimizer, scheduler, scaler, a data loader that keeps its place (StatefulDataLoader
+                of torchdata). None is left out.
+
+        Returns:
+            The step after that of the checkpoint; 0 where there is none.
+
+        Raises:
+            TypeError: A part has no `state_dict` and `load_state_dict`.
+            ValueError: The checkpoint holds other parts, was not made from `training_state`, or a
+                part does not take its state. Says which. The parts before it have theirs then.
+            TransferError, IntegrityError: As for `restore`.
+
+        Examples:
+            >>> with nvmeio.Checkpointer("checkpoints") as checkpointer:
+            ...     first = checkpointer.resume(model=model, optimizer=optimizer, data=loader)
+            ...     for step, batch in enumerate(loader, first):
+            ...         train(batch)
+            ...         checkpointer.save_sync(checkpointer.training_state(), step)
+        """
+        self._training = training = Training(parts)
+        step = self.latest_step()
+        if step is None:
+            return 0
+        training.load(self.restore(step, "cpu", progress=progress), self._named(step), strict)
+        return step + 1
+
+    async def async_resume(
+        self, *, strict: bool = True, progress: Progress | None = None, **parts: Any
+    ) -> int:
+        """`resume`, whose reading is awaited."""
+        self._training = training = Training(parts)
+        step = await in_thread(self.latest_step, lambda: None)
+        if step is None:
+            return 0
+        state = await self.async_restore(step, "cpu", progress=progress)
+        training.load(state, self._named(step), strict)
+        return step + 1
+
+    def training_state(self) -> dict[str, Any]:
+        """What `resume` brings back: the states of its parts, and the random states.
+
+        Raises:
+            ValueError: `resume` was not called; or several ranks save one file of what has to be
+                the same on all of them, which their random states are not.
+        """
+        if self._training is None:
+            raise ValueError(
+                "call resume() first, with the parts: resume(model=model, optimizer=optimizer)"
+            )
+        if self._store.size > 1 and self._layout == "one":
+            raise ValueError(
+                f"{counted(self._store.size, 'rank')} have random states of their own, and "
+                "layout='one' saves what all have in common: make the Checkpointer with "
+                "layout='per_rank'"
+            )
+        return self._training.state()
+
+    def _named(self, step: int) -> str:
+        return f"step {step} of {self.directory}"
 
     def steps(self) -> list[int]:
         """The steps that are complete, in ascending order; [] if there is no directory.

@@ -1,0 +1,121 @@
+"""`Checkpointer.resume`: a training goes on where it was, or says which part is not as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nvmeio
+
+
+class Loader:
+    """Keeps its place, as torchdata's StatefulDataLoader does."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def next(self) -> torch.Tensor:
+        self.place += 1
+        return torch.full((4, 8), float(self.place))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+def new_parts() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": Loader()}
+
+
+def step_of(parts: dict[str, Any]) -> float:
+    numpy = pytest.importorskip("numpy")
+    noise = random.random() + float(numpy.random.rand()) + torch.rand(())
+    loss: torch.Tensor = parts["model"](parts["data"].next() * noise).square().mean()
+    parts["optimizer"].zero_grad()
+    loss.backward()
+    parts["optimizer"].step()
+    parts["scheduler"].step()
+    return loss.item()
+
+
+def train(directory: Path, until: int, **options: Any) -> list[float]:
+    parts = new_parts()
+    with nvmeio.Checkpointer(directory, **options) as checkpointer:
+        losses = []
+        for step in range(checkpointer.resume(**parts), until):
+            losses.append(step_of(parts))
+            checkpointer.save_sync(checkpointer.training_state(), step)
+        return losses
+
+
+@pytest.mark.parametrize("layout", ["one", "per_rank"])
+def test_a_training_goes_on_bit_for_bit(layout: str, tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    runs = []
+    for stops in ([6], [3, 6], [1, 2, 5, 6]):
+        random.seed(5)
+        numpy.random.seed(5)
+        directory = tmp_path / str(len(stops))
+        losses: list[float] = []
+        for until in stops:
+            losses += train(directory, until, layout=layout)
+            random.seed(len(losses))  # whatever else draws in between
+            numpy.random.seed(len(losses))
+        runs.append(losses)
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_it_is_awaited(tmp_path: Path) -> None:
+    async def go_on() -> int:
+        parts = new_parts()
+        async with nvmeio.Checkpointer(tmp_path) as checkpointer:
+            first = await checkpointer.async_resume(**parts)
+            step_of(parts)
+            await checkpointer.save(checkpointer.training_state(), first)
+            return first
+
+    assert [asyncio.run(go_on()) for _ in range(3)] == [0, 1, 2]
+
+
+def test_parts_that_are_missing_or_extra_are_named(tmp_path: Path) -> None:
+    train(tmp_path, 1)
+    parts = new_parts()
+    with nvmeio.Checkpointer(tmp_path) as checkpointer:
+        weight = parts["model"][0].weight.clone()
+        fewer = {name: part for name, part in parts.items() if name != "scheduler"}
+        with pytest.raises(
+            ValueError, match=r"step 0 of .* holds 'scheduler', which was not given"
+        ):
+            checkpointer.resume(**fewer)
+        with pytest.raises(ValueError, match=r"holds no 'sheduler' \(did you mean 'scheduler'\?\)"):
+            checkpointer.resume(sheduler=parts["scheduler"], **fewer)
+        assert parts["model"][0].weight.equal(weight)  # nothing was brought back
+        assert checkpointer.resume(**fewer, strict=False) == 1
+        assert not parts["model"][0].weight.equal(weight)
+        with pytest.raises(TypeError, match=r"count is an int, which has no state_dict"):
+            checkpointer.resume(count=3)
+        other = {**parts, "model": nn.Linear(3, 3)}
+        with pytest.raises(ValueError, match=r"step 0 of .*: model does not take its state"):
+            checkpointer.resume(**other)
+
+
+def test_what_was_saved_otherwise_is_not_taken_for_a_training(tmp_path: Path) -> None:
+    with nvmeio.Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(ValueError, match=r"call resume\(\) first"):
+            checkpointer.training_state()
+        checkpointer.save_sync({"model": {}}, 4)
+        checkpointer.wait_sync()
+        with pytest.raises(ValueError, match=r"was not made from training_state\(\)"):
+            checkpointer.resume(model=nn.Linear(2, 2))
