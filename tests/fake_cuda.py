@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from nvmeio._memory import devices, page_locked
+from nvmeio._memory import devices, page_locked, system
 
 _PATIENCE_S = 30.0
 STREAMS = 32  # of a device: c10/cuda/CUDAStream.h
@@ -135,6 +135,8 @@ class FakeCuda:
         before_copy: Called by the stream before each copy, with its number.
         is_held: Whether new streams wait for their gates.
         is_asynchronous: Whether streams work while the host goes on.
+        is_capturing: A CUDA graph is captured in mode "global".
+        broken_by: Calls that invalidated the capture.
         failure: What every wait for an event raises, and every copy from now on.
     """
 
@@ -148,9 +150,15 @@ class FakeCuda:
         self.calls: list[tuple[str, int]] = []
         self.copies: list[Stream] = []
         self._thread = threading.local()
+        self.is_capturing = False
+        self.broken_by: list[str] = []
         self._pools: dict[int, list[Any]] = {}
         self._handed_out: dict[int, int] = {}
         self._default = {index: Stream(self, index) for index in range(4)}
+
+    def tolerate_captures(self) -> None:
+        self._thread.tolerates = True
+        self.call("cudaThreadExchangeStreamCaptureMode")
 
     def index_of(self, device: torch.device | int | str | None) -> int:
         if isinstance(device, int):
@@ -160,6 +168,8 @@ class FakeCuda:
 
     def call(self, name: str) -> None:
         """Any call of the runtime's."""
+        if self.is_capturing and not getattr(self._thread, "tolerates", False):
+            self.broken_by.append(f"{name} in {threading.current_thread().name}")
         self.contexts.add(self.current_device())
         self.calls.append((name, self.current_device()))
 
@@ -356,6 +366,7 @@ def fake_cuda(patch: pytest.MonkeyPatch) -> FakeCuda:
     page_locked.forget()
     cuda = FakeCuda()
     patch.setattr(devices, "_side_streams", {})
+    patch.setattr(system, "tolerate_captures", cuda.tolerate_captures)
     has_context = cuda.contexts.__contains__
     patch.setattr(torch._C, "_cuda_hasPrimaryContext", has_context, raising=False)
     for name in NAMES:

@@ -19,6 +19,7 @@ import nvmeio
 from nvmeio._io import spans as span_reads
 from nvmeio._memory import devices, page_locked
 from nvmeio._threads.interruptible import in_thread
+from nvmeio._threads.threads import Thread
 from nvmeio.engines.cufile import driver
 from nvmeio.inference.blocks import Lockstep
 
@@ -108,6 +109,26 @@ def test_memory_is_registered_on_a_device_that_is_in_use(cuda: FakeCuda) -> None
     in_new_thread(work)
     collect()
     assert ("cudaHostRegister", 2) in cuda.calls and cuda.contexts == {2}
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["a thread of ours", "any other"])
+def test_a_capture_of_a_graph_is_not_broken_by_our_threads(cuda: FakeCuda, ours: bool) -> None:
+    """In mode "global", the default, any thread's question about an event invalidates it."""
+    mark, copier = devices.now(GPU), devices.CudaCopier()
+    host, device = Tensor(cuda, "cpu"), Tensor(cuda, "cuda:2")
+
+    def pump() -> None:
+        mark.done()
+        copier.upload(device, host).wait()
+        devices.beside(GPU, "load").copy(host, device)  # type: ignore[arg-type]
+        copier.page_locked(8192, GPU)
+
+    thread = Thread(pump, "nvmeio-ring") if ours else threading.Thread(target=pump)
+    cuda.is_capturing = True
+    thread.start()
+    thread.join()
+    assert bool(cuda.broken_by) != ours
+    assert cuda.contexts == {2}
 
 
 def test_streams_are_made_once_for_each_purpose(cuda: FakeCuda) -> None:

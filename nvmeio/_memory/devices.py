@@ -27,7 +27,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from nvmeio import _checks
-from nvmeio._memory import page_locked
+from nvmeio._memory import page_locked, system
+from nvmeio._threads.threads import Thread
 
 Value = TypeVar("Value")
 
@@ -118,6 +119,7 @@ class CudaCopier:
 
     def page_locked(self, nbytes: int, device: torch.device) -> torch.Tensor:
         with torch.cuda.device(device):
+            _tolerate_captures()
             return page_locked.take(nbytes)
 
     def upload(self, target: torch.Tensor, chunk: torch.Tensor) -> Mark:
@@ -142,6 +144,7 @@ class CudaCopier:
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> Mark:
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            _tolerate_captures()
             _begin_copy(target, source)
             return _CudaMark(stream)
 
@@ -167,6 +170,7 @@ class _SideStream:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            _tolerate_captures()
             _begin_copy(target, source)
 
     def mark(self) -> Mark:
@@ -220,6 +224,17 @@ def beside(device: torch.device, purpose: str) -> Beside:
     return _SideStream(device, purpose) if device.type == "cuda" else _InOrder(device)
 
 
+_thread = threading.local()
+
+
+def _tolerate_captures() -> None:
+    """Once in each thread of ours; a thread of the user's may be the one that captures."""
+    if not getattr(_thread, "tolerates", False):
+        _thread.tolerates = True
+        if isinstance(threading.current_thread(), Thread):
+            system.tolerate_captures()
+
+
 class _CudaMark:
     def __init__(self, stream: Any) -> None:
         cuda: Any = torch.cuda
@@ -227,14 +242,17 @@ class _CudaMark:
         # "blocking": whoever waits sleeps instead of spinning (cudaEventBlockingSync).
         self._event = cuda.Event(blocking=True)
         with torch.cuda.device(self._device):
+            _tolerate_captures()
             self._event.record(stream)
 
     def done(self) -> bool:
         with torch.cuda.device(self._device):
+            _tolerate_captures()
             return bool(self._event.query())
 
     def wait(self) -> None:
         with torch.cuda.device(self._device):
+            _tolerate_captures()
             self._event.synchronize()
 
     def hold_back(self, stream: Any) -> None:

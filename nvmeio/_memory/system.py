@@ -104,6 +104,8 @@ def _limit(value: int) -> str:
 
 # CUDA
 
+_CAPTURE_RELAXED = 2  # cudaStreamCaptureModeRelaxed; driver_types.h
+
 
 def cuda_device() -> int | None:
     """A device on which this process has a context: the current one, if that has; None if none has.
@@ -122,6 +124,17 @@ def _has_context(device: int) -> bool:
     # torch's own page-locked memory asks the same (at::cuda::getDeviceIndexWithPrimaryContext).
     its: Any = torch._C
     return bool(its._cuda_hasPrimaryContext(device))
+
+
+def tolerate_captures() -> None:
+    """A capture of a CUDA graph in mode "global" elsewhere is not broken by this thread's calls.
+
+    Its device must be in use and current. CUDA's default has any thread that asks for an event, or
+    allocates, invalidate the capture; torch's watchdog of NCCL does the same as this.
+    """
+    exchange = getattr(libc, "cudaThreadExchangeStreamCaptureMode", None)
+    if exchange is not None:
+        exchange(ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)))
 
 
 def clear_cuda_error() -> None:
