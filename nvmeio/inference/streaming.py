@@ -7,7 +7,7 @@ import os
 import time
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -50,6 +50,7 @@ def stream_model(
     revision: str | None = None,
     progress: Progress | None = None,
     trainable: bool = False,
+    compute: Literal["auto", "packed", "widened"] = "auto",
     process_group: Any = None,
     tp_plan: str | Mapping[str, str] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -57,8 +58,8 @@ def stream_model(
     """A model whose weights are read from disk while it computes.
 
     `forward` and `generate` work unmodified, with the logits and tokens of the model loaded whole,
-    bit for bit. The weights are never in memory together: `resident_bytes` is all that they take,
-    beside what the model's own computation allocates.
+    bit for bit (of a quantised model see `compute`). The weights are never in memory together:
+    `resident_bytes` is all that they take, beside what the model's own computation allocates.
 
     Args:
         model_or_config_or_path: A directory that `save_pretrained` or `nvmeio pack` wrote; the name
@@ -105,6 +106,13 @@ def stream_model(
             They themselves get no gradients and are in no
             `state_dict`. Experts are read whole. The CPU, or a CUDA device, which no such machine
             has run yet.
+        compute: How linear layers, embeddings and fused experts compute with weights that
+            `nvmeio pack` quantised. They stay packed in memory. "auto" multiplies few rows with
+            them as they are, and widens a part at a time for many; from how many rows on that is
+            faster is measured once in a process. "packed" never widens on a CPU. Both sum the very
+            elements that widening gives, in another order (docs/inference.md has the bounds).
+            "widened" converts each layer whole before it is used, which takes memory for one, and
+            gives the bits of a model whose weights are those elements.
         process_group: A `torch.distributed` group whose ranks all call this with the same model
             and the same settings: each reads an equal part of every layer from its own files, and
             gets the rest from the others. Prompts, and the number of passes, are each rank's own.
@@ -168,6 +176,7 @@ def stream_model(
             strict=strict,
             checksum=checksum,
             trainable=trainable,
+            compute=compute,
             generates=kv_offload is not False,
             process_group=process_group,
             tp_plan=tp_plan,

@@ -54,6 +54,11 @@ def assert_same(one: Any, other: Any) -> None:
     assert all(one[1][name].equal(other[1][name]) for name in one[1])
 
 
+def assert_close(one: Any, other: Any) -> None:
+    assert torch.allclose(torch.stack(one[0]), torch.stack(other[0]), rtol=1e-4)
+    assert all(torch.allclose(one[1][name], other[1][name], atol=2e-3) for name in one[1])
+
+
 @pytest.mark.parametrize("checkpointing", [None, False, True])
 @pytest.mark.parametrize("make", [llama, gpt2, mixtral])
 def test_losses_and_adapters_are_those_of_the_model_in_memory(
@@ -76,17 +81,20 @@ def test_losses_and_adapters_are_those_of_the_model_in_memory(
     assert_same(*results)
 
 
+@pytest.mark.parametrize("compute", ["widened", "auto", "packed"])
 @pytest.mark.parametrize("quant_bits", [4, 8])
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_a_base_of_few_bits_trains_as_one_of_the_weights_they_stand_for(
-    quant_bits: int, checkpointing: bool, tmp_path: Path, stream: Make
+    quant_bits: int, checkpointing: bool, compute: str, tmp_path: Path, stream: Make
 ) -> None:
     saved(lambda: llama(layers=4), tmp_path / "model")
     pack(tmp_path / "model", tmp_path / "packed", quant_bits=quant_bits, quant_group_size=32)
-    model = stream(tmp_path / "packed", trainable=True, resident_bytes=250_000, window=1)
+    model = stream(
+        tmp_path / "packed", trainable=True, resident_bytes=250_000, window=1, compute=compute
+    )
     stats = model.weight_stream.stats
-    assert stats.work_bytes > 0
-    assert stats.streamed_bytes > 0
+    assert (stats.work_bytes > 0) == (compute == "widened")
+    assert (stats.streamed_bytes > 0) == (compute == "widened")  # packed, all of it stays
     whole = loaded(tmp_path / "model").requires_grad_(False)
     before = whole.model.layers[0].mlp.up_proj.weight.clone()
 
@@ -114,7 +122,9 @@ def test_a_base_of_few_bits_trains_as_one_of_the_weights_they_stand_for(
         if checkpointing:
             both.gradient_checkpointing_enable({"use_reentrant": False})
         results.append(trained(both))
-    assert_same(*results)
+    if compute == "widened":
+        assert_same(*results)
+    assert_close(*results)
 
 
 def test_adapters_are_saved_and_loaded_without_the_base(tmp_path: Path, stream: Make) -> None:

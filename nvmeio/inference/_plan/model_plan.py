@@ -9,10 +9,11 @@ import os
 import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from nvmeio import _checks
 from nvmeio._checks import Paths
@@ -25,6 +26,7 @@ from nvmeio.inference._plan import packed_format, transformers
 from nvmeio.inference._plan.budget import SHARE, Shares, check_numbers, fit, share_out
 from nvmeio.inference._plan.matching import Matched, match
 from nvmeio.inference._plan.packed_format import Packed
+from nvmeio.inference._plan.quantised import Compute
 from nvmeio.inference._plan.units import Partition, partition
 from nvmeio.inference._ranks import tensor_parallel
 from nvmeio.inference._ranks.stream_ranks import Ranks, check_part, digest_of, room_for_others
@@ -78,6 +80,8 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
     model = _model(asked, opened)
     packed = packed_format.parse(opened, asked.checksum)
     matched = match(model, opened, asked.strict, packed)
+    if packed is not None and asked.compute != "widened":
+        matched = _left_packed(model, matched, asked.compute)
     parallel = None
     if asked.tp_plan is not None and ranks is not None:
         words = tensor_parallel.check(model, asked.tp_plan, ranks, matched, packed, opened)
@@ -99,7 +103,9 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
         left = memory_left()
         budget = _default_budget(parts.fixed, parts.units, asked.window, others, left)
     if ranks is not None:
-        digest = digest_of(opened, planned, asked.window, asked.checksum, asked.device.type)
+        digest = digest_of(
+            opened, planned, asked.window, asked.checksum, asked.device.type, asked.compute
+        )
         budget = ranks.meet(digest, budget)
         shares = share_out(parts.fixed, parts.units, budget, asked.window, others)
     else:
@@ -108,6 +114,37 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
         (stand_ins.freeze if asked.trainable else stand_ins.stand_in)(unit, asked.device)
     part = opened.metadata.get(packed_index.PART)
     return ModelPlan(model, parts, shares, ranks, parallel, dict(opened.tensors), packed, part)
+
+
+def _left_packed(model: nn.Module, matched: Matched, compute: Compute) -> Matched:
+    """Quantised weights that are not widened: of modules which only multiply with them."""
+    others = {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and not _multiplies(module, name, parameter)
+    }
+    parameters = {id(parameter) for parameter in model.parameters()}
+    left = {
+        key: weight._replace(compute=compute)
+        for key, weight in matched.by_tensor.items()
+        if weight.quantised is not None and key in parameters - others
+    }
+    by_tensor = {**matched.by_tensor, **left}
+    return Matched(by_tensor, list(by_tensor.values()))
+
+
+def _multiplies(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    if type(parameter) is not nn.Parameter or parameter.dtype is torch.float64:
+        return False
+    if isinstance(module, nn.Linear):  # torch's attention reads the weight of its own past it
+        return name == "weight" and type(module) is not NonDynamicallyQuantizableLinear
+    if isinstance(module, nn.Embedding):
+        return name == "weight" and module.max_norm is None
+    if type(module).__name__ == "Conv1D":  # of transformers
+        return name == "weight" and hasattr(module, "nf")
+    experts = getattr(module, "num_experts", None)
+    return parameter.dim() == 3 and isinstance(experts, int) and len(parameter) == experts
 
 
 def _model(asked: Asked, opened: SafetensorsSet) -> Any:
@@ -168,6 +205,7 @@ class Asked(NamedTuple):
         strict: Whether a tensor without a place is refused.
         checksum: Whether checksums are compared.
         trainable: Whether gradients go through it.
+        compute: How it computes with packed weights.
         process_group: Of several ranks.
         tp_plan: How these cut the model, if they do.
     """
@@ -185,6 +223,7 @@ class Asked(NamedTuple):
     strict: bool
     checksum: bool
     trainable: bool
+    compute: Compute
     process_group: Any
     tp_plan: str | Mapping[str, str] | None
 
@@ -227,6 +266,10 @@ class Asked(NamedTuple):
         resident_bytes = _checks.size("resident_bytes", resident_bytes)
         dtype = _checks.dtype("dtype", dtype)
         where = _checks.device("device", device)
+        if rest["compute"] not in get_args(Compute):
+            raise ValueError(
+                f'compute must be "auto", "packed" or "widened", not {rest["compute"]!r}'
+            )
         group, plan, trainable = rest["process_group"], rest["tp_plan"], rest["trainable"]
         if plan is not None:
             _check_parallel(plan, where, group, trainable)

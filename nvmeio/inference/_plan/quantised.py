@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from nvmeio._memory import devices
 from nvmeio._shim import ffi, lib
+
+Compute = Literal["auto", "packed", "widened"]
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -113,7 +115,7 @@ def dequantise(
     Steps, scales and minima may be rows or columns of larger matrices: of whole groups.
     """
     width = setting.group_size * setting.bits // 8
-    if devices.device_of(out).type == "cpu":
+    if out.dtype in _DTYPES and devices.device_of(out).type == "cpu":
         parts = [part.reshape(-1, part.shape[-1]) for part in (packed, scale, low)]
         _run(parts, setting, out.view(-1, out.shape[-1]))
         return

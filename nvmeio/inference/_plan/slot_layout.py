@@ -25,7 +25,7 @@ from nvmeio.errors import IntegrityError
 
 if TYPE_CHECKING:
     from nvmeio.inference._plan.checksums import CutSums
-    from nvmeio.inference._plan.quantised import Quantised
+    from nvmeio.inference._plan.quantised import Compute, Quantised
 
 
 class Read(NamedTuple):
@@ -239,6 +239,7 @@ class Weight(NamedTuple):
         quantised: How it is stored, if it is.
         sources: Names in the checkpoint.
         order: The dimensions of what is read, in the model's order; None where that is theirs.
+        compute: How modules compute with it while it is packed; None where it is widened for them.
     """
 
     name: str
@@ -248,6 +249,7 @@ class Weight(NamedTuple):
     quantised: Quantised | None
     sources: tuple[str, ...]
     order: tuple[int, ...] | None = None
+    compute: Compute | None = None
 
     @property
     def nbytes(self) -> int:
@@ -257,6 +259,8 @@ class Weight(NamedTuple):
     @property
     def converted_bytes(self) -> int:
         """Bytes that a conversion needs; 0 where what is read is what is used."""
+        if self.compute is not None:
+            return 0
         if self.quantised is None and self.parts[0].dtype == self.dtype:
             return 0
         return math.prod(self.shape) * self.dtype.itemsize

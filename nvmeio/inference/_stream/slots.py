@@ -32,6 +32,7 @@ from nvmeio.inference._plan.quantised import dequantise
 from nvmeio.inference._plan.slot_layout import Read, Weight
 from nvmeio.inference._plan.units import Unit
 from nvmeio.inference._ranks.rank_reader import RankReader, SharedFill
+from nvmeio.inference._stream.packed_weights import Packed
 from nvmeio.pool import Lease, PinnedPool
 
 
@@ -62,7 +63,7 @@ class WeightSlot(window.Slot[Unit]):
         self.converted: Mark | None = None  # and when what is bound is converted
         self.streams: list[Any] = []
         self.used: list[Mark] = []
-        self.tensors: list[torch.Tensor] = []
+        self.tensors: list[Any] = []
         self.shown: list[torch.Tensor] = []
         self.work: torch.Tensor | None = None
 
@@ -416,7 +417,7 @@ class SlotPools:
 
     # Tensors
 
-    def tensors(self, slot: WeightSlot, keep: bool = False) -> list[torch.Tensor]:
+    def tensors(self, slot: WeightSlot, keep: bool = False) -> list[Any]:
         """The weights of a unit whose reads are done, those of experts included.
 
         Args:
@@ -424,16 +425,20 @@ class SlotPools:
             keep: Converted ones get memory of their own, instead of the room that all units share.
 
         Returns:
-            Tensors of the model's dtypes and shapes, in the order of `Unit.weights`. Those of
+            Tensors of the model's dtypes and shapes, in the order of `Unit.weights`; `Packed` for
+            what modules compute with while it is packed. Those of
             experts have their places, but `convert_expert` has to convert what is read later.
         """
         unit = slot.unit
-        found: list[torch.Tensor] = []
+        found: list[Any] = []
         at = 0
         room: torch.Tensor | None = None
         if unit.converted_bytes and not keep and self._work is not None:
             room = self._work.take(slot)
         for index, (weight, parts) in enumerate(_weights_in(slot)):
+            if weight.compute is not None:
+                found.append(Packed.of(weight, parts))
+                continue
             if not weight.converted_bytes:
                 found.append(parts[0] if weight.order is None else parts[0].permute(weight.order))
                 continue
@@ -457,7 +462,7 @@ class SlotPools:
             found.append(out)
         return found
 
-    def convert_expert(self, slot: WeightSlot, tensors: list[torch.Tensor], expert: int) -> None:
+    def convert_expert(self, slot: WeightSlot, tensors: list[Any], expert: int) -> None:
         """Convert one expert that was read after `tensors`."""
         experts = slot.unit.experts
         for index, (weight, parts) in enumerate(_weights_in(slot)):

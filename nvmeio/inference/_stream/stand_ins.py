@@ -126,6 +126,7 @@ class Elsewhere(nn.Parameter):
 
     source: Origin | None = None
     on_device = torch.device("meta")
+    is_here = False  # and is shown, packed
     shown: type[nn.Parameter] = nn.Parameter  # in its place while it is there
     __torch_function__ = _Absent.__torch_function__
 
@@ -134,6 +135,10 @@ class Elsewhere(nn.Parameter):
         return self.on_device
 
     data: Any = property(torch.Tensor.detach, _refuse)
+
+    def now(self) -> torch.Tensor:
+        """A copy of what is here."""
+        raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A parameter in memory, which is nobody's but the caller's."""
@@ -267,6 +272,8 @@ def _of_shapes(func: Any, args: Sequence[Any], kwargs: Any, leaves: Sequence[Any
 
 
 def _read(weight: Any) -> torch.Tensor:
+    if isinstance(weight, Elsewhere) and weight.is_here:
+        return _look_at(weight.now(), None)
     if weight.source is None:
         raise RuntimeError(ABSENT)
     return _look_at(weight.source.memory(), weight.source)
@@ -440,8 +447,8 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def install(targets: Sequence[Target], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Let modules show tensors.
+def install(targets: Sequence[Target], tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """Let modules show tensors, or packed weights.
 
     Parameters have the `requires_grad` that they have where they are loaded: torch chooses the
     kernel of a matrix product by it, with autograd off as well.
@@ -468,11 +475,14 @@ def install(targets: Sequence[Target], tensors: Sequence[torch.Tensor]) -> list[
     return shown
 
 
-def shown_as(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
+def shown_as(parameter: torch.Tensor, data: Any) -> nn.Parameter:
     """A parameter like another, with other data: of its class, and with its attributes.
 
     Servers' kernels are chosen by what was noted on a weight when it was quantised.
     """
+    if not isinstance(data, torch.Tensor):
+        made_of: nn.Parameter = data.shown_as(parameter)
+        return made_of
     kind = type(parameter) if isinstance(parameter, nn.Parameter) else nn.Parameter
     kind = getattr(kind, "shown", kind)  # not what stands for it
     if issubclass(kind, Frozen):

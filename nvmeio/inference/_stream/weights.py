@@ -10,7 +10,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from nvmeio.handle import AioHandle
 from nvmeio.inference._plan.slot_layout import FileExtent, Read
 from nvmeio.inference._plan.units import Unit
 from nvmeio.inference._ranks.rank_reader import RankReader, SharedFill
+from nvmeio.inference._stream.packed_weights import Packed
 from nvmeio.inference._stream.slots import SlotPools, WeightSlot
 from nvmeio.inference._stream.stand_ins import check_frozen, install, names_in, uninstall
 from nvmeio.operation import Operation
@@ -216,7 +217,7 @@ class Weights(Keeper[Unit, WeightSlot]):
             self._memory.copied(slot, read)
         self.beside_bytes += sum(read.end - read.start for read in reads)
 
-    def read_alone(self, unit: Unit, number: int, shown: torch.Tensor | None) -> torch.Tensor:
+    def read_alone(self, unit: Unit, number: int, shown: Any) -> torch.Tensor:
         """A copy of a weight, in memory of its own that lasts as long as it.
 
         It lies at the same offset in its page as in the window: kernels give other last bits at
@@ -229,12 +230,12 @@ class Weights(Keeper[Unit, WeightSlot]):
         """
         memory = self._memory
         alone = Unit(unit.name)
-        alone.weights = [unit.weights[number]]
+        alone.weights = [unit.weights[number]._replace(compute=None)]
         alone.plan(self._checkpoint, unit.own_alignment)
         slot = memory.apart(alone)
         if shown is not None:
-            (copy,) = memory.tensors(slot, keep=True)
-            return copy.copy_(shown)
+            room: torch.Tensor = memory.tensors(slot, keep=True)[0]
+            return room.copy_(shown.widened() if isinstance(shown, Packed) else shown)
         fill = memory.fill(slot, alone.layout.reads, self._checkpoint.files)
         self._resources.reader.submit(fill)
         self._resources.reader.wait(fill)
@@ -248,7 +249,7 @@ class Weights(Keeper[Unit, WeightSlot]):
         if slot.event is not None:
             slot.event.wait()  # its host memory goes
         memory.ready(slot)
-        (copy,) = memory.tensors(slot, keep=True)
+        copy: torch.Tensor = memory.tensors(slot, keep=True)[0]
         self.beside_bytes += fill.nbytes
         return copy
 

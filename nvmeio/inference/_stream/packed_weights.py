@@ -1,0 +1,378 @@
+"""Weights that are computed with while they are packed: a parameter, and products with it.
+
+The parameter has the shape and dtype of the weight. Linear layers, those of GPT-2, embeddings and
+fused experts compute with its steps, scales and minima; whatever else looks at its elements gets a
+widened copy.
+
+A product with few rows is made by the shim's loops. For many rows a part of the weight is widened
+at a time, into memory that stays in the cache, and multiplied by torch. From how many rows on that
+is faster is measured once, for each kind of weight and class of sizes, and remembered.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from nvmeio._memory import devices
+from nvmeio.inference._plan.quantised import Compute, Quantised, dequantise, multiply
+from nvmeio.inference._plan.slot_layout import Weight
+from nvmeio.inference._stream.stand_ins import FrozenElsewhere
+
+# Of a widened part: stays in a core's second-level cache, or nearly, and is enough for a product.
+_TILE_BYTES = 4 << 20
+_FIRST_TRIAL = 8  # rows from which on the other way may be faster, where the CPU has fast loops
+
+
+class Packed(NamedTuple):
+    """A weight in its steps, scales and minima, or some rows of it, or an expert.
+
+    Attributes:
+        parts: These, over memory that comes and goes.
+        setting: How it is quantised.
+        dtype: Of its elements.
+        compute: How products are made.
+        turned: It is the transposed matrix, of each expert.
+    """
+
+    parts: tuple[torch.Tensor, ...]
+    setting: Quantised
+    dtype: torch.dtype
+    compute: Compute
+    turned: bool = False
+
+    @classmethod
+    def of(cls, weight: Weight, parts: Sequence[torch.Tensor]) -> Packed:
+        """A weight of a unit whose parts are these."""
+        assert weight.quantised is not None and weight.compute is not None
+        return cls(tuple(parts), weight.quantised, weight.dtype, weight.compute)
+
+    def at(self, index: Any) -> Packed:
+        """Some of its first dimension."""
+        return self._replace(parts=tuple(part[index] for part in self.parts))
+
+    def widened(self) -> torch.Tensor:
+        """Its elements, in memory of their own."""
+        shape = (*self.parts[1].shape[:-1], self.parts[1].shape[-1] * self.setting.group_size)
+        found = self.parts[0].new_empty(shape, dtype=self.dtype)
+        if found.numel():
+            _widen(self, found)
+        return found.mT if self.turned else found
+
+    def shown_as(self, parameter: nn.Parameter) -> nn.Parameter:
+        """A parameter like another one, that is this weight."""
+        return PackedParameter.over(parameter, self)
+
+    def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``inputs @ weight.T + bias``, of one matrix; differentiable in inputs and bias."""
+        flat = inputs.reshape(-1, inputs.shape[-1])
+        wanted = any(t is not None and t.requires_grad for t in (inputs, bias))
+        made: torch.Tensor
+        if torch.is_grad_enabled() and wanted:
+            made = _Product.apply(flat, bias, self._replace(parts=()), *self.parts)  # type: ignore[no-untyped-call]
+        else:
+            made = _multiplied(flat, self, bias)
+        return made.view((*inputs.shape[:-1], made.shape[-1]))
+
+
+class PackedParameter(FrozenElsewhere):
+    """A packed weight, while it is in memory."""
+
+    is_here = True
+    packed: Packed
+    empty: Any  # what stands for it while it is not
+
+    @classmethod
+    def over(cls, empty: Any, packed: Packed) -> nn.Parameter:
+        """Of the shape of what stands for it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shape = empty.detach().as_subclass(torch.Tensor)
+            if packed.turned:
+                shape = shape.transpose(-2, -1)
+            made = torch.Tensor._make_subclass(cls, shape, empty.requires_grad)
+        made.__dict__.update(empty.__dict__)
+        made.empty, made.packed = empty, packed
+        made.on_device = devices.device_of(packed.parts[0])
+        return made
+
+    def now(self) -> torch.Tensor:
+        """A copy, widened."""
+        return self.packed.widened()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        special = _transpose if func in _TURNS else _SPECIAL.get(getattr(func, "__name__", ""))
+        if special is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                found = special(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class _Product(torch.autograd.Function):
+    """A product whose weight is found again where it is then, by what is around (`saved`)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, bias: torch.Tensor | None, what: Packed, *parts: Any
+    ) -> torch.Tensor:
+        ctx.save_for_backward(*parts)
+        ctx.what = what
+        return _multiplied(inputs, what._replace(parts=parts), bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        what: Packed = ctx.what
+        turned = what._replace(parts=ctx.saved_tensors, turned=not what.turned)
+        of_inputs, of_bias, *_ = ctx.needs_input_grad
+        return (
+            _multiplied(grad, turned, None) if of_inputs else None,
+            grad.sum(0) if of_bias else None,
+            *[None] * (1 + len(turned.parts)),
+        )
+
+
+# --- what modules do with a weight: a product, or NotImplemented, and then it is widened ---------
+
+
+def _fits(inputs: Any, weight: Any, bias: Any = None) -> bool:
+    """Whether it is a plain product, as torch would make it."""
+    return (
+        isinstance(weight, PackedParameter)
+        and type(inputs) in (torch.Tensor, nn.Parameter)
+        and type(bias) in (torch.Tensor, nn.Parameter, type(None))
+        and inputs.dtype is weight.packed.dtype
+        and (bias is None or bias.dtype is inputs.dtype)
+        and inputs.dim() > 0
+        and weight.dim() == 2
+        and inputs.numel() > 0
+        and not torch.is_autocast_enabled(weight.on_device.type)
+    )
+
+
+def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    if not _fits(input, weight, bias) or input.shape[-1] != weight.shape[1]:
+        return NotImplemented
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return NotImplemented
+    return weight.packed.product(input, bias)
+
+
+def _matmul(input: Any, other: Any = None, *, mat2: Any = None) -> Any:
+    other = mat2 if other is None else other
+    if not _fits(input, other) or input.shape[-1] != other.shape[0]:
+        return NotImplemented
+    return _turned(other).product(input, None)
+
+
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    plain = _fits(mat1, mat2, input) and mat1.dim() == 2 and beta == alpha == 1
+    if not plain or mat1.shape[1] != mat2.shape[0] or input.shape != mat2.shape[1:]:
+        return NotImplemented
+    return _turned(mat2).product(mat1, input)
+
+
+def _embedding(input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+    """Rows, widened; of one that changes its weight (`max_norm`) all of it."""
+    given = dict(zip(("padding_idx", "max_norm"), args, strict=False)) | kwargs
+    if not isinstance(weight, PackedParameter) or given.get("max_norm") is not None:
+        return NotImplemented
+    if weight.packed.turned or weight.dim() != 2 or type(input) is not torch.Tensor:
+        return NotImplemented
+    if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < len(weight):
+        raise IndexError(f"index out of range: the embedding has {len(weight)} rows")
+    return weight.packed.at(input.reshape(-1)).widened().view(*input.shape, -1)
+
+
+def _getitem(weight: Any, index: Any) -> Any:
+    """One expert, or some rows."""
+    if not isinstance(weight, PackedParameter) or (weight.packed.turned and weight.dim() == 2):
+        return NotImplemented
+    chosen: Any
+    if isinstance(index, torch.Tensor) and index.dtype is not torch.bool and index.dim() < 2:
+        chosen = index if index.dim() else int(index)
+    elif isinstance(index, (int, slice)) and not isinstance(index, bool):
+        chosen = index
+    else:
+        return NotImplemented
+    packed = weight.packed.at(chosen)
+    if isinstance(chosen, torch.Tensor) or packed.parts[0].dim() < 2:
+        return packed.widened()
+    stands: Any = weight.empty.detach().as_subclass(torch.Tensor)[chosen]
+    return _like(weight, stands, packed)
+
+
+def _like(weight: Any, stands: torch.Tensor, packed: Packed) -> Any:
+    """A parameter that is a part of another one, or the same in another order."""
+    empty = FrozenElsewhere(stands, weight.requires_grad)
+    empty.source = weight.source
+    return PackedParameter.over(empty, packed)
+
+
+def _turned(weight: Any) -> Packed:
+    packed: Packed = weight.packed
+    return packed._replace(turned=not packed.turned)
+
+
+def _transpose(weight: Any, *dims: int, dim0: int = -2, dim1: int = -1) -> Any:
+    if not isinstance(weight, PackedParameter) or weight.dim() < 2:
+        return NotImplemented
+    given = dims or (dim0, dim1)
+    if {d % weight.dim() for d in given} != {weight.dim() - 2, weight.dim() - 1}:
+        return NotImplemented
+    return _like(weight, weight.empty.detach().as_subclass(torch.Tensor), _turned(weight))
+
+
+def _t(weight: Any) -> Any:
+    return _transpose(weight) if weight.dim() == 2 else NotImplemented
+
+
+def _grouped(input: Any, mat_b: Any, *, offs: Any = None, bias: Any = None, **rest: Any) -> Any:
+    """Each expert's rows, one expert behind the other."""
+    whole = isinstance(mat_b, PackedParameter) and mat_b.dim() == 3 and input.dim() == 2
+    if not whole or offs is None or bias is not None or any(v is not None for v in rest.values()):
+        return NotImplemented
+    if input.dtype is not mat_b.dtype or torch.is_autocast_enabled(mat_b.on_device.type):
+        return NotImplemented
+    turned, made, start = _turned(mat_b), [], 0
+    for expert, end in enumerate(offs.tolist()):
+        if end > start:
+            made.append(turned.at(expert).product(input[start:end], None))
+        start = max(start, end)
+    made.append(input.new_zeros(len(input) - start, mat_b.shape[-1]))
+    return torch.cat(made)
+
+
+def _itself(weight: Any) -> Any:
+    return weight if isinstance(weight, PackedParameter) else NotImplemented
+
+
+_TURNS = (torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    "linear": _linear,
+    "matmul": _matmul,
+    "__matmul__": _matmul,
+    "mm": _matmul,
+    "addmm": _addmm,
+    "embedding": _embedding,
+    "__getitem__": _getitem,
+    "transpose": _transpose,
+    "t": _t,
+    "grouped_mm": _grouped,
+    "_grouped_mm": _grouped,
+    "grouped_mm_fallback": _grouped,
+    "detach": _itself,
+}
+
+
+# --- products ------------------------------------------------------------------------------------
+
+
+def _multiplied(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+    """``inputs @ weight.T + bias``; [n, width] to [n, rows]."""
+    on_cpu = devices.device_of(what.parts[0]).type == "cpu"
+    if not on_cpu:
+        return functional.linear(inputs, what.widened(), bias)
+    if what.turned:
+        return _by_columns(inputs, what, bias)
+    if what.compute == "packed":
+        return multiply(inputs, what.parts, what.setting, bias)
+    return _CHOICES.made(inputs, what, bias)
+
+
+def _widen(what: Packed, out: torch.Tensor) -> None:
+    steps, scales, minima = what.parts
+    dequantise(steps, scales, minima, what.setting, out)
+
+
+class _Room(threading.local):
+    """Where a thread widens parts of weights."""
+
+    memory: torch.Tensor | None = None
+
+    def of(self, dtype: torch.dtype, rows: int, width: int) -> torch.Tensor:
+        nbytes = rows * width * dtype.itemsize
+        if self.memory is None or self.memory.nbytes < nbytes:
+            self.memory = torch.empty(max(nbytes, _TILE_BYTES), dtype=torch.uint8, device="cpu")
+        return self.memory[:nbytes].view(dtype).view(rows, width)
+
+
+_ROOM = _Room()
+
+
+def _by_rows(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+    """By torch, some rows of the weight after the other."""
+    count, width = len(what.parts[0]), inputs.shape[1]
+    out = inputs.new_empty(len(inputs), count)
+    step = max(_TILE_BYTES // (width * inputs.dtype.itemsize) // 64 * 64, 64)
+    for first in range(0, count, step):
+        own = slice(first, min(first + step, count))
+        room = _ROOM.of(inputs.dtype, own.stop - first, width)
+        _widen(what.at(own), room)
+        out[:, own] = functional.linear(inputs, room, None if bias is None else bias[own])
+    return out
+
+
+def _by_columns(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product with the transposed weight: by torch, some columns after the other."""
+    count, groups = what.parts[1].shape
+    size = what.setting.group_size
+    out = inputs.new_empty(len(inputs), groups * size)
+    step = max(_TILE_BYTES // (count * size * inputs.dtype.itemsize), 1)
+    for first in range(0, groups, step):
+        last = min(first + step, groups)
+        cut = [
+            part[:, part.shape[1] * first // groups : part.shape[1] * last // groups]
+            for part in what.parts
+        ]
+        room = _ROOM.of(inputs.dtype, count, (last - first) * size)
+        _widen(what._replace(parts=tuple(cut)), room)
+        own = slice(first * size, last * size)
+        out[:, own] = functional.linear(inputs, room.t(), None if bias is None else bias[own])
+    return out
+
+
+class _Choices:
+    """Which way was faster, by kind of weight, class of its size, and number of rows."""
+
+    def __init__(self) -> None:
+        self._packed: dict[Any, int] = {}  # as far as the shim's loops were
+        self._widened: dict[Any, int] = {}  # from here on they were not
+
+    def made(self, inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+        """A product; measures where it is not known."""
+        rows = len(inputs)
+        sizes = what.parts[0].shape[0].bit_length(), inputs.shape[1].bit_length()
+        kind = (what.setting, what.dtype, sizes, torch.get_num_threads())
+        if rows <= self._packed.get(kind, _FIRST_TRIAL - 1):
+            return multiply(inputs, what.parts, what.setting, bias)
+        if rows >= self._widened.get(kind, rows + 1):
+            return _by_rows(inputs, what, bias)
+        packed_s = widened_s = float("inf")
+        found = torch.empty(0)
+        for _ in range(3):
+            began = time.perf_counter()
+            found = multiply(inputs, what.parts, what.setting, bias)
+            between = time.perf_counter()
+            _by_rows(inputs, what, bias)
+            packed_s = min(packed_s, between - began)
+            widened_s = min(widened_s, time.perf_counter() - between)
+        if packed_s <= widened_s:
+            self._packed[kind] = rows
+        else:
+            self._widened[kind] = rows
+        return found
+
+
+_CHOICES = _Choices()

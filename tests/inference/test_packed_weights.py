@@ -1,0 +1,218 @@
+"""Models that compute with weights of 4 and 8 bits as they are: what modules see, and how exact."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_accelerator import accelerator
+from inference._models import MODELS, llama, logits, prompt, saved, tokens
+from torch import nn
+from torch.nn import functional
+
+from nvmeio.inference import pack
+from nvmeio.inference._plan.quantised import Quantised, dequantise, multiply, quantise
+from nvmeio.inference._stream import packed_weights
+
+Make = Callable[..., Any]
+
+
+def packed(tmp_path: Path, build: Callable[[], Any] = llama, bits: int = 4, **options: Any) -> Path:
+    saved(build, tmp_path / "m")
+    pack(tmp_path / "m", tmp_path / "p", quant_bits=bits, quant_group_size=32, **options)
+    return tmp_path / "p"
+
+
+def seen(model: Any, module: nn.Module, look: Callable[[nn.Module], Any]) -> list[Any]:
+    """What a hook sees in a module while its weights are there."""
+    found: list[Any] = []
+    handle = module.register_forward_hook(lambda *_: found.append(look(module)))
+    logits(model, prompt())
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_stays_is_packed(bits: int, tmp_path: Path, stream: Make) -> None:
+    """In memory where one layer stays beside a window of float32 ones, all eight do."""
+    saved(lambda: llama(layers=8, width=256), tmp_path / "m")
+    pack(tmp_path / "m", tmp_path / "p", quant_bits=bits)
+    plain = stream(tmp_path / "m", resident_bytes=1 << 30)
+    layer = max(unit.layout.nbytes for unit in plain.weight_stream.units)
+    budget = {4: 3, 8: 5}[bits] * layer
+    model = stream(tmp_path / "p", resident_bytes=budget, compute="auto")
+    whole = stream(tmp_path / "m", resident_bytes=budget)
+    kept, before = (
+        sum(unit.resident for unit in each.weight_stream.units if len(unit.weights) > 2)
+        for each in (model, whole)
+    )
+    assert kept == 8 and before <= {4: 1, 8: 3}[bits]
+    logits(model, prompt())
+    read = model.weight_stream.stats.bytes_read
+    logits(model, prompt())
+    rows = model.weight_stream.stats.bytes_read - read
+    assert rows <= prompt().numel() * 256 * 4
+    stats = model.weight_stream.stats
+    assert stats.work_bytes == 0 and stats.resident_bytes + stats.window_bytes <= budget
+
+
+def test_a_weight_is_what_it_was_to_who_looks_at_it(tmp_path: Path, stream: Make) -> None:
+    path = packed(tmp_path)
+    model, other = stream(path), stream(path, compute="widened")
+    module = model.model.layers[1].mlp.up_proj
+    wanted = seen(other, other.model.layers[1].mlp.up_proj, lambda m: m.weight.detach().clone())[0]
+
+    def look(m: Any) -> Any:
+        weight = m.weight
+        assert isinstance(weight, nn.Parameter) and isinstance(weight, torch.Tensor)
+        assert (weight.shape, weight.dtype) == (wanted.shape, wanted.dtype)
+        assert weight.device.type == "cpu" and not weight.is_meta
+        x = torch.ones(3, wanted.shape[1])
+        return {
+            "sum": (weight * 2, wanted * 2),
+            "copy": (copy.deepcopy(weight).detach(), wanted),
+            "norm": (torch.linalg.norm(weight, dim=1), torch.linalg.norm(wanted, dim=1)),
+            "row": (weight[3], wanted[3]),
+            "rows": (weight[2:5] + 0, wanted[2:5]),
+            "chosen": (weight[torch.tensor([4, 1])], wanted[[4, 1]]),
+            "column": (weight[:, 3], wanted[:, 3]),
+            "clone": (weight.clone(), wanted),
+            "turned": (x @ weight.T, x @ wanted.T),
+            "transposed": (x @ weight.transpose(0, 1), x @ wanted.T),
+            "another dtype": (
+                functional.linear(x.double(), weight.double()),
+                (x @ wanted.T).double(),
+            ),
+        }
+
+    for what, (found, known) in seen(model, module, look)[0].items():
+        assert torch.allclose(found, known, rtol=1e-5, atol=1e-5), what
+
+
+def test_a_packed_weight_cannot_be_changed(tmp_path: Path, stream: Make) -> None:
+    model = stream(packed(tmp_path))
+    module = model.model.layers[0].mlp.up_proj
+
+    def change(m: Any) -> None:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="cannot be changed"):
+            m.weight.mul_(2)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="cannot be changed"):
+            m.weight.data = torch.ones(1)
+
+    assert seen(model, module, change) == [None]
+
+
+def test_a_head_is_copied_whole(tmp_path: Path, stream: Make) -> None:
+    model = stream(packed(tmp_path), trainable=True)
+    head = copy.deepcopy(model.lm_head)
+    x = torch.randn(2, 64)
+    with torch.no_grad():
+        assert torch.allclose(head(x), model.lm_head(x), atol=1e-5)
+    assert type(head.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("budget", [500_000, 1 << 30])
+def test_fused_experts_in_each_of_their_ways(
+    budget: int, way: str, tmp_path: Path, stream: Make
+) -> None:
+    path = packed(tmp_path, MODELS["mixtral"])
+    both = [stream(path, resident_bytes=budget, compute=c) for c in ("auto", "widened")]
+    for model in both:
+        model.set_experts_implementation(way)
+    found, wanted = (logits(model, prompt()) for model in both)
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-5)
+    assert tokens(both[0], prompt()).equal(tokens(both[1], prompt()))
+
+
+def test_only_experts_that_are_used_are_widened(
+    tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = stream(packed(tmp_path, MODELS["mixtral"]))
+    whole: list[Any] = []
+    stock = packed_weights.Packed.widened
+    monkeypatch.setattr(
+        packed_weights.Packed, "widened", lambda self: whole.append(self) or stock(self)
+    )
+    logits(model, prompt())
+    assert whole == []
+
+
+@pytest.mark.parametrize("compute", ["auto", "packed"])
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": False}])
+def test_batches_and_beams(
+    options: dict[str, Any], compute: str, tmp_path: Path, stream: Make
+) -> None:
+    path = packed(tmp_path, bits=8)
+    found, wanted = (
+        stream(path, compute=c).generate(prompt(), max_new_tokens=6, **options)
+        for c in (compute, "widened")
+    )
+    assert found.equal(wanted)
+
+
+def test_the_choice_is_remembered_and_measured_once(
+    tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_weights, "_CHOICES", packed_weights._Choices())
+    measured: list[int] = []
+    stock = packed_weights._by_rows
+    monkeypatch.setattr(
+        packed_weights, "_by_rows", lambda *given: measured.append(len(given[0])) or stock(*given)
+    )
+    model = stream(packed(tmp_path))
+    one = torch.tensor([[5]])
+    logits(model, one)
+    assert measured == []  # few rows are not worth a trial
+    for _ in range(3):
+        logits(model, prompt())
+    sizes = 7 * 4 + 1  # matrices: those of a size share what was found
+    assert 0 < len(measured) < 4 * sizes
+
+
+def test_there_is_no_such_way(tmp_path: Path, stream: Make) -> None:
+    with pytest.raises(ValueError, match='must be "auto", "packed" or "widened"'):
+        stream(packed(tmp_path), compute="fast")
+
+
+@pytest.mark.parametrize("width", [256, 1024])
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)]
+)
+def test_how_far_a_product_is_from_the_widened_one(
+    dtype: torch.dtype, most: float, width: int
+) -> None:
+    """As docs/inference.md says: of the largest output, the rounding of the dtype."""
+    torch.manual_seed(0)
+    weight = torch.randn(512, width).to(dtype)
+    for bits in (4, 8):
+        setting = Quantised(bits, 64)
+        parts = quantise(weight, setting)
+        wide = torch.empty_like(weight)
+        dequantise(*parts, setting, wide)
+        for rows in (1, 16):
+            x = torch.randn(rows, width).to(dtype)
+            exact = x.double() @ wide.double().T
+            found = multiply(x, parts, setting, None).double()
+            assert float((found - exact).abs().max()) <= most * float(exact.abs().max())
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_device_computes_with_packed_weights(
+    bits: int, turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their memory is the device's: the shim's loops may not touch it."""
+    setting = Quantised(bits, 32)
+    parts = quantise(torch.randn(64, 64), setting)
+    x = torch.randn(5, 64)
+    here = packed_weights.Packed(parts, setting, torch.float32, "packed", turned)
+    wanted = here.product(x, None)
+    with accelerator(monkeypatch) as cuda:
+        there = here._replace(parts=tuple(cuda.tensor(part) for part in parts))
+        found = cuda.value(there.product(cuda.tensor(x), None))
+    assert torch.allclose(found, wanted, atol=1e-5)
