@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 import pickle
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
 from nvmeio._formats import pickle_calls, pickle_values, torch_pickle, torch_zip
 from nvmeio._formats.pickle_values import Scan
 from nvmeio._formats.torch_zip import Archive
-from nvmeio._io.spans import Load, Span
 from nvmeio._memory import system
 from nvmeio._pages import PAGE_BYTES, round_down
-from nvmeio.errors import IntegrityError, transfer_error
+from nvmeio.errors import IntegrityError, naming, transfer_error
 from nvmeio.files import File
-from nvmeio.handle import AioHandle
+
+if TYPE_CHECKING:
+    from nvmeio._io.spans import Load, Span
+    from nvmeio.handle import AioHandle
 
 # More reads than this go to the drive together; a few are made through the page cache meanwhile.
 _FEW = 16
@@ -43,6 +47,7 @@ class TorchFile:
         get_handle: The handle, asked for when many reads are wanted at once.
         load: Cancels those reads.
         told: What another rank has read of it (`told`): nothing of that is read here.
+        contents: All of its bytes, where they were read already: then no handle is asked for.
 
     Raises:
         IntegrityError: The archive is damaged or none; names file and record.
@@ -52,13 +57,15 @@ class TorchFile:
     def __init__(
         self,
         file: File,
-        get_handle: Callable[[], AioHandle],
-        load: Load,
+        get_handle: Callable[[], AioHandle] | None,
+        load: Load | None,
         told: bytes | None = None,
+        contents: mmap.mmap | None = None,
     ) -> None:
         self._file = file
         self._get_handle = get_handle
         self._load = load
+        self._contents = contents
         self._texts: dict[str, bytes] = {}
         if told is None:
             self.archive = torch_zip.parse(self._read_many, file.size(), file.path)
@@ -126,7 +133,7 @@ class TorchFile:
         return self._read_few([(entry.offset, entry.nbytes)])[0]
 
     def _read_many(self, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
-        if len(wanted) <= _FEW:
+        if len(wanted) <= _FEW or self._get_handle is None or self._load is None:
             return self._read_few(wanted)
         last_page = round_down(self._file.size(), PAGE_BYTES)  # which is none, if it is there
         many = [place for place in wanted if place[0] + place[1] <= last_page]
@@ -134,6 +141,8 @@ class TorchFile:
         return [*read, *self._read_few(wanted[len(many) :])]  # `wanted` is in the file's order
 
     def _read_few(self, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
+        if self._contents is not None:
+            return [self._contents[at : at + nbytes] for at, nbytes in wanted]
         return [read_buffered(self._file, offset, nbytes) for offset, nbytes in wanted]
 
 
@@ -173,12 +182,20 @@ def check_calls(checkpoint: TorchFile, scan: Scan) -> None:
 
 
 def spans_of(checkpoint: TorchFile, file: File, scan: Scan) -> dict[str, Span]:
-    """Where each storage lies that the pickle refers to, by key.
+    """What is read for each storage that the pickle refers to, by key; errors as `places_of`."""
+    from nvmeio._io.spans import Span
+
+    places = places_of(checkpoint, scan).items()
+    return {key: Span(file, *place, f"record 'data/{key}'") for key, place in places}
+
+
+def places_of(checkpoint: TorchFile, scan: Scan) -> dict[str, tuple[int, int]]:
+    """Offset and length of each storage that the pickle refers to, by key.
 
     Raises:
         IntegrityError: A record is missing, or of another size than the pickle says.
     """
-    spans: dict[str, Span] = {}
+    places: dict[str, tuple[int, int]] = {}
     for key, ref in scan.storages.items():
         name = f"data/{key}"
         entry = checkpoint.records.get(name)
@@ -194,8 +211,8 @@ def spans_of(checkpoint: TorchFile, file: File, scan: Scan) -> dict[str, Span]:
         # A storage need not be a whole number of elements; what is left over is not loaded.
         if not 0 <= entry.nbytes - nbytes < itemsize:
             raise size_error(checkpoint, name, nbytes)
-        spans[key] = Span(file, entry.offset, nbytes, f"record {name!r}")
-    return spans
+        places[key] = entry.offset, nbytes
+    return places
 
 
 def unsafe_globals(file: File) -> list[str]:
@@ -232,6 +249,27 @@ def size_error(checkpoint: TorchFile, name: str, nbytes: int) -> IntegrityError:
         expected=nbytes,
         found=there,
     )
+
+
+def read_whole(file: File) -> mmap.mmap:
+    """All of a small file that is not empty, through the page cache, in memory of its own.
+
+    Raises:
+        TransferError: It cannot be read, or was cut meanwhile.
+    """
+    contents = mmap.mmap(-1, file.size())
+    opened = file.acquire(False)
+    try:
+        with naming("pread", file.path), memoryview(contents) as view:
+            done = 0
+            while done < len(contents):
+                count = os.preadv(opened.buffered_fd(), [view[done:]], done)
+                if not count:
+                    raise OSError(errno.ENODATA, "the file was cut")
+                done += count
+    finally:
+        opened.release()
+    return contents
 
 
 def read_buffered(file: File, offset: int, nbytes: int) -> bytes:

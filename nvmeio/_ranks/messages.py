@@ -21,8 +21,6 @@ from nvmeio._ranks.rank_store import MOST_PAUSE_S, RankStore, pauses
 from nvmeio._threads.interruptible import Cancellation, Cancelled
 from nvmeio.errors import TransferError
 
-DEFAULT_TIMEOUT_S = 120.0
-
 _BEAT_S = 0.5
 
 # TCPStore refuses values of 8 MiB and more.

@@ -21,7 +21,7 @@ import torch
 from nvmeio import _checks
 from nvmeio._formats.torch_writing import padded_nbytes
 from nvmeio._io.handles import new_handle
-from nvmeio._ranks.messages import DEFAULT_TIMEOUT_S
+from nvmeio._ranks import DEFAULT_TIMEOUT_S
 from nvmeio._ranks.rank_store import RankStore
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads import shutdown

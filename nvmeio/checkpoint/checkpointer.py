@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nvmeio import _checks
 from nvmeio._io.long_call import LongCall, profiled
-from nvmeio._ranks.messages import DEFAULT_TIMEOUT_S
+from nvmeio._ranks import DEFAULT_TIMEOUT_S
 from nvmeio._storage.durable import check_above
 from nvmeio._threads.closing import ClosingWork
 from nvmeio._threads.future import Future

@@ -19,7 +19,7 @@ from nvmeio._io import long_call
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
-from nvmeio._ranks.messages import DEFAULT_TIMEOUT_S
+from nvmeio._ranks import DEFAULT_TIMEOUT_S
 from nvmeio._threads.closing import on_error
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle

@@ -583,3 +583,47 @@ def test_truncated_legacy_file_is_named(
         nvmeio.load(path, weights_only=weights_only)
     assert str(path) in str(told.value)
     assert isinstance(told.value, EOFError)
+
+
+# Small ones
+
+
+def test_a_small_file_is_read_with_one_call_and_no_handle(path: Path) -> None:
+    """In place of torch.load it is slower where most people try it first, if it makes a handle."""
+    torch.save({"a": torch.arange(1000), "b": torch.zeros(0)}, path)
+    ran = run_python(
+        f"""
+        import os, sys, torch
+        import nvmeio
+        reads, preadv = [], os.preadv
+        os.preadv = lambda fd, buffers, offset: reads.append(offset) or preadv(fd, buffers, offset)
+        assert torch.equal(nvmeio.load({str(path)!r})["a"], torch.arange(1000))
+        assert reads == [0], reads
+        assert "nvmeio.handle" not in sys.modules
+        assert not [name for name in sys.modules if name.startswith("nvmeio.engines")]
+        """
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_files_around_the_largest_small_one(more: int, path: Path) -> None:
+    wanted = {"a": noise(loading_module.SMALL_BYTES - 16384 * (1 - more), dtype=torch.uint8)}
+    nvmeio.save(wanted, path)
+    assert (path.stat().st_size > loading_module.SMALL_BYTES) == bool(more)
+    assert_same(nvmeio.load(path), wanted)
+
+
+def test_a_small_file_that_is_cut_while_it_is_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"a": noise(10_000)}, path)
+    preadv = os.preadv
+
+    def cutting(fd: int, buffers: Any, offset: int) -> int:
+        os.truncate(path, 20_000)
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", cutting)
+    with pytest.raises(nvmeio.TransferError, match="cut"):
+        nvmeio.load(path)

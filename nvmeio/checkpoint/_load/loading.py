@@ -27,20 +27,19 @@ import torch
 from nvmeio import _checks
 from nvmeio._formats import pickle_values
 from nvmeio._formats.pickle_values import Scan
-from nvmeio._formats.sniff import check_older
 from nvmeio._formats.torch_file import (
     TorchFile,
     check_calls,
+    places_of,
     read_buffered,
+    read_whole,
     same_file,
     scan_pickle,
     spans_of,
 )
 from nvmeio._formats.torch_zip import LOCAL_MAGIC
-from nvmeio._io.handles import CallHandle
 from nvmeio._io.long_call import LongCall
-from nvmeio._io.spans import Load
-from nvmeio._ranks.messages import DEFAULT_TIMEOUT_S
+from nvmeio._ranks import DEFAULT_TIMEOUT_S
 from nvmeio._storage.locks import open_reading
 from nvmeio._threads.interruptible import in_thread, run_interruptible
 from nvmeio.checkpoint._load import unpickling
@@ -50,16 +49,21 @@ from nvmeio.checkpoint._load.unpickling import (
     MapLocation,
     nothing_to_read,
 )
-from nvmeio.checkpoint._ranks.loading_ranks import ALONE, LoadingRanks
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
-from nvmeio.handle import AioHandle
-from nvmeio.progress import Progress
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from nvmeio._io.handles import CallHandle
+    from nvmeio.checkpoint._ranks.loading_ranks import LoadingRanks
+    from nvmeio.handle import AioHandle
+    from nvmeio.progress import Progress
+
 _CPU = torch.device("cpu")
+
+# A file of up to this is read with one call, through the page cache: see `saving.SMALL_BYTES`.
+SMALL_BYTES = 4 << 20
 
 
 def load(
@@ -128,8 +132,8 @@ def load(
     Cost: the memory of the state, and no copy. The records' CRC-32 are not checked, as torch does
     not: `nvmeio verify` does.
     """
-    ranks = LoadingRanks.of_group(process_group, timeout_s, path)
-    with ranks.telling():
+    ranks = _ranks_of(process_group, timeout_s, path)
+    with contextlib.nullcontext() if ranks is None else ranks.telling():
         _checks.timeout(timeout_s)
         options = LoadOptions.checked(
             map_location, pickle_module, weights_only, mmap, pickle_load_args
@@ -158,8 +162,8 @@ async def async_load(
     Parameters and errors as for `load`. Cancelling stops the reading; `CancelledError` is raised
     once nothing is in flight any more.
     """
-    ranks = LoadingRanks.of_group(process_group, timeout_s, path)
-    with ranks.telling():
+    ranks = _ranks_of(process_group, timeout_s, path)
+    with contextlib.nullcontext() if ranks is None else ranks.telling():
         _checks.timeout(timeout_s)
         options = LoadOptions.checked(
             map_location, pickle_module, weights_only, mmap, pickle_load_args
@@ -206,21 +210,67 @@ class Loaded:
         return cls(lambda: [each.result() for each in loads])
 
 
-def load_file(path: str | os.PathLike[str], how: HowToLoad, ranks: LoadingRanks = ALONE) -> Loaded:
-    """Read a file. See `load`."""
+def _ranks_of(group: ProcessGroup | None, timeout_s: float, path: Any) -> LoadingRanks | None:
+    """The ranks of a load; None for a process alone."""
+    if group is None:
+        return None
+    from nvmeio.checkpoint._ranks.loading_ranks import LoadingRanks
+
+    return LoadingRanks.of_group(group, timeout_s, path)
+
+
+def load_file(
+    path: str | os.PathLike[str], how: HowToLoad, ranks: LoadingRanks | None = None
+) -> Loaded:
+    """Read a file, alone or with other ranks. See `load`."""
     options = how.options
-    with ranks.loading(how.call), contextlib.ExitStack() as opened:
+    loading = contextlib.nullcontext() if ranks is None else ranks.loading(how.call)
+    with loading, contextlib.ExitStack() as opened:
         file = opened.enter_context(open_reading(path))
         older = read_buffered(file, 0, min(file.size(), 4)) != LOCAL_MAGIC
         through_torch = older or options.mmap or unpickling.seam() is None
-        ranks.meet(file, together=not (through_torch or nothing_to_read(options)))
+        if ranks is not None:
+            ranks.meet(file, together=not (through_torch or nothing_to_read(options)))
         if older and options.pickle_module is None:  # another one may read anything
+            from nvmeio._formats.sniff import check_older
+
             check_older(file)
             return Loaded(partial(unpickling.load_older, file, options), opened)
         if through_torch:
             return Loaded(partial(unpickling.load_through_torch, path, options), opened)
+        if ranks is None and how.handle is None and file.size() <= SMALL_BYTES:
+            return _load_small(file, how, opened)
+        from nvmeio._io.handles import CallHandle
+        from nvmeio.checkpoint._ranks.loading_ranks import ALONE
+
         with CallHandle(how.handle, path) as handle:
-            return load_archive(file, how, handle, ranks, opened)
+            return load_archive(file, how, handle, ranks or ALONE, opened)
+
+
+def _load_small(file: File, how: HowToLoad, opened: contextlib.ExitStack) -> Loaded:
+    """Read a small archive with one call; its storages share the memory, and cannot grow."""
+    options, call = how.options, how.call
+    contents = read_whole(file)
+    call.check()
+    checkpoint = TorchFile(file, None, None, contents=contents)
+    if checkpoint.archive.is_script:
+        return _left_to_torch(file, options, opened)
+    scan = _checked_scan(checkpoint, options)
+    if nothing_to_read(options):
+        return _left_to_torch(file, options, opened)
+    places = places_of(checkpoint, scan)
+    devices = _allowed_devices(checkpoint, scan, file, options)
+    call.expect(sum(nbytes for _, nbytes in places.values()))
+    found: dict[str, torch.Tensor] = {}
+    for key, (offset, nbytes) in places.items():
+        device = devices[scan.storages[key].location]
+        if nbytes and device.type != "meta":
+            there = torch.frombuffer(contents, dtype=torch.uint8, count=nbytes, offset=offset)
+            found[key] = there.to(device)
+        else:
+            found[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        call.moved(nbytes)
+    return _to_unpickle(checkpoint, scan, found, options, file, opened)
 
 
 def load_archive(
@@ -231,6 +281,8 @@ def load_archive(
     opened: contextlib.ExitStack,
 ) -> Loaded:
     """Read an archive that is open, in `opened`, through a handle of this call."""
+    from nvmeio._io.spans import Load
+
     options, call = how.options, how.call
     first = Load()
     call.then(first.cancel)
@@ -238,16 +290,11 @@ def load_archive(
     if checkpoint.archive.is_script:
         return _left_to_torch(file, options, opened)
     with ranks.agreeing():
-        scan = scan_pickle(checkpoint)
-        if options.weights_only:
-            check_calls(checkpoint, scan)
+        scan = _checked_scan(checkpoint, options)
         if nothing_to_read(options):
             return _left_to_torch(file, options, opened)
         spans = spans_of(checkpoint, file, scan)
-        if options.weights_only and not scan.globals <= pickle_values.COMMON_GLOBALS:
-            unpickling.check_globals(file)
-        _check_locations(scan, file, options.map_location)
-        devices = _devices(scan, checkpoint, options.map_location)
+        devices = _allowed_devices(checkpoint, scan, file, options)
     found: dict[str, torch.Tensor] = {}
     for keys in _read_as_one(scan, devices, ranks):
         wanted, device = [spans[key] for key in keys], devices[scan.storages[keys[0]].location]
@@ -258,10 +305,39 @@ def load_archive(
         found.update(zip(keys, tensors, strict=True))
     ranks.part()
     handle.done()
+    del spans  # a container by the thousand, that the collector would go through once more
+    return _to_unpickle(checkpoint, scan, found, options, file, opened)
+
+
+def _checked_scan(checkpoint: TorchFile, options: LoadOptions) -> Scan:
+    scan = scan_pickle(checkpoint)
+    if options.weights_only:
+        check_calls(checkpoint, scan)
+    return scan
+
+
+def _allowed_devices(
+    checkpoint: TorchFile, scan: Scan, file: File, options: LoadOptions
+) -> dict[str, torch.device]:
+    """Where storages go, by their location, once all that is not allowed was refused."""
+    if options.weights_only and not scan.globals <= pickle_values.COMMON_GLOBALS:
+        unpickling.check_globals(file)
+    _check_locations(scan, file, options.map_location)
+    return _devices(scan, checkpoint, options.map_location)
+
+
+def _to_unpickle(
+    checkpoint: TorchFile,
+    scan: Scan,
+    found: dict[str, torch.Tensor],
+    options: LoadOptions,
+    file: File,
+    opened: contextlib.ExitStack,
+) -> Loaded:
+    """What makes the object of storages that were read."""
     reader = unpickling.MemoryReader(checkpoint, found)
     if scan.plain and unpickling.is_usual(options) and not unpickling.is_swapped(checkpoint):
         options = replace(options, plain=True)
-    del scan, spans  # containers by the thousand, that the collector would go through once more
     if options.plain or not options.weights_only:
         return Loaded(partial(unpickling.unpickle, reader, options))
     return Loaded(partial(_unpickle, reader, options, file), opened)

@@ -17,16 +17,17 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nvmeio._formats import torch_pickle
-from nvmeio._formats.sniff import TruncatedFileError
 from nvmeio._formats.torch_file import TorchFile, same_file, size_error, unsafe_globals
 from nvmeio._io.long_call import LongCall
 from nvmeio.files import File
-from nvmeio.handle import AioHandle
+
+if TYPE_CHECKING:
+    from nvmeio.handle import AioHandle
 
 # How something is to be loaded
 
@@ -150,6 +151,8 @@ def load_older(file: File, options: LoadOptions) -> Any:
         ends = isinstance(e, EOFError) or any(text in str(e) for text in _TRUNCATED)
         if not ends:
             raise
+        from nvmeio._formats.sniff import TruncatedFileError
+
         raise TruncatedFileError(
             f"{file.path} ends in the middle, at byte {file.size()}: what wrote it was "
             f"interrupted; take another checkpoint (torch says {str(e) or type(e).__name__:.200})"
