@@ -270,12 +270,8 @@ class Catalog:
                 code = errno_of(failed)
                 raise TransferError(code, operation="write", path=path) from failed
             raise
-        try:
+        with on_error(table.close), on_error(self._remove_made):
             blocks = open_own(self._path)
-        except BaseException:
-            self._remove_made()
-            table.close()
-            raise
         if not os.fstat(blocks).st_size:
             self._made.append(os.fspath(self._path))
         return table, blocks

@@ -31,7 +31,7 @@ from nvmeio._io.drives import DriveHandles
 from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
 from nvmeio._residency.calls import Origin, in_backward
-from nvmeio._threads.closing import Closing
+from nvmeio._threads.closing import Closing, on_error
 from nvmeio._threads.interruptible import in_thread, run_interruptible
 from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio._threads.shutdown import Ending
@@ -385,29 +385,29 @@ class WeightStream(Closing):
         begun.append(True)
         if self._uses is not None:
             return True
-        try:
-            with contextlib.ExitStack() as telling, contextlib.ExitStack() as undo:
-                if self._ranks is not None:
-                    telling.enter_context(self._ranks.opening())
-                handles = undo.enter_context(
-                    contextlib.closing(DriveHandles(self._handle, self._paths))
-                )
-                opening = self._open_checkpoint(handles.first)
-                checkpoint = undo.enter_context(contextlib.closing(opening))
-                memory = undo.enter_context(
-                    contextlib.closing(SlotPools(self._shares, self._device, self._trainable))
-                )
-                units = self._partition.units
-                in_pass = self._own_pass.any_under_way
-                reader = new_reader(self._ranks, handles, checkpoint, units, in_pass)
-                undo.callback(reader.stop)
-                resources = Resources(handles, checkpoint, memory, reader)
-                uses = Uses(owner, resources, self._partition, self._trainable)
-                uses.open()
-                undo.pop_all()
-        except BaseException:
-            owner.close()
-            raise
+        with (
+            on_error(owner.close),
+            contextlib.ExitStack() as telling,
+            contextlib.ExitStack() as undo,
+        ):
+            if self._ranks is not None:
+                telling.enter_context(self._ranks.opening())
+            handles = undo.enter_context(
+                contextlib.closing(DriveHandles(self._handle, self._paths))
+            )
+            opening = self._open_checkpoint(handles.first)
+            checkpoint = undo.enter_context(contextlib.closing(opening))
+            memory = undo.enter_context(
+                contextlib.closing(SlotPools(self._shares, self._device, self._trainable))
+            )
+            units = self._partition.units
+            in_pass = self._own_pass.any_under_way
+            reader = new_reader(self._ranks, handles, checkpoint, units, in_pass)
+            undo.callback(reader.stop)
+            resources = Resources(handles, checkpoint, memory, reader)
+            uses = Uses(owner, resources, self._partition, self._trainable)
+            uses.open()
+            undo.pop_all()
         self._uses = uses
         self._ending = Ending(owner, resources.close)
         return True

@@ -228,11 +228,8 @@ class SlotPools:
             self._out[id(lease)] = lease
             if memory is not None:
                 return WeightSlot(unit, lease, host, memory)
-        try:
+        with on_error(self._give_back_host, unit, lease, host):  # the device has no room
             there = host if self._copies is None else self._twin(unit)
-        except BaseException:  # the device has no room
-            self._give_back_host(unit, lease, host)
-            raise
         return WeightSlot(unit, lease, host, there)
 
     def _give_back_host(self, unit: Unit, lease: Lease, host: torch.Tensor) -> None:

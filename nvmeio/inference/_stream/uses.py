@@ -176,17 +176,11 @@ class Uses:
         queued = self.turns.take(caller, waited)
         if queued is not None:
             return queued
-        try:
+        with on_error(self._end_turn, caller), on_error(self._give_up):
             with devices.on_stream(cuda_stream):
                 slot = self._bring(unit, grad_mode)
                 self.resources.memory.ready(slot)  # it may have been bound for another stream
             self._settle(slot, caller)
-        except BaseException:
-            try:
-                self._give_up()
-            finally:
-                self._end_turn(caller)
-            raise
         use = self._use = (slot, cuda_stream)
         self.units_used += 1
         return self._owner.claim(self._leave, use, caller)
@@ -268,15 +262,12 @@ class Uses:
         if queued is not None:
             return queued
         try:
-            with devices.on_stream(cuda_stream):
+            with on_error(self._give_up), devices.on_stream(cuda_stream):
                 slot = self._need(unit, grad_mode)
                 self.resources.memory.ready(slot)
             memory = slot.work if converted else slot.memory
             assert memory is not None
             return memory
-        except BaseException:
-            self._give_up()
-            raise
         finally:
             if not had:
                 self._end_turn(caller)
@@ -287,15 +278,12 @@ class Uses:
         self._use = None
         slot, cuda_stream = use
         try:
-            with devices.on_stream(cuda_stream):
+            with on_error(self._give_up), devices.on_stream(cuda_stream):
                 if isinstance(caller, Lockstep) and caller.shared:
                     self._kept = slot
                 else:
                     self._window.let_go([slot])
                 self._window.look_ahead()
-        except BaseException:
-            self._give_up()
-            raise
         finally:
             self._end_turn(caller)
 

@@ -30,6 +30,7 @@ from nvmeio._io.drives import DriveHandles, ScratchFile
 from nvmeio._io.inflight import MOST_BYTES
 from nvmeio._io.long_call import profiled
 from nvmeio._storage import crc32, durable, guarded
+from nvmeio._threads.closing import on_error
 from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio._threads.shutdown import Ending, open_owned
 from nvmeio.errors import ClosedError, TransferError, with_context
@@ -235,14 +236,10 @@ class ActivationStore:
             ) from full
         memory = bytes_over(saved.storage)
         begun: list[Operation] = []
-        try:
+        with on_error(self._file.give_back, place, saved.nbytes), on_error(_stop, begun):
             for span in self._file.spans(place, saved.nbytes):
                 part = memory[span.start : span.start + span.nbytes]
                 begun.append(self._handles.async_pwrite(part, span.file, span.file_offset))
-        except BaseException:
-            _stop(begun)
-            self._file.give_back(place, saved.nbytes)
-            raise
         saved.place, saved.writing, saved.wanted = place, begun, False
         saved.begun_in = self._round
         self._writing[saved] = None

@@ -18,7 +18,7 @@ from nvmeio._checks import Paths
 from nvmeio._io.drives import StripedFile
 from nvmeio._storage import crc32, durable, guarded
 from nvmeio._storage.durable import make_directory
-from nvmeio._threads.closing import on_error
+from nvmeio._threads.closing import do_all, on_error
 from nvmeio.errors import IntegrityError, TransferError, transfer_error
 from nvmeio.files import File
 from nvmeio.offload._generations import manifests
@@ -85,13 +85,9 @@ class StateFiles:
             TransferError: There is no space; the files that were open still are.
         """
         opened: list[StripedFile] = []
-        try:
+        with on_error(do_all, (file.close for file in opened)):
             for name in NAMES:
                 opened.append(self._directory.allocate(name, self._bands))
-        except BaseException:
-            for file in opened:
-                file.close()
-            raise
         before, self._files = self._files, opened
         for file in before:
             file.close()

@@ -16,7 +16,7 @@ from nvmeio._checks import Paths
 from nvmeio._io.drives import DriveHandles
 from nvmeio._memory import page_locked
 from nvmeio._ranks.rank_store import several
-from nvmeio._threads.closing import do_all
+from nvmeio._threads.closing import do_all, on_error
 from nvmeio._threads.shutdown import Ending
 from nvmeio.buffers import empty_aligned
 from nvmeio.errors import TransferError
@@ -466,17 +466,11 @@ def open_state(
         if settings.resume and several():
             agreed("", failed)  # the others wait to hear what this rank has
         raise
-    swapper: StateSwapper | None = None
-    try:
+    with on_error(directory.release, remove):
         swapper = StateSwapper(directory, handle, transactions, stepper, settings)
-        manifest = swapper.open(groups, transaction)
-        transaction.check()
-    except BaseException:
-        if swapper is not None:
-            swapper.close(remove)
-        else:
-            directory.release(remove)
-        raise
+        with on_error(swapper.close, remove):
+            manifest = swapper.open(groups, transaction)
+            transaction.check()
     ending = Ending(transactions.owner, functools.partial(swapper.close, remove))
     store = swapper.store
     transaction.on_rollback(lambda: do_all((store.undo_stay, ending.close)))

@@ -481,7 +481,7 @@ def started(
     for move in moves:
         by_handle.setdefault(handles.of(move.file), []).append(move)
     operations: list[Operation] = []
-    try:
+    with on_error(_waited, operations):
         for handle, mine in by_handle.items():
             memory = [slot[each.slot_offset : each.slot_offset + each.nbytes] for each in mine]
             if len(mine) >= _BATCH_FROM:
@@ -492,10 +492,6 @@ def started(
             begin = handle.async_pwrite if writing else handle.async_pread
             for part, move in zip(memory, mine, strict=True):
                 operations.append(begin(part, move.file, move.file_offset))
-    except BaseException:
-        for operation in operations:
-            failure_of(operation)
-        raise
     return operations
 
 

@@ -29,7 +29,7 @@ from nvmeio._ranks.rank_store import several
 from nvmeio._storage import durable, guarded
 from nvmeio._storage.guarded import SETTINGS_BYTES, detail_of, read_small
 from nvmeio._threads import shutdown
-from nvmeio._threads.closing import on_error
+from nvmeio._threads.closing import do_all, on_error
 from nvmeio.errors import IntegrityError, TransferError, counted, naming, transfer_error
 from nvmeio.files import File
 from nvmeio.offload._generations import manifests
@@ -160,19 +160,14 @@ class SwapDir:
             TransferError: There is not that much space; nothing new is left then.
         """
         path = self.file(name)
-        fresh = not os.path.lexists(path)
-        try:
+        fresh = [] if os.path.lexists(path) else [path]
+        with on_error(_unlink, fresh):
             fd = guarded.open_own(path)
             try:
                 durable.reserve(fd, nbytes, path)
             finally:
                 os.close(fd)
             return files.open(path, "r+")
-        except BaseException:
-            if fresh:
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-            raise
 
     def clean_if_locked(self, names: Sequence[str]) -> None:
         """Remove some files as far as that works, unless the lock was given up."""
@@ -202,6 +197,12 @@ class SwapDir:
         if self._above:
             with contextlib.suppress(OSError):
                 os.rmdir(self._above)
+
+
+def _unlink(paths: Sequence[str]) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def _wrapped(failed: OSError, operation: str, path: str) -> TransferError:
@@ -475,19 +476,12 @@ class SwapDirs:
         striping = self.striping(bands)
         opened: list[File] = []
         fresh: list[str] = []
-        try:
+        with on_error(_unlink, fresh), on_error(do_all, (file.close for file in opened)):
             for each, length in zip(self._dirs, striping.lengths, strict=True):
                 path = each.file(name)
                 missing = not os.path.lexists(path)
                 opened.append(each.allocate(name, length))
                 fresh += [path] * missing
-        except BaseException:
-            for file in opened:
-                file.close()
-            for path in fresh:
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-            raise
         return StripedFile(opened, striping)
 
     def release(self, remove: bool = False) -> None:
