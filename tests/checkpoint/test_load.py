@@ -608,7 +608,7 @@ def test_a_small_file_is_read_with_one_call_and_no_handle(path: Path) -> None:
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_files_around_the_largest_small_one(more: int, path: Path) -> None:
-    wanted = {"a": noise(loading_module.SMALL_BYTES - 16384 * (1 - more), dtype=torch.uint8)}
+    wanted = {"a": noise(loading_module.SMALL_BYTES - 65536 * (1 - more), dtype=torch.uint8)}
     nvmeio.save(wanted, path)
     assert (path.stat().st_size > loading_module.SMALL_BYTES) == bool(more)
     assert_same(nvmeio.load(path), wanted)
