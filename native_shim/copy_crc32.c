@@ -24,6 +24,9 @@ static uint32_t bit_by_bit(const unsigned char *data, uint64_t nbytes, uint32_t 
 #define BLOCK 64
 #define AHEAD 4096 /* read so far ahead: the core's own prefetching ends with each page */
 #define FOLDING __attribute__((target("pclmul,sse4.1")))
+/* From here on what is written goes past the caches: the drive reads it next, and a line that is
+ * written whole need not be read before. 168 ms a GiB of CPU time became 118 (memcpy: 161). */
+#define STREAMED ((uint64_t)256 << 10)
 
 FOLDING static inline __m128i fold(__m128i remainder, __m128i by, __m128i next) {
   __m128i low = _mm_clmulepi64_si128(remainder, by, 0x00);
@@ -31,26 +34,30 @@ FOLDING static inline __m128i fold(__m128i remainder, __m128i by, __m128i next) 
   return _mm_xor_si128(_mm_xor_si128(low, high), next);
 }
 
-FOLDING static inline __m128i moved(char *to, const char *from) {
+FOLDING static inline __m128i moved(char *to, const char *from, int streamed) {
   __m128i bytes = _mm_loadu_si128((const __m128i *)from);
-  _mm_storeu_si128((__m128i *)to, bytes);
+  if (streamed)
+    _mm_stream_si128((__m128i *)to, bytes);
+  else
+    _mm_storeu_si128((__m128i *)to, bytes);
   return bytes;
 }
 
 /* Of whole blocks, at least one. */
-FOLDING static uint32_t copy_blocks(char *to, const char *from, uint64_t nbytes, uint32_t state) {
+FOLDING static inline __attribute__((always_inline)) uint32_t
+copy_each(char *to, const char *from, uint64_t nbytes, uint32_t state, int streamed) {
   const __m128i by_block = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4);
   const __m128i by_16 = _mm_set_epi64x(0x00ccaa009e, 0x01751997d0);
-  __m128i a = _mm_xor_si128(moved(to, from), _mm_cvtsi32_si128((int)state));
-  __m128i b = moved(to + 16, from + 16);
-  __m128i c = moved(to + 32, from + 32);
-  __m128i d = moved(to + 48, from + 48);
+  __m128i a = _mm_xor_si128(moved(to, from, streamed), _mm_cvtsi32_si128((int)state));
+  __m128i b = moved(to + 16, from + 16, streamed);
+  __m128i c = moved(to + 32, from + 32, streamed);
+  __m128i d = moved(to + 48, from + 48, streamed);
   for (uint64_t at = BLOCK; at < nbytes; at += BLOCK) {
     _mm_prefetch(from + at + AHEAD, _MM_HINT_T0); /* past the end it does nothing */
-    a = fold(a, by_block, moved(to + at, from + at));
-    b = fold(b, by_block, moved(to + at + 16, from + at + 16));
-    c = fold(c, by_block, moved(to + at + 32, from + at + 32));
-    d = fold(d, by_block, moved(to + at + 48, from + at + 48));
+    a = fold(a, by_block, moved(to + at, from + at, streamed));
+    b = fold(b, by_block, moved(to + at + 16, from + at + 16, streamed));
+    c = fold(c, by_block, moved(to + at + 32, from + at + 32, streamed));
+    d = fold(d, by_block, moved(to + at + 48, from + at + 48, streamed));
   }
   a = fold(fold(fold(a, by_16, b), by_16, c), by_16, d);
   /* 128 bits to 64, to 32. */
@@ -64,6 +71,14 @@ FOLDING static uint32_t copy_blocks(char *to, const char *from, uint64_t nbytes,
   b = _mm_clmulepi64_si128(_mm_and_si128(a, low_words), barrett, 0x10);
   b = _mm_clmulepi64_si128(_mm_and_si128(b, low_words), barrett, 0x00);
   return (uint32_t)_mm_extract_epi32(_mm_xor_si128(a, b), 1);
+}
+
+FOLDING static uint32_t copy_blocks(char *to, const char *from, uint64_t nbytes, uint32_t state) {
+  if (nbytes < STREAMED || to == from || (uintptr_t)to % sizeof(__m128i))
+    return copy_each(to, from, nbytes, state, 0);
+  state = copy_each(to, from, nbytes, state, 1);
+  _mm_sfence(); /* whoever is told of the bytes sees them */
+  return state;
 }
 
 int nv_can_copy_crc32(void) {

@@ -41,6 +41,20 @@ def test_what_is_copied_is_summed(at_once: bool, monkeypatch: pytest.MonkeyPatch
             assert target == b"x" * (at % 7) + wanted + b"x" * (40 - at % 7)
 
 
+@pytest.mark.parametrize("nbytes", [(256 << 10) - 1, 256 << 10, (256 << 10) + 77, 3_000_001])
+@pytest.mark.parametrize("at", [0, 1, 16, 48])
+def test_much_is_copied_past_the_caches(nbytes: int, at: int) -> None:
+    """Where the target allows it; the sum, the bytes and what lies beside them are the same."""
+    data = random_bytes(nbytes)
+    source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    target = torch.full((nbytes + 200,), 120, dtype=torch.uint8)
+    at += -target.data_ptr() % 64
+    assert crc32.copy(target.data_ptr() + at, source.data_ptr(), nbytes, 9) == zlib.crc32(data, 9)
+    found = target.numpy().tobytes()
+    assert found == b"x" * at + data + b"x" * (200 - at)
+    assert crc32.copy(source.data_ptr(), source.data_ptr(), nbytes) == zlib.crc32(data)
+
+
 def test_a_new_length_makes_no_class() -> None:
     """Each was an array class of ctypes', made for 30 us and kept: a third of a save's time."""
     tensor = torch.zeros(70_000, dtype=torch.uint8)
