@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +16,10 @@ from nvmeio.engines import transfers
 from nvmeio.engines.base import Engine, Opcode
 from nvmeio.engines.cufile import engine as _cufile
 from nvmeio.engines.cufile.driver import DriverSettings
-from nvmeio.handle import AioHandle
+from nvmeio.handle import AioHandle, DeepSpeedWords
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["GdsHandle"]
 
@@ -85,6 +89,7 @@ class GdsHandle(AioHandle):
         cpu_tensors: str = "aio",
         timeout_s: float = _cufile.CALL_LIMIT_S,
         max_direct_io_bytes: int | str | None = None,
+        **words: Unpack[DeepSpeedWords],
     ) -> None:
         task_bytes = _checks.size("task_bytes", task_bytes)
         _checks.pages("task_bytes", task_bytes, TASK_BYTES_MOST)
@@ -113,6 +118,7 @@ class GdsHandle(AioHandle):
             overlap_events,
             intra_op_parallelism,
             engine=engine,
+            **words,
         )
         try:
             self._gds.start(self._options)

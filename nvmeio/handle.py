@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 import torch
 
@@ -28,9 +29,20 @@ from nvmeio.engines import device_ring, select, transfers
 from nvmeio.engines import transfers as transfers_module
 from nvmeio.engines.base import Counters, Engine, Opcode, Options
 from nvmeio.engines.transfers import FileOffsets, row_places
+from nvmeio.errors import nearest
 from nvmeio.operation import Operation
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 MAX_BLOCK_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB per iocb (man 2 read, NOTES)
+
+
+class DeepSpeedWords(TypedDict, total=False):
+    """Other names of `intra_op_parallelism`, as DeepSpeed's tuner and configurations say."""
+
+    num_threads: int
+    thread_count: int
 
 
 class AioHandle(HandleSettings, ClosingWork):
@@ -50,7 +62,8 @@ class AioHandle(HandleSettings, ClosingWork):
             all switches a bool, or "true" or "false" as tuners print it.
         overlap_events: Refill the queue as blocks complete; False refills when it has run empty.
         intra_op_parallelism: Lanes: native threads with a queue each. Large transfers are split
-            over them, small ones take turns.
+            over them, small ones take turns. DeepSpeed's names for it, num_threads and
+            thread_count, are taken too: ``AioHandle(**config["aio"])``.
         engine: "auto" (Linux AIO, or "threads" where the kernel has none), "libaio", "threads",
             or an engine object, e.g. `nvmeio.testing.FakeEngine`.
         ring_bytes: Page-locked host memory that CUDA tensors go through, in bytes; 32 KiB or
@@ -81,7 +94,10 @@ class AioHandle(HandleSettings, ClosingWork):
         *,
         engine: str | Engine = "auto",
         ring_bytes: int | str = device_ring.DEFAULT_BYTES,
+        **words: Unpack[DeepSpeedWords],
     ) -> None:
+        if words:
+            intra_op_parallelism = _parallelism(type(self), dict(words), intra_op_parallelism)
         block_size = _checks.size("block_size", block_size)
         ring_bytes = _checks.size("ring_bytes", ring_bytes)
         _checks.pages("block_size", block_size, MAX_BLOCK_BYTES)
@@ -260,6 +276,18 @@ class AioHandle(HandleSettings, ClosingWork):
         """Write, with all choices; see `pread`."""
         operation = self._start(Opcode.WRITE, tensor, file, file_offset, validate)
         return operation if async_op else operation.result()
+
+    def read(
+        self, tensor: Data, file: FileLike, validate: bool = False, file_offset: int = 0
+    ) -> int:
+        """`pread`, blocking, by DeepSpeed's name; the number of bytes."""
+        return self._start(Opcode.READ, tensor, file, file_offset, validate).result()
+
+    def write(
+        self, tensor: Data, file: FileLike, validate: bool = False, file_offset: int = 0
+    ) -> int:
+        """`pwrite`, blocking, by DeepSpeed's name; the number of bytes."""
+        return self._start(Opcode.WRITE, tensor, file, file_offset, validate).result()
 
     def async_gather(
         self,
@@ -603,3 +631,26 @@ class AioHandle(HandleSettings, ClosingWork):
             f"queue_depth={o.queue_depth} lanes={o.intra_op_parallelism} {state}, "
             f"{self._cores.in_flight} in flight>"
         )
+
+
+def _parallelism(kind: type[AioHandle], words: dict[str, Any], given: int) -> int:
+    """The lanes that were asked for, by whichever name.
+
+    Raises:
+        TypeError: There is no such argument.
+        ValueError: Two names say different numbers.
+    """
+    takes = inspect.signature(kind).parameters
+    known = list(DeepSpeedWords.__annotations__)
+    for name in words:
+        if name == "use_gds":
+            raise TypeError(f"{kind.__name__} takes no use_gds: nvmeio.GdsHandle is that")
+        if name not in known:
+            likely = nearest(name, [*takes, *known])
+            raise TypeError(f"{kind.__name__} takes no {name}{likely}")
+    numbers = set(words.values())
+    if given != takes["intra_op_parallelism"].default:
+        numbers.add(given)
+    if len(numbers) > 1:
+        raise ValueError(f"{' and '.join(words)} and intra_op_parallelism are the same: give one")
+    return int(_checks.integer("num_threads", numbers.pop(), 1, 1024))

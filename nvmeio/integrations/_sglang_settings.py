@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from nvmeio._storage.guarded import SETTINGS_BYTES, read_small
-from nvmeio.errors import BackendUnavailableError, an
+from nvmeio.errors import BackendUnavailableError, an, nearest
 from nvmeio.integrations._clients import resolved
 
 VARIABLE = "NVMEIO_SGLANG_CONFIG"
@@ -289,8 +289,9 @@ def _known(path: Any, within: str, found: dict[str, Any], known: Collection[str]
     if not unknown:
         return
     remedies = [f"{name}: {_REMEDIES[name]}" for name in unknown if name in _REMEDIES]
+    names = ", ".join(within + name + nearest(name, known) for name in unknown)
     raise ValueError(
-        f"{path} has unknown fields: {', '.join(within + name for name in unknown)}"
+        f"{path} has unknown fields: {names}"
         + (f" ({'; '.join(remedies)})" if remedies else f". Known are {', '.join(known)}")
     )
 

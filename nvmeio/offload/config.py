@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 
 from nvmeio._checks import switch
 from nvmeio._memory import devices
-from nvmeio.errors import AlignmentError, BackendUnavailableError
+from nvmeio.errors import AlignmentError, BackendUnavailableError, nearest
 from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
 from nvmeio.offload._optimizer import arguments as arguments_module
@@ -57,6 +58,7 @@ _AIO = (
     "single_submit",
     "overlap_events",
     "intra_op_parallelism",
+    "num_threads",
     "thread_count",
     "use_gds",
 )
@@ -78,12 +80,16 @@ _WINDOW = (
     "buffer_count and buffer_size"
 )
 _OLDER = 'an older name: write offload_optimizer or offload_param with its device, "cpu"'
+_INSIDE = "it is about DeepSpeed's own insides: leave it out"
 _IMPOSSIBLE = {
+    "checkpoint": "save with nvmeio.Checkpointer, which has settings of its own",
+    "torch_autocast": 'run forward within torch.autocast("cpu", torch.bfloat16), or "cuda"',
+    "steps_per_print": "print from the training loop",
+    "wall_clock_breakdown": "optimizer.last_step has the times of a step, torch.profiler the rest",
     "gradient_clipping": "call optimizer.clip_grad_norm_(max_norm) before each step",
     "optimizer": "pass the class, and its arguments by name",
     "scheduler": "make one from torch.optim.lr_scheduler over the optimizer",
     "train_batch_size": "batches are the training loop's own",
-    "train_micro_batch_size_per_gpu": "batches are the training loop's own",
     "gradient_accumulation_steps": "call backward() as often as you like before step()",
     "super_offload": "there is one pipeline, and it overlaps by itself",
     "cpuadam_cores_perc": "torch.set_num_threads() says how many threads compute",
@@ -94,9 +100,23 @@ _IMPOSSIBLE = {
     "memory_efficient_linear": "autograd keeps places of parameters, whatever the module",
     "compute_grad_norm": "optimizer.clip_grad_norm_(max_norm) computes it where it is wanted",
     "stage3_gather_16bit_weights_on_model_save": "module.state_dict() has all weights",
+    "stage3_gather_fp16_weights_on_model_save": "module.state_dict() has all weights",
+    "leaf_module": "layers are units by themselves: see SwappedModule's `units`",
+    "save_muon_momentum_buffer_in_memory": "offload_optimizer's ratio says what stays in memory",
     "cpu_offload": _OLDER,
     "cpu_offload_param": _OLDER,
     "cpu_offload_use_pin_memory": _OLDER,
+    **dict.fromkeys(
+        (
+            "legacy_stage1",
+            "parameter_alignment",
+            "pipeline_loading_checkpoint",
+            "override_module_apply",
+            "log_trace_cache_warnings",
+            "enable_sanity_checks",
+        ),
+        _INSIDE,
+    ),
     **dict.fromkeys(
         (
             "allgather_partitions",
@@ -129,7 +149,53 @@ _IMPOSSIBLE = {
     ),
 }
 # What asks for nothing as long as it has this value, which is DeepSpeed's default.
-_ASKS_FOR_NOTHING = {"super_offload": False, "elastic_checkpoint": False, "zenflow": None}
+_ASKS_FOR_NOTHING = {
+    "allgather_bucket_size": 500_000_000,
+    "allgather_partitions": True,
+    "compute_grad_norm": True,
+    "contiguous_gradients": True,
+    "cpu_offload": None,
+    "cpu_offload_param": None,
+    "cpu_offload_use_pin_memory": None,
+    "cpuadam_cores_perc": 0.8,
+    "elastic_checkpoint": False,
+    "enable_sanity_checks": False,
+    "gradient_accumulation_steps": 1,
+    "ignore_unused_parameters": True,
+    "legacy_stage1": False,
+    "load_from_fp32_weights": True,
+    "log_trace_cache_warnings": False,
+    "memory_efficient_linear": True,
+    "overlap_comm": None,
+    "override_module_apply": True,
+    "parameter_alignment": False,
+    "pipeline_loading_checkpoint": False,
+    "reduce_bucket_size": 500_000_000,
+    "reduce_scatter": True,
+    "round_robin_gradients": False,
+    "save_muon_momentum_buffer_in_memory": False,
+    "stage3_allgather_sequential": False,
+    "stage3_gather_16bit_weights_on_model_save": False,
+    "stage3_gather_fp16_weights_on_model_save": False,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+    "stage3_model_persistence_threshold": sys.maxsize,
+    "stage3_module_granularity_threshold": 0,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_use_all_reduce_for_fetch_params": False,
+    "super_offload": False,
+    "torch_autocast": {"enabled": False},
+    "use_multi_rank_bucket_allreduce": True,
+    "wall_clock_breakdown": False,
+    "zenflow": None,
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_gradients": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zero_quantized_weights": False,
+}
+# What only informs, whatever its value.
+_INFORMS = ("train_micro_batch_size_per_gpu", "steps_per_print")
 # Of activation checkpointing: what cannot be, where it is asked for.
 _NOT_OF_ACTIVATIONS = {
     "partition_activations": "there is no model parallelism to share them out by",
@@ -203,11 +269,11 @@ def offload(
             offload_optimizer on the "cpu" these stay in memory; that needs bf16's masters.
 
             ``sub_group_size``: elements of a subgroup. ``bf16``: ``{"enabled": True}`` steps in
-            fp32 on master weights. ``aio``: the parameters of `AioHandle`; thread_count is
-            intra_op_parallelism; use_gds has parameters go straight between drive and device
-            (offload_param on "nvme", a CUDA device, and no compat mode). ``resume`` (true, false or
-            "must") and ``overwrite``: as for `SwappedOptimizer`. DeepSpeed, which has neither
-            word, removes what an earlier run left; this asks.
+            fp32 on master weights. ``aio``: the parameters of `AioHandle`; num_threads and
+            thread_count are intra_op_parallelism; use_gds has parameters go straight between drive
+            and device (offload_param on "nvme", a CUDA device, and no compat mode). ``resume``
+            (true, false or "must") and ``overwrite``: as for `SwappedOptimizer`. DeepSpeed, which
+            has neither word, removes what an earlier run left; this asks.
 
             ``activation_checkpointing``: cpu_checkpointing (where a module on the CPU has its
             activations anyway; `SwappedActivations` has them on the drive). Which regions are
@@ -279,7 +345,8 @@ def offload(
                 init=init,
                 handle=handle,
             )
-            if _flag(weights, "pin_memory", False) and not swapped.pinned:
+            # With use_gds no host memory is taken that could be locked.
+            if _flag(weights, "pin_memory", False) and not gds and not swapped.pinned:
                 raise _not_pinned("offload_param")
         chosen = swapped.parameters() if params is None else params(swapped)
         if state["device"] == "none":
@@ -318,18 +385,13 @@ def _check_places(
     master_dtype: torch.dtype | None,
 ) -> None:
     """Raise where parameters and state cannot be where they are wanted, together."""
-    if weights["device"] == "cpu":
-        if _flag(weights, "pin_memory", False):
-            raise ValueError(
-                'offload_param: pin_memory is for device "nvme": on the "cpu" parameters are in '
-                "the memory that the module was made in, and nothing is copied from there"
-            )
-        if _is_on_device(module):
-            raise ValueError(
-                'offload_param: device "cpu" with a module on a device is not done: parameters '
-                'would come from memory part by part. Keep them there (device "none"), or on the '
-                'drive (device "nvme")'
-            )
+    # With pin_memory, DeepSpeed's default, or without: on the "cpu" nothing is copied from there.
+    if weights["device"] == "cpu" and _is_on_device(module):
+        raise ValueError(
+            'offload_param: device "cpu" with a module on a device is not done: parameters '
+            'would come from memory part by part. Keep them there (device "none"), or on the '
+            'drive (device "nvme")'
+        )
     if weights["device"] != "nvme" or state["device"] == "nvme":
         return
     if state["device"] == "none":
@@ -342,6 +404,12 @@ def _check_places(
             'offload_param: device "nvme" with offload_optimizer on the "cpu" needs master weights '
             '(bf16: {"enabled": true}). Without them the parameters live in the state files, which '
             'device "nvme" has'
+        )
+    if any(p.dtype == master_dtype for p in module.parameters()):
+        raise ValueError(
+            f'bf16: {{"enabled": true}} gives parameters masters of {master_dtype}, and some are '
+            "of that dtype themselves: call module.to(torch.bfloat16) first, or put "
+            'offload_optimizer on device "nvme"'
         )
 
 
@@ -487,11 +555,6 @@ def _check_gds(weights: Mapping[str, Any], computes_on: torch.device) -> None:
             f"aio: use_gds is for a module on a CUDA device, and this one computes on the "
             f'{computes_on.type.upper()}: give module_device="cuda", or leave it out'
         )
-    if _flag(weights, "pin_memory", False):
-        raise ValueError(
-            "offload_param: pin_memory asks for page-locked host memory, and with use_gds none is "
-            "taken for parameters: leave out one of them"
-        )
 
 
 def _gds_handle(aio: Mapping[str, Any], computes_on: torch.device) -> GdsHandle:
@@ -514,9 +577,12 @@ def _gds_handle(aio: Mapping[str, Any], computes_on: torch.device) -> GdsHandle:
 def _handle_words(aio: Mapping[str, Any]) -> dict[str, Any]:
     words = dict(aio)
     words.pop("use_gds", None)
-    threads = words.pop("thread_count", None)
-    if threads is not None and words.setdefault("intra_op_parallelism", threads) != threads:
-        raise ValueError("aio: thread_count and intra_op_parallelism are the same; give one")
+    names = ("intra_op_parallelism", "num_threads", "thread_count")
+    given = {name: words.pop(name) for name in names if name in words}
+    if len(set(given.values())) > 1:
+        raise ValueError(f"aio: {' and '.join(given)} are the same setting; give one")
+    if given:
+        words["intra_op_parallelism"] = next(iter(given.values()))
     return words
 
 
@@ -534,13 +600,24 @@ def _known(name: str, section: Any, among: tuple[str, ...]) -> Mapping[str, Any]
     for key in section:
         if key in among:
             continue
-        if key in _ASKS_FOR_NOTHING and section[key] == _ASKS_FOR_NOTHING[key]:
+        if key in _INFORMS or _asks_for_nothing(key, section):
             continue
         remedy = _IMPOSSIBLE.get(str(key))
         if remedy is not None:
             raise ValueError(f"{name}: {key!r} is not of offloading: {remedy}")
-        raise ValueError(f"{name}: unknown key {key!r}; known are {', '.join(among)}")
+        known = [*among, *_INFORMS, *_IMPOSSIBLE]
+        raise ValueError(
+            f"{name}: unknown key {key!r}{nearest(key, known)}; known are {', '.join(among)}"
+        )
     return section
+
+
+def _asks_for_nothing(key: str, section: Mapping[str, Any]) -> bool:
+    value = section[key]
+    if key == "train_batch_size":  # without accumulation it says what the loop does anyway
+        micro = section.get("train_micro_batch_size_per_gpu", value)
+        return bool(section.get("gradient_accumulation_steps", 1) == 1 and micro == value)
+    return value == "auto" or (key in _ASKS_FOR_NOTHING and value == _ASKS_FOR_NOTHING[key])
 
 
 def _flag(section: Mapping[str, Any], key: str, default: bool) -> bool:

@@ -137,6 +137,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         device_bytes: int | str | None = None,
         **optimizer_args: Any,
     ) -> None:
+        arguments.check_names(optimizer_class, optimizer_args, type(self))
         there = devices.usable("device", device)
         stepper = Stepper(optimizer_class, optimizer_args, there)
         if params is None:

@@ -20,7 +20,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -30,8 +30,11 @@ from nvmeio._memory.tensors import cast_to_byte_tensor as cast_to_byte_tensor
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio.errors import BackendUnavailableError, NvmeioError, TransferError
 from nvmeio.gds import GdsHandle
-from nvmeio.handle import AioHandle
+from nvmeio.handle import AioHandle, DeepSpeedWords
 from nvmeio.operation import Operation
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 FileName = str | bytes | os.PathLike[str] | int
 
@@ -64,6 +67,7 @@ class _Handle:
         single_submit: bool = False,
         overlap_events: bool = False,
         intra_op_parallelism: int = 1,
+        **words: Unpack[DeepSpeedWords],
     ) -> None:
         self._block_size = block_size
         self._single_submit = _checks.switch("single_submit", single_submit)
@@ -74,14 +78,15 @@ class _Handle:
             self._single_submit,
             self._overlap_events,
             intra_op_parallelism,
+            **words,
         )
         self._pending: deque[Operation] = deque()
         self._waiting = threading.Lock()
         self._finished = 0
         self._failures: list[BaseException] = []
 
-    def _opened(self, *settings: Any) -> AioHandle:
-        return AioHandle(*settings)
+    def _opened(self, *settings: Any, **words: Any) -> AioHandle:
+        return AioHandle(*settings, **words)
 
     # --- blocking, apart from the others ------------------------------------------------------
 
@@ -344,9 +349,9 @@ class gds_handle(_Handle):
 
     _io: GdsHandle
 
-    def _opened(self, *settings: Any) -> GdsHandle:
+    def _opened(self, *settings: Any, **words: Any) -> GdsHandle:
         try:
-            return GdsHandle(*settings)
+            return GdsHandle(*settings, **words)
         except BackendUnavailableError as no:
             raise _no_cufile(no) from no
 

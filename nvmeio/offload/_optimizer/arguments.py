@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,6 +14,7 @@ from nvmeio._checks import integer as integer
 from nvmeio._checks import refuse_pickling as refuse_pickling
 from nvmeio._checks import size as size
 from nvmeio._checks import switch as switch
+from nvmeio.errors import nearest
 from nvmeio.handle import AioHandle
 
 
@@ -66,6 +70,22 @@ class OptimizerSettings:
     def buffers(self) -> int:
         """How many there are: one for each stage that goes on at a time."""
         return 1 + self.read_ahead + self.write_behind + (self.device.type != "cpu")
+
+
+def check_names(optimizer_class: Any, given: Mapping[str, Any], ours: type) -> None:
+    """Refuse a keyword that neither the optimizer's class nor ours has; says which was meant."""
+    if not isinstance(optimizer_class, type):
+        return
+    takes = inspect.signature(optimizer_class).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values()):
+        return
+    for name in given:
+        if name not in takes:
+            known = [*takes, *inspect.signature(ours).parameters]
+            raise TypeError(
+                f"neither {optimizer_class.__name__} nor {ours.__name__} takes {name!r}"
+                f"{nearest(name, known)}"
+            )
 
 
 MUST = "must"  # resume, or raise
