@@ -38,6 +38,56 @@ _FEW_ROWS = 2048  # sorted in less time than a thread needs to begin
 _OFFSET_BYTES = 8
 
 
+class Chunks:
+    """The ring's memory, in chunks, some of them cut into cells.
+
+    Args:
+        ring: All of it.
+        chunk_bytes: Of each chunk.
+        cell_bytes: Of each cell; 0 where chunks are too small to be cut.
+    """
+
+    def __init__(self, ring: torch.Tensor, chunk_bytes: int, cell_bytes: int) -> None:
+        self._base = ring.data_ptr()
+        self._chunk_bytes = chunk_bytes
+        self._cell_bytes = cell_bytes
+        self._whole = [ring[at : at + chunk_bytes] for at in range(0, ring.numel(), chunk_bytes)]
+        # By number, of those that are cut: the chunk, its free cells, and how many it has.
+        self._cut: dict[int, tuple[torch.Tensor, list[torch.Tensor], int]] = {}
+
+    def take(self, nbytes: int) -> torch.Tensor | None:
+        """Memory for so many bytes, or a chunk for a part of them; None where none is free."""
+        if nbytes > self._cell_bytes:
+            if not self._whole:
+                self._join()
+            return self._whole.pop() if self._whole else None
+        with_cells = [cells for _, cells, _ in self._cut.values() if cells]
+        if with_cells:
+            return min(with_cells, key=len).pop()  # the others are the sooner whole again
+        if not self._whole:
+            return None
+        chunk, each = self._whole.pop(), self._cell_bytes
+        cells = [chunk[at : at + each] for at in range(0, self._chunk_bytes - each + 1, each)]
+        self._cut[self._number(chunk)] = chunk, cells, len(cells)
+        return cells.pop()
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        """It is free again."""
+        if memory.nbytes == self._chunk_bytes:
+            self._whole.append(memory)
+        else:
+            self._cut[self._number(memory)][1].append(memory)
+
+    def _join(self) -> None:
+        for number, (chunk, cells, most) in list(self._cut.items()):
+            if len(cells) == most:
+                del self._cut[number]
+                self._whole.append(chunk)
+
+    def _number(self, memory: torch.Tensor) -> int:
+        return (memory.data_ptr() - self._base) // self._chunk_bytes
+
+
 @dataclass(eq=False)
 class RingPart:
     """A part of a transfer in a chunk."""
@@ -53,6 +103,7 @@ class RingPart:
     plan: Plan | None = None
     mark: Mark | None = None
     cancelled: bool = False
+    token: int = 0  # of its transfer between drive and memory
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -84,6 +135,12 @@ class RingRequest(DeviceRequest):
     def checked(self) -> bool:
         """Whether it may begin, or end, as far as the host has to look at it before."""
         return True
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Memory for all that is left of it."""
+        file_offset = self.transfer.file_offset + self.next
+        return file_offset % PAGE_BYTES + self.transfer.nbytes - self.next
 
     def cut(self, chunk: torch.Tensor) -> RingPart:
         """The next part. In chunks, bytes lie as they lie in the file's pages: no bounce."""
@@ -178,6 +235,11 @@ class RingRowsRequest(RingRequest):
             self.fail(sorting.code, sorting.failure())
         self._sorting = None
         return True
+
+    @property
+    def wanted_bytes(self) -> int:
+        """As for any; a piece of a row begins somewhere in a page."""
+        return PAGE_BYTES + self.transfer.nbytes - self.next
 
     def cut(self, chunk: torch.Tensor) -> RingPart:
         rows = self.rows

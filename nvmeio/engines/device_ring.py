@@ -9,7 +9,9 @@ directions:
 
 There is never a copy of a whole tensor in host memory: the ring's size is all that it takes, made
 once, at the first transfer. Transfers take turns, part by part, so a small one does not wait
-behind a large one. What a part is, of a gather or scatter too, is in `_device_ring_requests`.
+behind a large one. A chunk is cut into cells for small ones, so that many of them are under way at
+once; it is whole again when a large one needs it and its cells are free. What a part is, of a
+gather or scatter too, is in `_device_ring_requests`.
 
 One thread (the pump) does all of this. It sleeps on the eventfds of the host engine and of
 arriving transfers. CUDA's events cannot be slept on beside these, so while copies are under way it
@@ -35,7 +37,7 @@ from nvmeio._memory.tensors import Memory
 from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio._threads.threads import Thread
 from nvmeio.engines import base, transfers
-from nvmeio.engines._device_ring_requests import RingPart, RingRequest, RingRowsRequest
+from nvmeio.engines._device_ring_requests import Chunks, RingPart, RingRequest, RingRowsRequest
 from nvmeio.engines._queued import QueuedEngine, counted
 from nvmeio.engines.base import (
     CompletionQueue,
@@ -58,6 +60,9 @@ CHUNKS = 4
 CHUNK_BYTES_MOST = 16 << 20
 DEFAULT_BYTES = CHUNKS * CHUNK_BYTES_MOST
 LEAST_BYTES = CHUNKS * 2 * PAGE_BYTES
+
+# Of a chunk. 64 reads of 64 KiB under way give 4 GB/s, though they are looked at once in a ms.
+CELLS = 16
 
 _LOOK_MS = 1  # how often copies under way are looked at
 
@@ -83,6 +88,8 @@ class RingEngine(QueuedEngine[RingRequest]):
             raise ValueError(f"a ring takes {LEAST_BYTES} bytes or more, not {ring_bytes}")
         self.chunk_bytes = chunk
         self.chunks = ring_bytes // chunk
+        cell = round_down(chunk // CELLS, PAGE_BYTES)
+        self.cell_bytes = cell if cell >= 2 * PAGE_BYTES else 0
         self._pump: Thread | None = None
         self._closed = False
         self.wake_fd = -1  # readable while there is something new
@@ -174,11 +181,12 @@ class _Pump:
     host: Engine
     copier: Copier
     cq: CompletionQueue
-    free: list[torch.Tensor] = field(default_factory=list)
-    made: bool = False
+    chunks: Chunks | None = None
     unready: list[RingRequest] = field(default_factory=list)
     ready: deque[RingRequest] = field(default_factory=deque)
-    at_drive: list[RingPart] = field(default_factory=list)
+    at_drive: dict[int, RingPart] = field(default_factory=dict)  # by their tokens
+    last_token: int = 0
+    some_ended: bool = False  # of these; the completion queue is readable
     at_device: list[RingPart] = field(default_factory=list)
 
     def run(self) -> None:
@@ -192,18 +200,16 @@ class _Pump:
                     continue
                 if self.at_device and not (self.at_drive or self.unready):
                     self._wait_for_device()
-                elif self.at_device or self.unready:
-                    poller.poll(_LOOK_MS)
-                else:
-                    poller.poll()
-                self._hush()
+                    continue
+                looks = self.at_device or self.unready
+                for fd, _ in poller.poll(_LOOK_MS if looks else None):
+                    if fd != self.engine.wake_fd:
+                        self.some_ended = True
+                        continue
+                    with suppress(BlockingIOError):
+                        os.eventfd_read(fd)
         finally:
             self.cq.close()
-
-    def _hush(self) -> None:
-        self.cq.reap()  # requests are asked one by one; left there, they would keep us awake
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.engine.wake_fd)
 
     # --- one round --------------------------------------------------------------------------
 
@@ -233,17 +239,17 @@ class _Pump:
         return moved
 
     def _look_at_drive(self) -> bool:
-        moved = False
-        for part in list(self.at_drive):
-            assert part.host is not None
-            if part.host.wait(0.0):
-                self.at_drive.remove(part)
-                self._guard(part, self._after_drive)
-                moved = True
-            elif part.request.stop and not part.cancelled:
+        # One call for all: each lets go of the GIL, which a busy thread keeps for 5 ms.
+        ended = self.cq.reap() if self.some_ended else []
+        self.some_ended = False
+        for token in ended:
+            self._guard(self.at_drive.pop(token), self._after_drive)
+        for part in self.at_drive.values():
+            if part.request.stop and not part.cancelled:
+                assert part.host is not None
                 part.cancelled = True
                 part.host.cancel()
-        return moved
+        return bool(ended)
 
     def _look_at_device(self) -> bool:
         moved = False
@@ -271,13 +277,14 @@ class _Pump:
                 self._retire(request)
                 moved = True
                 continue
-            if not self._has_chunk(request):
-                return moved
-            if request.exhausted:
+            chunk = self._chunk_for(request)
+            if request.exhausted:  # there is no memory for the ring
                 continue
+            if chunk is None:
+                return moved
             self.ready.popleft()
             moved = True
-            part = self._cut(request)
+            part = self._cut(request, chunk)
             if part is None:
                 continue
             if not request.exhausted:
@@ -287,31 +294,29 @@ class _Pump:
 
     # --- parts -----------------------------------------------------------------------------
 
-    def _has_chunk(self, request: RingRequest) -> bool:
-        if not self.made:
+    def _chunk_for(self, request: RingRequest) -> torch.Tensor | None:
+        """A chunk, or a cell of one where that is enough; None where none is free."""
+        engine = self.engine
+        if self.chunks is None:
             try:
                 device = request.transfer.memory.device
                 assert device is not None
-                ring = self.copier.page_locked(
-                    self.engine.chunks * self.engine.chunk_bytes, device.device
-                )
+                ring = self.copier.page_locked(engine.chunks * engine.chunk_bytes, device.device)
             except Exception as failed:
                 request.fail(getattr(failed, "errno", None) or errno.ENOMEM, failed)
-                return True  # it is exhausted by that
-            each = self.engine.chunk_bytes
-            self.free = [ring[start : start + each] for start in range(0, ring.numel(), each)]
-            self.made = True
-        return bool(self.free)
+                return None
+            self.chunks = Chunks(ring, engine.chunk_bytes, engine.cell_bytes)
+        return self.chunks.take(request.wanted_bytes)
 
-    def _cut(self, request: RingRequest) -> RingPart | None:
+    def _cut(self, request: RingRequest, chunk: torch.Tensor) -> RingPart | None:
         """The next part; None where there can be none, and the transfer is over with it."""
         try:
-            part = request.cut(self.free[-1])
+            part = request.cut(chunk)
         except ValueError as failed:
             request.fail(errno.ERANGE, failed)
+            self._give_back(chunk)
             self._retire(request)
             return None
-        self.free.pop()
         request.parts_out += 1
         return part
 
@@ -340,9 +345,10 @@ class _Pump:
         self._submit(part, planned)
 
     def _submit(self, part: RingPart, planned: Transfer) -> None:
-        part.host = base.prepare(self.host, self.cq, 0, planned, part.rows)
+        self.last_token = part.token = self.last_token + 1
+        part.host = base.prepare(self.host, self.cq, part.token, planned, part.rows)
         part.host.start()
-        self.at_drive.append(part)
+        self.at_drive[part.token] = part
 
     def _after_drive(self, part: RingPart) -> None:
         assert part.host is not None and part.plan is not None
@@ -374,9 +380,13 @@ class _Pump:
 
     def _drop(self, part: RingPart) -> None:
         """Its chunk is free, and it may have been its transfer's last."""
-        self.free.append(part.chunk)
+        self._give_back(part.chunk)
         part.request.parts_out -= 1
         self._retire(part.request)
+
+    def _give_back(self, chunk: torch.Tensor) -> None:
+        assert self.chunks is not None
+        self.chunks.give_back(chunk)
 
     def _retire(self, request: RingRequest) -> None:
         if request.parts_out or not request.exhausted or request.done:
@@ -392,5 +402,5 @@ class _Pump:
             step(part)
         except Exception as failed:
             part.request.fail(errno.EIO, failed)
-            if part not in self.at_drive and part not in self.at_device:
+            if part.token not in self.at_drive and part not in self.at_device:
                 self._drop(part)

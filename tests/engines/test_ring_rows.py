@@ -444,13 +444,13 @@ def test_through_streams_of_cuda_and_memory_that_the_host_cannot_touch(
 ) -> None:
     """Whoever touches `out` on the host dies of it; all that is page-locked is the ring."""
     locked: list[int] = []
-    lock = Mapping.lock
+    register = Mapping.register_with_cuda
 
-    def counting(mapping: Mapping) -> None:
+    def counting(mapping: Mapping) -> bool:
         locked.append(mapping.nbytes)
-        lock(mapping)
+        return register(mapping)
 
-    monkeypatch.setattr(Mapping, "lock", counting)
+    monkeypatch.setattr(Mapping, "register_with_cuda", counting)
     with fake_cuda.asynchronous(monkeypatch) as cuda:
         handle = new_handle("threads", ring_bytes=SMALL_RING)
         out = cuda.tensor(torch.zeros(700, 300, dtype=torch.uint8))
