@@ -526,6 +526,11 @@ class Accelerator(fake_cuda.FakeCuda):
     def device_count(self) -> int:
         return _DEVICES
 
+    def mem_get_info(self, device: torch.device | int | None = None) -> tuple[int, int]:
+        super().mem_get_info(device)
+        self.take_back()
+        return max(self.limit_bytes - self.in_use_bytes, 0), self.limit_bytes
+
     def Stream(self, device: Any = None, **options: Any) -> Any:
         index = self.index_of(device)
         with self.lock:

@@ -1,0 +1,70 @@
+#!/bin/sh
+# The first hour with a GPU, from a bare machine: one GPU, no network, torch with CUDA 2.11 or later in its image, and
+# neither cffi, pycparser, numpy nor a compiler for sure.
+#
+#     sh benchmarks/gpu_day.sh [DIRECTORY ON THE DRIVE] [RESULTS]
+#
+# Before, on a machine with a network, a compiler and the same Python and glibc or older ones:
+#
+#     python setup.py build_ext --inplace             # nvmeio/_native.abi3.so: for every Python from 3.10 on
+#     pip download -d wheels --only-binary :all: cffi pycparser numpy isal safetensors nvidia-cufile-cu12 --no-deps
+#     cc -shared -fPIC -O1 -o wheels/cufile_traps.so tests/fakes/cufile_traps.c -ldl    # see part C
+#
+# and carry the repository with nvmeio/_native.abi3.so and wheels/ in it. Both are ignored by git: where a tool copies
+# the tracked files alone, name them (`carry`: "wheels", "nvmeio/_native.abi3.so"). A wheel of DeepSpeed that was built
+# with DS_BUILD_AIO=1 may lie in wheels/ too; without it that step says that it is missing.
+#
+# The parts are runs of their own, each worth having alone: a limit for a command need not be longer than eight minutes
+# (PARTS=A sh benchmarks/gpu_day.sh, then PARTS=B, and so on). After every step RESULTS has the JSON, the table and the
+# summary so far. The first wrong byte ends its part, and those behind it.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+place=${1:-${TMPDIR:-/tmp}} results=${2:-${OUT:-.}}
+python=${PYTHON:-python3}
+mkdir -p "$results" || exit 1
+packages=$(mktemp -d "${TMPDIR:-/tmp}/gpu-day-XXXXXX") || exit 1
+trap 'rm -rf "$packages"' EXIT
+export PYTHONPATH="$PWD:$packages${PYTHONPATH:+:$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1
+
+for wheel in wheels/*.whl; do  # a wheel is an archive of what is to be imported; those that torch's image has win
+    test -e "$wheel" || continue
+    name=$(basename "$wheel" | sed 's/-.*//' | tr '[:upper:]' '[:lower:]')
+    "$python" -c "import $name" 2>/dev/null || "$python" -m zipfile -e "$wheel" "$packages"
+done
+"$python" -c 'import torch, cffi, nvmeio; print("torch", torch.__version__, "nvmeio", nvmeio.__version__)' || {
+    echo "the head of $0 says what to carry" >&2
+    exit 1
+}
+
+# A virtual machine may have no /proc/modules and no /run/udev/data: cuFile's driver would never open. Where they are
+# missing, empty ones stand in for them, which lets its compat mode be tried.
+traps() {
+    test -e wheels/cufile_traps.so || return 0
+    if ! test -e /proc/modules || ! test -d /run/udev/data; then
+        mkdir -p "$packages/udev/data"
+        : >"$packages/modules"
+        test -e /proc/modules || export NVMEIO_TEST_MODULES="$packages/modules"
+        test -d /run/udev/data || export NVMEIO_TEST_UDEV="$packages/udev"
+        export LD_PRELOAD="$PWD/wheels/cufile_traps.so"
+    fi
+}
+
+status=0
+for part in ${PARTS:-A B C D}; do
+    case $part in
+        A) minutes=4 ;;
+        B) minutes=8 ;;
+        C) minutes=6 && traps ;;
+        D) minutes=6 ;;
+        *) echo "PARTS: some of A B C D, not $part" >&2 && exit 1 ;;
+    esac
+    "$python" benchmarks/gpu_check.py --dir "$place" --parts "$part" --minutes "$minutes" ${GPU_ARGS:-} \
+        --json "$results/gpu-$part.json" --table "$results/gpu-$part.md" --summary "$results/gpu-$part-summary.md" ||
+        status=1
+    unset LD_PRELOAD NVMEIO_TEST_MODULES NVMEIO_TEST_UDEV
+    if grep -q 'WRONG:' "$results/gpu-$part.json" 2>/dev/null; then
+        echo "part $part was wrong: those behind it are not run" >&2
+        break
+    fi
+done
+exit $status
