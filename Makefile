@@ -46,7 +46,7 @@ test-fast: $(STAMP) ## a quarter of the tests, in less than a minute
 	@$(BIN)/python -m pytest $(TEST_RUNS) $(FAST_TESTS) $(PYTEST_ARGS)
 
 # Those that `make test` skips by name where a library is absent.
-CLIENT_TESTS := tests/compat tests/gds tests/inference tests/integrations tests/test_examples.py
+CLIENT_TESTS := tests/compat tests/documented tests/gds tests/inference tests/integrations tests/test_examples.py
 
 test-clients: $(CLIENTS_STAMP) ## the tests with DeepSpeed, Lightning, transformers, PEFT, cuFile
 	@$(BIN)/python -m pytest $(TEST_RUNS) $(CLIENT_TESTS) $(PYTEST_ARGS)
@@ -181,7 +181,7 @@ clients: $(CLIENTS_STAMP) ## install DeepSpeed, Lightning, transformers, PEFT, c
 
 $(CLIENTS_STAMP): $(STAMP)
 	@echo "== installing the libraries that nvmeio adapts to"
-	@DS_BUILD_OPS=0 $(PIP) install --quiet --editable '.[deepspeed,lightning,transformers,peft,cufile]'
+	@DS_BUILD_OPS=0 $(PIP) install --quiet --editable '.[deepspeed,lightning,transformers,peft,cufile,datasets,notebook]'
 	@echo "== compiling DeepSpeed's own ops, which the tests compare nvmeio with: minutes"
 	@PATH="$(abspath $(BIN)):$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.ops.op_builder import \
 	    AsyncIOBuilder, PinMemoryBuilder; AsyncIOBuilder().load(); PinMemoryBuilder().load()" >/dev/null 2>&1 || \
@@ -190,7 +190,7 @@ $(CLIENTS_STAMP): $(STAMP)
 
 $(DOCS_STAMP): pyproject.toml
 	@test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs
-	@$(VENV)-docs/bin/python -m pip --disable-pip-version-check install --quiet "mkdocs-material>=9.6" "mkdocstrings[python]>=0.27" "ruff>=0.9" "matplotlib>=3.9"
+	@$(VENV)-docs/bin/python -m pip --disable-pip-version-check install --quiet "mkdocs-material>=9.6" "mkdocs-jupyter>=0.26" "mkdocstrings[python]>=0.27" "ruff>=0.9" "matplotlib>=3.9"
 	@touch $@
 
 # torchvision, torchaudio and torchcodec are for models with images and sound, and want a CUDA build of torch from PyPI.

@@ -20,20 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / "README.md",
-    *(
-        ROOT / "docs" / name
-        for name in (
-            "checkpoint.md",
-            "inference.md",
-            "how/checkpoints.md",
-            "how/inference.md",
-            "offload.md",
-            "how/offload.md",
-        )
-    ),
-]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 _FENCE = re.compile(
     r"^(?P<comments>(?:<!--(?:(?!-->).)*-->\n)*)"

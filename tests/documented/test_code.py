@@ -95,6 +95,7 @@ def test_json_is_json(page: Path) -> None:
 def test_code_is_in_fences_that_name_its_language(page: Path) -> None:
     """What is only indented would be run by nobody."""
     text = page.read_text(encoding="utf-8")
+    text = re.sub(r"<!-- figures: .*?<!-- /figures -->", "", text, flags=re.DOTALL)  # made
     outside = pages._FENCE.sub("", text)
     languages = {match["language"] for match in pages._FENCE.finditer(text)}
     assert languages <= {"python", "sh", "json", "text"}
@@ -118,7 +119,7 @@ def test_commands_of_nvmeio_are_understood() -> None:
             said = getattr(error, "format_message", lambda: "")()
             if type(error).__name__ != "Exit":  # of --help
                 pytest.fail(f"{block.place}: {shlex.join(words)}: {said or error!r}")
-    assert seen or len(PAGES) == 1
+    assert seen > 15
 
 
 def test_targets_of_make_exist() -> None:
@@ -135,7 +136,7 @@ def test_targets_of_make_exist() -> None:
 def test_scripts_exist_with_these_options() -> None:
     """An option is one if the script, or what it is made of, has it in a string."""
     for block, words in sh_commands():
-        if not words[0].endswith("python") or words[1] == "-m":
+        if not words[0].endswith("python") or words[1] in ("-m", "-c"):
             continue
         script = ROOT / words[1]
         assert script.is_file(), f"{block.place}: {words[1]}"
