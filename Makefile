@@ -161,7 +161,7 @@ wheel-check: $(STAMP) ## build the wheel and use it where there is no compiler
 	@TORCH='$(TORCH)' PYTHON='$(BIN)/python' .ci/wheel_check
 
 clean: ## remove .venv and whatever was built
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-vllm $(VENV)-sglang site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-vllm $(VENV)-sglang site .cache build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f nvmeio/_native*.so nvmeio/_native.c
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -80,7 +80,7 @@ def test_tutorial_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         if cell.cell_type == "code"
         for output in cell.outputs
     )
-    assert "checkpoints of steps [1, 2]" in shown
+    assert "checkpoints of steps [0, 1, 2]" in shown
     assert list(tmp_path.iterdir()) == []
 
 
