@@ -25,9 +25,8 @@ from functools import partial
 
 from nvmeio import tuned
 from nvmeio._threads.interruptible import Job
-from nvmeio.engines.base import Options
 from nvmeio.engines.libaio import LibaioEngine
-from nvmeio.errors import BackendUnavailableError, ClosedError
+from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 
 logger = logging.getLogger("nvmeio")
@@ -45,14 +44,14 @@ def new_handle(path: str | os.PathLike[str]) -> AioHandle:
         found = tuned.find(path)
     except (ValueError, OSError) as unreadable:
         _warn(unreadable)
-        return _made(Options())
+        return AioHandle()
     if found is None:
-        return _made(Options())
+        return AioHandle()
     try:
-        return _made(found.aio)
+        return AioHandle(*found.aio)
     except (ValueError, TypeError) as unusable:
         _warn(unusable)
-        return _made(Options())
+        return AioHandle()
 
 
 def _warn(unusable: Exception) -> None:
@@ -60,14 +59,6 @@ def _warn(unusable: Exception) -> None:
     if text not in _warned:
         _warned.add(text)
         logger.warning("not using the stored settings: %s", text)
-
-
-def _made(options: Options) -> AioHandle:
-    try:
-        # "auto" makes and destroys a context to see whether there are any: 30 ms.
-        return AioHandle(*options, engine="libaio")
-    except BackendUnavailableError:
-        return AioHandle(*options, engine="auto")
 
 
 @contextlib.contextmanager

@@ -91,7 +91,7 @@ def test_json_tells_what_was_measured_and_how(tmp_path: Path) -> None:
         base = series["threads", entry["op"]]["end_to_end"]["gb_per_s"]
         assert entry["ratio"] == pytest.approx(end_to_end["gb_per_s"] / base)
     conditions = "\n".join(told["conditions"])
-    assert "without fsync" in conditions
+    assert "with fsync" in conditions
     assert "through the page cache: " in conditions
     assert list(tmp_path.iterdir()) == []
 
@@ -151,6 +151,21 @@ def test_torch_engines_write_files_that_torch_loads(tmp_path: Path, legacy: bool
     fast.close()
 
 
+def test_a_row_that_was_cached_has_no_ratio(tmp_path: Path) -> None:
+    """Python was twice as fast as the drive, because it read and wrote memory."""
+    if not probe_direct(tmp_path).supported:
+        pytest.skip(f"{tmp_path} keeps its files in memory")
+    asked = [tmp_path, "--io-size", "8M", "--compare", "threads,python", "--loops", 1]
+    told = measured(*asked, "--cached")
+    ratios = {(row["engine"], row["op"]): row["ratio"] for row in told["results"]}
+    assert ratios["python", "read"] is None and ratios["python", "write"] is None
+    assert ratios["threads", "read"] == 1.0
+    durable = measured(*asked)
+    assert all(row["ratio"] is not None for row in durable["results"])
+    shown = invoke(*asked, "--cached", "--read")
+    assert "cached" in shown.stdout
+
+
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_other_bytes_than_expected_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str
@@ -179,10 +194,10 @@ def test_the_page_cache_is_told_of_and_can_be_dropped(tmp_path: Path) -> None:
     if not probe_direct(tmp_path).supported:
         pytest.skip(f"{tmp_path} keeps its files in memory")
     asked = [tmp_path, "--io-size", "8M", "--engine", "python", "--read", "--loops", 2]
-    warm, cold = measured(*asked), measured(*asked, "--drop-caches")
+    warm, cold = measured(*asked, "--cached"), measured(*asked)
     # Others may need the memory, or look at the drive, meanwhile: a page more or less.
     assert warm["results"][0]["cached_before"] > 0.9
-    assert "--drop-caches for cold reads" in "\n".join(warm["conditions"])
+    assert "without --cached reads are cold" in "\n".join(warm["conditions"])
     assert cold["results"][0]["cached_before"] < 0.1
     assert cold["results"][0]["disk_bytes_per_byte"] is None or (
         cold["results"][0]["disk_bytes_per_byte"] > 0.9

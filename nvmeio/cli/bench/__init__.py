@@ -169,13 +169,20 @@ def command(
     validate: Annotated[
         bool, _when.flag("Compare all bytes after each loop, not timed.", "--validate")
     ] = False,
-    fsync: Annotated[bool, _when.flag("A write is over once it is durable.", "--fsync")] = False,
-    drop_caches: Annotated[
+    cached: Annotated[
         bool,
         _when.flag(
-            "Take the file out of the page cache before each read (no root needed).",
-            "--drop-caches",
+            "Leave files in the page cache and do not wait until writes are durable. Without it "
+            "reads are cold and writes end with fsync, for every engine.",
+            "--cached",
         ),
+    ] = False,
+    fsync: Annotated[
+        bool, _when.flag("With --cached: a write is over once it is durable.", "--fsync")
+    ] = False,
+    drop_caches: Annotated[
+        bool,
+        _when.flag("With --cached: reads are cold all the same (no root needed).", "--drop-caches"),
     ] = False,
     no_reference: Annotated[
         bool,
@@ -226,8 +233,8 @@ def command(
         gpu=gpu or gds,
         ready_bounce=not (slow_bounce or gds),
         gds=gds,
-        fsync=fsync,
-        drop_caches=drop_caches,
+        fsync=fsync or not cached,
+        drop_caches=drop_caches or not cached,
         validate=validate,
         new_files=new_files,
         legacy_save=torch_legacy_save,

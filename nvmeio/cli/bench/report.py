@@ -24,6 +24,10 @@ UNIT = "GB = 10^9 bytes"
 _REFERENCE_LABEL = "plain loop"
 
 
+# A file of which more lies in the page cache was not read from the drive.
+CACHED = 0.05
+
+
 @dataclass(frozen=True)
 class Loop:
     """One loop of one engine, all tasks together.
@@ -151,9 +155,18 @@ class BenchResult:
         """The series of one direction, the reference last."""
         return [series for series in self.series if series.op == op]
 
-    def ratio(self, series: Series) -> float:
-        """Throughput relative to the first engine of its direction."""
-        return series.gb_per_s / self.of(series.op)[0].gb_per_s
+    def ratio(self, series: Series) -> float | None:
+        """Throughput relative to the first engine of its direction; None where memory did it."""
+        first = self.of(series.op)[0]
+        if self._was_cached(series) or self._was_cached(first):
+            return None
+        return series.gb_per_s / first.gb_per_s
+
+    def _was_cached(self, series: Series) -> bool:
+        """Whether the page cache may have done the work in the drive's place."""
+        if series.op == "write":
+            return series.engine in self.buffered and not self.workload.fsync
+        return series.cached is not None and series.cached > CACHED
 
     def not_measured(self) -> list[str]:
         """The engines that were asked for and have no figures, with the reason, and the remedy."""
@@ -219,10 +232,10 @@ class BenchResult:
             cached = {s.engine: s.cached for s in self.of("read") if s.cached is not None}
             told = ", ".join(f"{label(e)} {part:.0%}" for e, part in cached.items())
             text += f"; cached before a read: {told}" if told else ""
-            if any(part > 0.05 for part in cached.values()) and not self.workload.drop_caches:
-                text += " (--drop-caches for cold reads)"
+            if any(part > CACHED for part in cached.values()) and not self.workload.drop_caches:
+                text += " (without --cached reads are cold)"
         if "write" in self.ops and not self.workload.fsync:
-            text += "; their writes may never have reached the drive (--fsync)"
+            text += "; their writes may never have reached the drive (they do without --cached)"
         return text
 
 
@@ -288,7 +301,8 @@ def _cells(result: BenchResult, series: Series, several: bool) -> dict[str, str]
         "CPU s/GB": f"{series.cpu_s_per_gb:.3f}",
         "disk": "-" if series.disk_per_byte is None else f"{series.disk_per_byte:.2f}",
     }
-    return cells | ({"ratio": f"{result.ratio(series):.2f}x"} if several else {})
+    ratio = result.ratio(series)
+    return cells | ({"ratio": "cached" if ratio is None else f"{ratio:.2f}x"} if several else {})
 
 
 # For programs
