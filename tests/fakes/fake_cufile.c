@@ -24,7 +24,7 @@ long version = 1200, open_status, open_cuda, close_status, file_status, memory_s
 long open_hold, close_hold, hold;   /* calls do not return while these are set */
 long most;                          /* bytes that one transfer moves at most */
 long result, result_errno, result_from; /* returned instead, at file offsets from result_from on */
-long nvfs_major, dstatus, fflags;
+long nvfs_major, dstatus, fflags, p2p_flags = 1, p2p_status;
 long dangling;                      /* files deregistered when no driver was open */
 long opens, closes, files, memories, calls, together, most_together, use_count;
 long flags_set[32], max_direct_io;
@@ -42,6 +42,7 @@ static const struct { const char *name; long *value; } knobs[] = {
     {"hold", &hold},               {"most", &most},               {"result", &result},
     {"result_errno", &result_errno}, {"result_from", &result_from},
     {"nvfs_major", &nvfs_major},   {"dstatus", &dstatus},         {"fflags", &fflags},
+    {"p2p_flags", &p2p_flags},
 };
 
 __attribute__((constructor)) static void from_environment(void) {
@@ -90,6 +91,11 @@ status cuFileDriverGetProperties(props *out) {
   out->nvfs.dstatus = (unsigned)dstatus;
   out->fflags = (unsigned)fflags;
   return answer(0);
+}
+
+status cuFileDriverGetP2PFlags(int status_flag, int *out) {
+  *out = status_flag == 4 ? (int)p2p_flags : 0;
+  return answer(p2p_status);
 }
 
 status cuFileHandleRegister(void **handle, descr *described) {

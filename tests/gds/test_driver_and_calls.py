@@ -59,6 +59,32 @@ def test_parameters_are_set_before_the_open(
     assert fake.flags == {1: True, 4: False}
 
 
+@pytest.mark.parametrize("why_not", [None, "nvidia-fs", "the user's variable"])
+def test_p2pdma_is_switched_on_where_nothing_speaks_against_it(
+    why_not: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is off by default, so that without nvidia-fs all went through host memory."""
+    monkeypatch.delenv(driver.P2PDMA_VARIABLE, raising=False)
+    monkeypatch.setattr(driver, "NVIDIA_FS", tmp_path)
+    if why_not == "nvidia-fs":
+        (tmp_path / "version").write_text("GDS Version: 1.16.0.49\nversion: 2.26")
+    elif why_not is not None:
+        monkeypatch.setenv(driver.P2PDMA_VARIABLE, "false")
+    asked: dict[int, bool] = {}
+
+    class Loaded:
+        def set_flag(self, parameter: int, value: bool) -> int | None:
+            asked[parameter] = value
+            return 0
+
+    loaded: Any = Loaded()
+    driver.DRIVER._set_parameters(loaded, driver.DriverSettings(True, True, None))
+    assert asked.get(library_module.USE_PCIP2PDMA) == (None if why_not else True)
+    asked.clear()
+    driver.DRIVER._set_parameters(loaded, driver.DriverSettings(False, True, None))
+    assert library_module.USE_PCIP2PDMA not in asked  # of host memory
+
+
 def test_log_does_not_go_to_the_working_directory(
     new_gds: Callable[..., nvmeio.GdsHandle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +118,9 @@ def test_mode_says_which_way_bytes_go(nvfs: str, status: int, feature: int, mode
     properties = driver.Properties(2 if nvfs else 0, 0, 0, status, 0, feature)
     assert driver.mode_of(properties, nvfs) == mode
     assert driver.mode_of(None, nvfs) == "compat"
+    # From 1.16 on it says so itself; the bits of the status may be old ones.
+    assert driver.mode_of(properties, nvfs, 1) == mode
+    assert driver.mode_of(properties, nvfs, 0) == mode.replace("p2p", "compat")
 
 
 def test_handle_tells_its_mode_and_settings(gds: nvmeio.GdsHandle) -> None:

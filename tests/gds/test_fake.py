@@ -346,7 +346,7 @@ def test_memory_in_use_cannot_be_unregistered(
     tensor = gds.new_pinned_device_tensor(TASK, torch.uint8)
     fake.hold = 1
     reading = gds.async_pread(tensor, path)
-    with pytest.raises(ValueError, match="1 operations are in flight"):
+    with pytest.raises(ValueError, match="1 operation in flight"):
         gds.unpin_device_tensor(tensor)
     fake.hold = 0
     reading.result()

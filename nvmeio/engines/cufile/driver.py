@@ -45,6 +45,9 @@ DEVICES = Path("/dev")
 # CUfileDriverStatusFlags, CUfileDriverControlFlags, CUfileFeatureFlags
 _NVME, _NVME_P2P = 1 << 4, 1 << 11
 _P2P_FEATURE = 1 << 4
+_P2PDMA = 1 << 0  # CU_FILE_P2P_FLAG_PCI_P2PDMA
+
+P2PDMA_VARIABLE = "CUFILE_USE_PCIP2PDMA"
 
 
 class HangsError(Exception):
@@ -146,6 +149,7 @@ class _Driver:
         self._users = 0
         self._library: Library | None = None
         self._settings: DriverSettings | None = None
+        self._p2p_flags: int | None = None
         self._mine = False
         self._properties: Properties | None = None
         self._stuck = ""  # an open or a close that has not come back
@@ -213,7 +217,7 @@ class _Driver:
         """Which way bytes go at best, as `GdsHandle.mode` says it."""
         if not settings.needs_cuda:
             return "host"
-        return mode_of(self._properties, nvidia_fs())
+        return mode_of(self._properties, nvidia_fs(), self._p2p_flags)
 
     # --- steps ----------------------------------------------------------------------------
 
@@ -258,6 +262,7 @@ class _Driver:
         self._mine = not code
         self._settings = settings
         self._properties = loaded.properties()
+        self._p2p_flags = loaded.p2p_flags()
 
     @staticmethod
     def _set_parameters(loaded: Library, settings: DriverSettings) -> dict[str, str]:
@@ -272,6 +277,11 @@ class _Driver:
         }
         if answers["allow_compat_mode"] is None:  # the variable that 1.20 ignores is read by those
             environment["CUFILE_ALLOW_COMPAT_MODE"] = "true" if settings.allow_compat else "false"
+        # Off by default. With nvidia-fs it would take that one's place.
+        if settings.needs_cuda and not nvidia_fs() and P2PDMA_VARIABLE not in os.environ:
+            answers["use_pci_p2pdma"] = loaded.set_flag(library.USE_PCIP2PDMA, True)
+            if answers["use_pci_p2pdma"] is None:
+                environment[P2PDMA_VARIABLE] = "true"
         if settings.max_direct_io_bytes is not None:
             answers["max_direct_io_size"] = loaded.set_max_direct_io(
                 settings.max_direct_io_bytes // 1024
@@ -300,8 +310,17 @@ def _open_in_context(loaded: Library, device: int | None) -> tuple[int, int]:
     return loaded.open_driver()
 
 
-def mode_of(properties: Properties | None, nvidia_fs: str) -> str:
-    """Which of "gds" (nvidia-fs), "p2p" (the kernel's own P2PDMA) and "compat" it is."""
+def mode_of(properties: Properties | None, nvidia_fs: str, p2p_flags: int | None = None) -> str:
+    """Which of "gds" (nvidia-fs), "p2p" (the kernel's own P2PDMA) and "compat" it is.
+
+    Args:
+        properties: What the driver says of itself.
+        nvidia_fs: The kernel module's version, or "".
+        p2p_flags: What cuFile says of NVMe, from 1.16 on; None for a version that does not, whose
+            status flags have a bit for it that is deprecated since.
+    """
+    if p2p_flags is not None and not p2p_flags & _P2PDMA:
+        return "gds" if mode_of(properties, nvidia_fs) == "gds" else "compat"
     if properties is None:
         return "compat"
     if nvidia_fs and properties.nvfs_major and properties.status_flags:

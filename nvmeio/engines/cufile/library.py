@@ -33,6 +33,9 @@ NEEDED = ("cuFileDriverClose_v2", "cuFileGetVersion", "cuFileRead", "cuFileWrite
 # Parameters, by their place in the enumerations of cufile.h (the same in 1.14 and 1.20).
 ALLOW_COMPAT_MODE = 1
 PARALLEL_IO = 4
+USE_PCIP2PDMA = 7
+
+_NVME = 4  # CUfileDriverStatusFlags_t
 
 # Before 1.11 the layouts were not looked at; before 1.16 host memory cannot be moved.
 OLDEST = 1110
@@ -292,6 +295,8 @@ long cuFileUseCount(void);
 
 /* from 1.14 on, with two more for sizes and strings */
 CUfileError_t cuFileSetParameterBool(int parameter, _Bool value);
+/* from 1.16 on */
+CUfileError_t cuFileDriverGetP2PFlags(int status_flag, int *p2p_flags);
 """
 # Offsets and sizes that every version has had; `layouts` says what cffi made of the above.
 LAYOUTS = {
@@ -387,6 +392,13 @@ class Library:
         if not self._has("cuFileSetParameterBool"):
             return None
         return self._answer(self._lib.cuFileSetParameterBool(parameter, value))[0]
+
+    def p2p_flags(self) -> int | None:
+        """Ways of direct DMA for NVMe (CUfileP2PFlags_t, as bits); None where it does not say."""
+        if not self._has("cuFileDriverGetP2PFlags"):
+            return None
+        flags = self.ffi.new("int *")
+        return None if self._lib.cuFileDriverGetP2PFlags(_NVME, flags).err else int(flags[0])
 
     def properties(self) -> Properties | None:
         """What the driver says of itself; None where it refuses."""
