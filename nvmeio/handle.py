@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +15,8 @@ from nvmeio import tuned as _tuned
 from nvmeio._core import batches
 from nvmeio._core.batches import BatchOffsets, FileLike, Files
 from nvmeio._core.core import Core, Cores, ring_core
-from nvmeio._core.handle_settings import HandleSettings
+from nvmeio._core.handle_settings import DeepSpeedWords as DeepSpeedWords
+from nvmeio._core.handle_settings import HandleSettings, parallelism
 from nvmeio._core.records import NAMES, ROWS_NAMES
 from nvmeio._files.descriptors import Descriptors
 from nvmeio._memory import devices
@@ -27,22 +27,14 @@ from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.bound import BoundFile
 from nvmeio.engines import device_ring, select, transfers
 from nvmeio.engines import transfers as transfers_module
-from nvmeio.engines.base import Counters, Engine, Opcode, Options
+from nvmeio.engines.base import Engine, Opcode, Options
 from nvmeio.engines.transfers import FileOffsets, row_places
-from nvmeio.errors import nearest
 from nvmeio.operation import Operation
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 MAX_BLOCK_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB per iocb (man 2 read, NOTES)
-
-
-class DeepSpeedWords(TypedDict, total=False):
-    """Other names of `intra_op_parallelism`, as DeepSpeed's tuner and configurations say."""
-
-    num_threads: int
-    thread_count: int
 
 
 class AioHandle(HandleSettings, ClosingWork):
@@ -97,7 +89,7 @@ class AioHandle(HandleSettings, ClosingWork):
         **words: Unpack[DeepSpeedWords],
     ) -> None:
         if words:
-            intra_op_parallelism = _parallelism(type(self), dict(words), intra_op_parallelism)
+            intra_op_parallelism = parallelism(type(self), dict(words), intra_op_parallelism)
         block_size = _checks.size("block_size", block_size)
         ring_bytes = _checks.size("ring_bytes", ring_bytes)
         _checks.pages("block_size", block_size, MAX_BLOCK_BYTES)
@@ -498,16 +490,11 @@ class AioHandle(HandleSettings, ClosingWork):
         return self._cores.host, self._memory_of(opcode, tensor, False)
 
     def _memory_of(self, opcode: Opcode, tensor: Any, device: bool) -> tensors_module.Memory:
+        reads = opcode is Opcode.READ
         if device:
-            of = (
-                tensors_module.device_destination
-                if opcode is Opcode.READ
-                else tensors_module.device_source
-            )
+            of = tensors_module.device_destination if reads else tensors_module.device_source
             return of(tensor, self._copier)
-        return (tensors_module.destination if opcode is Opcode.READ else tensors_module.source)(
-            tensor
-        )
+        return (tensors_module.destination if reads else tensors_module.source)(tensor)
 
     # --- all operations of the handle -------------------------------------------------------
 
@@ -598,59 +585,3 @@ class AioHandle(HandleSettings, ClosingWork):
                 )
         finally:  # warnings may be errors
             cores.abandon()
-
-    # --- properties ---------------------------------------------------------------------------
-
-    @property
-    def stats(self) -> Counters:
-        """Counters since the handle was made: bytes, operations, ways they went, errors."""
-        return self._cores.counters()
-
-    @property
-    def engine(self) -> str:
-        """The name of the engine in use."""
-        return self._cores.host.engine.name
-
-    @property
-    def closed(self) -> bool:
-        """Whether operations are refused."""
-        return self._cores.closed
-
-    def __reduce__(self) -> NoReturn:
-        _checks.refuse_pickling(
-            self,
-            "keep its settings, and make one in each process (in a dataset, on first use "
-            "or in worker_init_fn)",
-        )
-
-    def __repr__(self) -> str:
-        o = self._options
-        state = "closed" if self._cores.closed else "open"
-        return (
-            f"<nvmeio.{type(self).__name__} {self.engine} block_size={o.block_size} "
-            f"queue_depth={o.queue_depth} lanes={o.intra_op_parallelism} {state}, "
-            f"{self._cores.in_flight} in flight>"
-        )
-
-
-def _parallelism(kind: type[AioHandle], words: dict[str, Any], given: int) -> int:
-    """The lanes that were asked for, by whichever name.
-
-    Raises:
-        TypeError: There is no such argument.
-        ValueError: Two names say different numbers.
-    """
-    takes = inspect.signature(kind).parameters
-    known = list(DeepSpeedWords.__annotations__)
-    for name in words:
-        if name == "use_gds":
-            raise TypeError(f"{kind.__name__} takes no use_gds: nvmeio.GdsHandle is that")
-        if name not in known:
-            likely = nearest(name, [*takes, *known])
-            raise TypeError(f"{kind.__name__} takes no {name}{likely}")
-    numbers = set(words.values())
-    if given != takes["intra_op_parallelism"].default:
-        numbers.add(given)
-    if len(numbers) > 1:
-        raise ValueError(f"{' and '.join(words)} and intra_op_parallelism are the same: give one")
-    return int(_checks.integer("num_threads", numbers.pop(), 1, 1024))

@@ -1,18 +1,31 @@
-"""What a handle was set to, and page-locked memory: by the names of DeepSpeed's handles."""
+"""What a handle was set to, by DeepSpeed's names; page-locked memory; what it says of itself."""
 
 from __future__ import annotations
 
+import inspect
+from typing import Any, NoReturn, TypedDict
+
 import torch
 
-from nvmeio import buffers
+from nvmeio import _checks, buffers
+from nvmeio._core.core import Cores
 from nvmeio._pages import PAGE_BYTES
-from nvmeio.engines.base import Options
+from nvmeio.engines.base import Counters, Options
+from nvmeio.errors import nearest
+
+
+class DeepSpeedWords(TypedDict, total=False):
+    """Other names of `intra_op_parallelism`, as DeepSpeed's tuner and configurations say."""
+
+    num_threads: int
+    thread_count: int
 
 
 class HandleSettings:
     """The part of a handle that moves nothing."""
 
     _options: Options
+    _cores: Cores
 
     def get_block_size(self) -> int:
         """Bytes per kernel request."""
@@ -68,3 +81,59 @@ class HandleSettings:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in page-locked memory, of this handle, another, or CUDA."""
         return buffers.is_pinned(tensor)
+
+    # --- properties ---------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> Counters:
+        """Counters since the handle was made: bytes, operations, ways they went, errors."""
+        return self._cores.counters()
+
+    @property
+    def engine(self) -> str:
+        """The name of the engine in use."""
+        return self._cores.host.engine.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether operations are refused."""
+        return self._cores.closed
+
+    def __reduce__(self) -> NoReturn:
+        _checks.refuse_pickling(
+            self,
+            "keep its settings, and make one in each process (in a dataset, on first use "
+            "or in worker_init_fn)",
+        )
+
+    def __repr__(self) -> str:
+        o = self._options
+        state = "closed" if self._cores.closed else "open"
+        return (
+            f"<nvmeio.{type(self).__name__} {self.engine} block_size={o.block_size} "
+            f"queue_depth={o.queue_depth} lanes={o.intra_op_parallelism} {state}, "
+            f"{self._cores.in_flight} in flight>"
+        )
+
+
+def parallelism(kind: type[HandleSettings], words: dict[str, Any], given: int) -> int:
+    """The lanes that were asked for, by whichever name.
+
+    Raises:
+        TypeError: There is no such argument.
+        ValueError: Two names say different numbers.
+    """
+    takes = inspect.signature(kind).parameters
+    known = list(DeepSpeedWords.__annotations__)
+    for name in words:
+        if name == "use_gds":
+            raise TypeError(f"{kind.__name__} takes no use_gds: nvmeio.GdsHandle is that")
+        if name not in known:
+            likely = nearest(name, [*takes, *known])
+            raise TypeError(f"{kind.__name__} takes no {name}{likely}")
+    numbers = set(words.values())
+    if given != takes["intra_op_parallelism"].default:
+        numbers.add(given)
+    if len(numbers) > 1:
+        raise ValueError(f"{' and '.join(words)} and intra_op_parallelism are the same: give one")
+    return int(_checks.integer("num_threads", numbers.pop(), 1, 1024))
