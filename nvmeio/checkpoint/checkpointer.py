@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import warnings
 from collections.abc import Callable, Coroutine, Sequence
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nvmeio import _checks
 from nvmeio._io.long_call import LongCall, profiled
 from nvmeio._ranks import DEFAULT_TIMEOUT_S
-from nvmeio._storage.durable import check_above
 from nvmeio._threads.closing import ClosingWork
 from nvmeio._threads.future import Future
 from nvmeio._threads.interruptible import begun, in_thread, run_interruptible
@@ -29,7 +27,7 @@ from nvmeio.checkpoint._ranks.loading_ranks import ALONE, Attempts, LoadingRanks
 from nvmeio.checkpoint._ranks.part_ranks import PartRanks
 from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots, checked_way
 from nvmeio.checkpoint.training import Training
-from nvmeio.errors import TransferError, counted
+from nvmeio.errors import counted
 from nvmeio.handle import AioHandle
 from nvmeio.progress import Progress
 
@@ -153,7 +151,7 @@ class Checkpointer(ClosingWork):
         read_only: bool = False,
     ) -> None:
         with being_made(process_group):
-            paths = _checked_directories(directory, shared)
+            paths = retention.checked_directories(directory, shared)
             path = paths[0]
             _checks.integer("keep", keep, 1)
             memory_bytes = _checks.size("memory_bytes", memory_bytes)
@@ -593,37 +591,6 @@ class Checkpointer(ClosingWork):
         job = self._saver.unfinished
         doing = "" if job is None or job.done() else f", writing step {job.step}"
         return f"<nvmeio.Checkpointer {self.directory!r} keep={self._keep} {state}{doing}>"
-
-
-def _checked_directories(directory: Any, shared: bool) -> list[str]:
-    """One, or with ``shared=False`` one or several."""
-    if not isinstance(shared, bool):
-        raise TypeError(f"shared must be True or False, not {shared!r:.80}")
-    if not isinstance(directory, (list, tuple)):
-        return [_checked_directory(directory)]
-    if shared:
-        raise TypeError(
-            "several directories are of ranks with drives of their own: shared=False goes with them"
-        )
-    if not directory:
-        raise ValueError("directory must be one or several, not an empty list")
-    return list(dict.fromkeys(map(_checked_directory, directory)))
-
-
-def _checked_directory(directory: str | os.PathLike[str]) -> str:
-    path = _checks.directory_path("directory", directory)
-    if not path or "\0" in path:
-        raise ValueError(f"directory must be the path of a directory, not {path!r}")
-    path = os.path.abspath(path)  # os.chdir must not move it between two saves
-    if os.path.exists(path) and not os.path.isdir(path):
-        raise TransferError(
-            errno.ENOTDIR,
-            operation="open",
-            path=path,
-            detail="a Checkpointer needs a directory, not a file",
-        )
-    check_above(path)
-    return path
 
 
 def _checked_step(step: int) -> int:

@@ -23,7 +23,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from nvmeio._storage.durable import rename, write_small
+from nvmeio import _checks
+from nvmeio._storage.durable import check_above, rename, write_small
 from nvmeio._storage.guarded import create
 from nvmeio._storage.locks import lock_alone
 from nvmeio._storage.replace import (
@@ -295,3 +296,34 @@ def _pointer(directory: str) -> str:
         return ""
     finally:
         os.close(fd)
+
+
+def checked_directories(directory: Any, shared: bool) -> list[str]:
+    """One, or with ``shared=False`` one or several."""
+    if not isinstance(shared, bool):
+        raise TypeError(f"shared must be True or False, not {shared!r:.80}")
+    if not isinstance(directory, (list, tuple)):
+        return [_checked_directory(directory)]
+    if shared:
+        raise TypeError(
+            "several directories are of ranks with drives of their own: shared=False goes with them"
+        )
+    if not directory:
+        raise ValueError("directory must be one or several, not an empty list")
+    return list(dict.fromkeys(map(_checked_directory, directory)))
+
+
+def _checked_directory(directory: str | os.PathLike[str]) -> str:
+    path = _checks.directory_path("directory", directory)
+    if not path or "\0" in path:
+        raise ValueError(f"directory must be the path of a directory, not {path!r}")
+    path = os.path.abspath(path)  # os.chdir must not move it between two saves
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise TransferError(
+            errno.ENOTDIR,
+            operation="open",
+            path=path,
+            detail="a Checkpointer needs a directory, not a file",
+        )
+    check_above(path)
+    return path
