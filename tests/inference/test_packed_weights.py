@@ -216,3 +216,42 @@ def test_a_device_computes_with_packed_weights(
         there = here._replace(parts=tuple(cuda.tensor(part) for part in parts))
         found = cuda.value(there.product(cuda.tensor(x), None))
     assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_perplexity_is_that_of_the_weights_widened(tmp_path: Path, stream: Make) -> None:
+    """Of a model that was trained: on words that follow each other by rules, with some noise."""
+    torch.manual_seed(0)
+    model = llama(layers=2, num_key_value_heads=4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    follower = torch.randperm(120) + 4
+
+    def text(count: int) -> torch.Tensor:
+        ids = [torch.randint(4, 124, (count,))]
+        for _ in range(23):
+            noise = torch.rand(count) < 0.1
+            ids.append(torch.where(noise, torch.randint(4, 124, (count,)), follower[ids[-1] - 4]))
+        return torch.stack(ids, 1)
+
+    for _ in range(120):
+        ids = text(16)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    held_out = text(32)
+
+    def perplexity(of: Any) -> float:
+        with torch.no_grad():
+            return float(of(input_ids=held_out, labels=held_out).loss.exp())
+
+    whole = perplexity(model)
+    assert whole < 20  # of 120 words: it has learned
+    model.save_pretrained(tmp_path / "m")
+    for bits, most in ((8, 1.002), (4, 1.1)):
+        path = tmp_path / f"p{bits}"
+        pack(tmp_path / "m", path, quant_bits=bits, quant_group_size=32)
+        wide, few, auto = (
+            perplexity(stream(path, compute=c)) for c in ("widened", "packed", "auto")
+        )
+        assert few == pytest.approx(wide, rel=1e-5) and auto == pytest.approx(wide, rel=1e-5)
+        assert wide < most * whole
