@@ -11,6 +11,7 @@ ROWS: dict[str, Row] = {
     "resident": Row(
         "half of the layers resident", passes.measure_resident, lambda size, _: 2 * size
     ),
+    "packed": Row("few bits", passes.measure_packed, lambda size, _: 3 * size),
     "checksums": Row(
         "checksums of a packed model", passes.measure_checksums, lambda size, _: 3 * size
     ),

@@ -1,8 +1,10 @@
-"""Rows `pass`, `resident`, `checksums` and `blocks`: a pass beside its bounds, and its options."""
+"""Rows `pass`, `resident`, `checksums`, `packed`, `blocks`: a pass and what changes it."""
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
+from pathlib import Path
 
 from _files import drop_from_cache, huge_pages
 from _lines import Line, at_least, at_most, best, compare, gb_per_s
@@ -11,10 +13,15 @@ from _session import Session, calling
 from peers import fio
 
 from inference_rows._model import PASSES, streaming, weights_file
+from nvmeio.cli.measure.worker import Worker
 
 
 def seconds_per_pass(sample: Sample) -> float:
     return sample.seconds / sample.operations
+
+
+def cpu_per_pass(sample: Sample) -> float:
+    return sample.cpu_seconds / sample.operations
 
 
 def tokens_per_s(sample: Sample) -> float:
@@ -160,6 +167,63 @@ def measure_checksums(session: Session) -> list[Line]:
             "an eighth of the weights in memory",
         )
     ]
+
+
+def measure_packed(session: Session) -> list[Line]:
+    """Row `packed`: bfloat16 as it is, and in 8 and 4 bits that are computed with."""
+    ready = streaming(session)
+    if ready is None:
+        return []
+    worker, directory = ready
+    lines = []
+    with contextlib.ExitStack() as stack:
+        workers: dict[str, tuple[Worker, Path]] = {}
+        for name, bits in (("bfloat16", None), ("8 bits", 8), ("4 bits", 4)):
+            packed = session.directory / f"packed-{bits or 16}"
+            options = {"dtype": "bfloat16", "quant_bits": bits}
+            where = {"directory": str(directory), "packed": str(packed)}
+            own = stack.enter_context(session.fresh_worker("streaming"))
+            made = packed.exists() or session.attempt(
+                "streaming", worker, "pack_model", **where, **options
+            )
+            if own is None or not made:
+                return []
+            workers[name] = own, packed
+        for share, note, most in (
+            (8, "an eighth of each one's weights in memory", (0.65, 0.45)),
+            (-1, "all in memory", (1.0, 1.0)),
+        ):
+            samples = session.measure(
+                f"packed, {note}",
+                [
+                    calling(
+                        name,
+                        own,
+                        "passes",
+                        before=partial(drop_from_cache, packed),
+                        directory=str(packed),
+                        share=share,
+                        count=PASSES,
+                    )
+                    for name, (own, packed) in workers.items()
+                ],
+            )
+            for name, target in zip(("8 bits", "4 bits"), most, strict=True):
+                for what, figure in (("s", seconds_per_pass), ("CPU s", cpu_per_pass)):
+                    lines.append(
+                        compare(
+                            "packed",
+                            f"a pass of {name}",
+                            "bfloat16",
+                            what,
+                            figure,
+                            samples[name],
+                            samples["bfloat16"],
+                            at_most(target),
+                            note,
+                        )
+                    )
+    return lines
 
 
 def measure_blocks(session: Session) -> list[Line]:

@@ -206,11 +206,11 @@ class Streaming(Decoding):
         layer = 4 * (4 * width * width + 3 * width * 4 * width)
         write_llama(Path(directory), width, max(4, nbytes // layer), 16, "model.safetensors")
 
-    def pack_model(self, directory: str, packed: str) -> None:
-        pack(directory, packed, handle=self._handle)
+    def pack_model(self, directory: str, packed: str, **options: Any) -> None:
+        pack(directory, packed, handle=self._handle, **options)
 
     def _stream(self, directory: str, share: int, checksum: bool = True) -> None:
-        """`share`: an n-th of the weights in memory; 0 only the window; -2 half of the layers."""
+        """`share`: an n-th of the weights in memory; 0 the window, -1 all, -2 half of them."""
         key = (directory, share, checksum)
         if self._key == key:
             return
@@ -218,6 +218,8 @@ class Streaming(Decoding):
         total = os.stat(Path(directory) / "model.safetensors").st_size
         if share > 0:
             budget = total // share
+        elif share == -1:
+            budget = 1 << 62
         else:
             probe = nvmeio.stream_model(directory, resident_bytes=1 << 62, handle=self._handle)
             units = probe.weight_stream.units
