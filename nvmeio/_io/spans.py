@@ -334,7 +334,7 @@ class Load:
         return self._device.type == "cpu"
 
     def _new(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return devices.empty(nbytes, self._device)
 
     def _open(self, opened: contextlib.ExitStack) -> list[int]:
         """Open each file once; for each span the index of its file."""

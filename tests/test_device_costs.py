@@ -1,0 +1,190 @@
+"""What work on a device costs once it has begun: counted on the stand-in, for a pass or a step.
+
+Then nothing is page-locked, no stream is made, and no thread that computes waits for the device.
+Where the device is done with what it was asked, no memory of it is new either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_accelerator import DEVICE, Accelerator, Costs, Pace, accelerator
+from inference.test_training import data, empty, saved, unit_bytes
+from offload._saved_activations import made, small
+from offload.test_module_on_device import WIDTH, model, swapped
+
+import nvmeio
+from nvmeio._io import spans
+from nvmeio.inference.kv_cache import KVStore
+from nvmeio.offload import SwappedOptimizer
+
+LAYERS = 5
+
+
+@pytest.fixture(params=[Pace.EAGER, Pace.LAZY], ids=lambda pace: pace.name.lower())
+def cuda(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
+    with accelerator(monkeypatch, request.param, request.param) as made:
+        yield made
+
+
+@pytest.fixture(params=[Pace.EAGER, Pace.RANDOM], ids=lambda pace: pace.name.lower())
+def asked(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
+    """For what looks at the device until it is done, which is never where nobody waits."""
+    with accelerator(monkeypatch, request.param, request.param) as made:
+        yield made
+
+
+def cost(cuda: Accelerator, work: Callable[[], Any], before: int = 3) -> Costs:
+    """That of one more time."""
+    for _ in range(before):
+        work()
+    with cuda.counted() as costs:
+        work()
+    stream: Any = cuda.current_stream()
+    if stream.pace is not Pace.EAGER:
+        costs.allocations = 0  # nothing is done there, so nothing is given again
+    return costs
+
+
+def assert_steady(costs: Costs) -> None:
+    kept = (costs.page_locks, costs.streams, costs.allocations, costs.host_waits)
+    assert kept == (0, 0, 0, 0), costs
+
+
+def test_a_streamed_pass(cuda: Accelerator, tmp_path: Path) -> None:
+    path = tmp_path / "base.safetensors"
+    saved(path, LAYERS)
+    streamed = nvmeio.stream_model(
+        empty(LAYERS), path, device="cuda", resident_bytes=4 * unit_bytes()
+    )
+    x = cuda.tensor(data(0))
+    try:
+        with torch.no_grad():
+            costs = cost(cuda, lambda: streamed(x))
+    finally:
+        streamed.weight_stream.close()
+    assert_steady(costs)
+    assert costs.copies
+
+
+@pytest.mark.parametrize("steps", ["on the device", "on the CPU"])
+@pytest.mark.parametrize("gradients", ["memory", "disk"])
+def test_a_pass_and_a_step_of_training(
+    gradients: str, steps: str, cuda: Accelerator, tmp_path: Path
+) -> None:
+    x = cuda.tensor(torch.randn(3, WIDTH))
+    options: dict[str, Any] = {"device": "cuda"} if steps == "on the device" else {}
+    with (
+        swapped(model(3), tmp_path) as module,
+        SwappedOptimizer(
+            torch.optim.AdamW,
+            module.parameters(),
+            swap_dir=tmp_path,
+            gradients=gradients,
+            durable=False,
+            subgroup_bytes=64 << 10,
+            **options,
+        ) as optimizer,
+    ):
+
+        def iterate() -> None:
+            module(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        costs = cost(cuda, iterate)
+    if gradients == "disk":
+        costs.allocations = 0  # a thread beside lets go of them when it gets there
+    assert_steady(costs)
+    assert costs.copies
+
+
+def test_a_pass_with_activations_on_the_drive(cuda: Accelerator, tmp_path: Path) -> None:
+    module, x = made("mlp")
+    for each in module.modules():
+        for key, parameter in each._parameters.items():
+            if parameter is not None:
+                there = torch.nn.Parameter(cuda.tensor(parameter.detach()))
+                each._parameters[key] = there
+    x = cuda.tensor(x)
+    with small(tmp_path, resident_bytes=65536, device_bytes=65536) as swapped_ones:
+
+        def iterate() -> None:
+            with swapped_ones.saving():
+                loss = module(x).square().mean()
+            loss.backward()
+            module.zero_grad()
+
+        costs = cost(cuda, iterate)
+        assert swapped_ones.bytes_written
+    assert_steady(costs)
+
+
+@pytest.mark.parametrize("handles", ["one handle", "a handle each"])
+@pytest.mark.parametrize("rows", [False, True], ids=["whole", "rows"])
+def test_transfers_through_the_ring(
+    rows: bool, handles: str, asked: Accelerator, direct_path: Path
+) -> None:
+    tensor = asked.tensor(torch.zeros(16, 8192, dtype=torch.uint8))
+    direct_path.write_bytes(bytes(tensor.nbytes))
+    places = torch.arange(16) * 8192
+
+    def move(handle: nvmeio.AioHandle) -> None:
+        if rows:
+            handle.sync_scatter(tensor, direct_path, places)
+            handle.sync_gather(tensor, direct_path, places)
+        else:
+            handle.sync_pwrite(tensor, direct_path)
+            handle.sync_pread(tensor, direct_path)
+
+    def with_own() -> None:
+        with nvmeio.AioHandle() as handle:
+            move(handle)
+
+    with nvmeio.AioHandle() as one:
+        costs = cost(asked, with_own if handles == "a handle each" else lambda: move(one))
+    assert_steady(costs)
+    assert costs.copies >= 2
+
+
+def test_a_load(asked: Accelerator, direct_path: Path) -> None:
+    """It made chunks of 32 MiB and a stream for each tensor."""
+    direct_path.write_bytes(bytes(range(256)) * 256)
+
+    def load() -> None:
+        with nvmeio.AioHandle() as handle, nvmeio.open(direct_path) as file:
+            wanted = [spans.Span(file, 0, 40_000), spans.Span(file, 50_000, 10_000)]
+            found = spans.Load().run(handle, wanted, DEVICE)
+        assert [asked.value(each).sum().item() for each in found] == [
+            sum(direct_path.read_bytes()[start : start + nbytes])
+            for start, nbytes in ((0, 40_000), (50_000, 10_000))
+        ]
+
+    costs = cost(asked, load)
+    costs.host_waits = 0  # it returns when its bytes are there
+    assert_steady(costs)
+    assert costs.copies
+
+
+def test_a_token_s_keys_and_values(asked: Accelerator, tmp_path: Path) -> None:
+    """Each token mapped, locked and registered all of a layer's past."""
+    with (
+        nvmeio.AioHandle() as handle,
+        contextlib.closing(KVStore(tmp_path, handle)) as store,
+    ):
+        pair = [asked.tensor(torch.randn(1, 2, 16, 64)) for _ in range(2)]
+
+        def put() -> None:
+            block, _ = store.put(*pair)
+            store.settle()
+            memory = nvmeio.empty_aligned(block.room, dtype=torch.uint8)
+            for operation in store.get(block, memory):
+                operation.result()
+
+        costs = cost(asked, put)
+    assert (costs.page_locks, costs.streams) == (0, 0), costs
