@@ -215,6 +215,9 @@ def test_cufile_is_opened_on_the_callers_device(
         def properties(self) -> None:
             return None
 
+        def p2p_flags(self) -> None:
+            return None
+
     seen: list[int] = []
     monkeypatch.setattr(driver, "preflight_problem", lambda: ("", "", ""))
     monkeypatch.setattr(driver.library, "load", Opened)

@@ -413,7 +413,6 @@ def test_use_gds_is_refused_with_the_reason(
             offload(model(), torch.optim.AdamW, given, module_device=where, lr=1e-2)
 
     refused("computes on the CPU: give module_device", config(places), None)
-    refused("use_gds none is taken", config(places, pin_memory=True))
     refused("module_device is for offload_param", {"aio": {"use_gds": True}})
     refused("its checksums are computed", {"aio": {"use_gds": True}}, None)
     cufile.dstatus = 0
