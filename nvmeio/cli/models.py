@@ -171,6 +171,9 @@ def generate(
             "--checksum/--no-checksum",
         ),
     ] = True,
+    compute: Annotated[
+        str, _option.value("With packed weights: auto, packed or widened.", "HOW")
+    ] = "auto",
     sample: Annotated[
         bool, _option.flag("Draw tokens instead of taking the likeliest.", "--sample")
     ] = False,
@@ -206,6 +209,7 @@ def generate(
                 dtype=wanted,
                 kv_offload=kv_offload,
                 checksum=checksum,
+                compute=compute,  # type: ignore[arg-type]
             )
         except FileNotFoundError as missing:
             say(errors, str(missing), "red")

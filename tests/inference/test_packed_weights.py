@@ -13,7 +13,9 @@ from fake_accelerator import accelerator
 from inference._models import MODELS, llama, logits, prompt, saved, tokens
 from torch import nn
 from torch.nn import functional
+from typer.testing import CliRunner
 
+from nvmeio.cli import app
 from nvmeio.inference import pack
 from nvmeio.inference._plan.quantised import Quantised, dequantise, multiply, quantise
 from nvmeio.inference._stream import packed_weights
@@ -172,6 +174,12 @@ def test_the_choice_is_remembered_and_measured_once(
         logits(model, prompt())
     sizes = 7 * 4 + 1  # matrices: those of a size share what was found
     assert 0 < len(measured) < 4 * sizes
+
+
+@pytest.mark.parametrize(("how", "status"), [("widened", 0), ("packed", 0), ("fast", 2)])
+def test_the_command_line_takes_it_too(how: str, status: int, tmp_path: Path) -> None:
+    arguments = ["generate", str(packed(tmp_path)), "--ids", "5,6", "--max-new-tokens", "3"]
+    assert CliRunner().invoke(app, [*arguments, "--compute", how]).exit_code == status
 
 
 def test_there_is_no_such_way(tmp_path: Path, stream: Make) -> None:
