@@ -21,6 +21,9 @@ ROWS: dict[str, Row] = {
     "protect": Row(
         "a save every step, nothing copied", protected.measure, lambda size, _: 3 * size
     ),
+    "async": Row(
+        "saves in the background, beside DCP's", protected.measure_async, lambda size, _: 6 * size
+    ),
     "protect-memory": Row(
         "extra memory of such a save", protected.measure_memory, lambda size, _: 2 * size
     ),

@@ -35,6 +35,7 @@ class Checkpoints:
         self._loop = asyncio.new_event_loop()
         self._checkpointer: Any = None
         self._protected: Any = None
+        self._stagers: dict[bool, Any] = {}  # of DCP: by whether a process writes
         self._step = 0
         self._work: tuple[torch.Tensor, int] | None = None
 
@@ -53,6 +54,8 @@ class Checkpoints:
     def release(self) -> None:
         """Give everything back."""
         self.close_checkpointer()
+        while self._stagers:
+            self._stagers.popitem()[1].close()
         self._state, self._copy, self._work = None, [], None
         self._optimizer, self._small = None, {}
         gc.collect()
@@ -187,6 +190,36 @@ class Checkpoints:
         sample.extra["written_s"] = report.written_s
         return sample
 
+    def dcp_async(self, path: str, process: bool) -> Sample:
+        """`dcp.async_save`, written by a thread or by a process; see `checkpoint`.
+
+        The stager is kept, and so is its memory, which the process shares. Only this process's CPU
+        time is counted.
+        """
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        if process and not dist.is_initialized():  # it asks for one, of this process alone
+            store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        if process not in self._stagers:
+            self._stagers[process] = DefaultStager(StagingOptions(False, process, False, False))
+        kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
+        with timed(self._nbytes) as sample:
+            start = time.perf_counter()
+            saving = dcp.async_save(
+                self._state,
+                storage_writer=dcp.FileSystemWriter(path),
+                async_checkpointer_type=kind,
+                async_stager=self._stagers[process],
+                no_dist=not process,
+            )
+            sample.extra["held_s"] = time.perf_counter() - start
+            saving.result()  # type: ignore[union-attr]
+        return sample
+
     def copy(self) -> Sample:
         """One copy of the state in memory, into memory that was touched before."""
         sources = list(_model_state.tensors(self._state).values())
@@ -227,6 +260,15 @@ class Checkpoints:
         if save:
             self._loop.run_until_complete(self._checkpointer.wait())
         return sample
+
+    def leave_a_core_free(self) -> int:
+        """From now on torch computes on all cores but one; on how many."""
+        torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))
+        return torch.get_num_threads()
+
+    def take_all_cores(self) -> None:
+        """As it was before `leave_a_core_free`."""
+        torch.set_num_threads(os.cpu_count() or 2)
 
     def give_gradients(self) -> None:
         """So that the optimizer has something to do in its steps."""
