@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -34,7 +35,14 @@ _FIRST_CALLS = {
 
 
 class Sizes:
-    """The process that saves and loads."""
+    """The process that saves and loads; what is imported at a first call is imported before."""
+
+    def __init__(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/first.pt"
+            for save, load in ((torch.save, torch.load), (nvmeio.save, nvmeio.load)):
+                save(self._state(1 << 10), path)
+                load(path)
 
     def save(self, how: str, path: str, nbytes: int, count: int) -> Sample:
         """So many saves over the same file, each durable."""
