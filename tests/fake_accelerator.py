@@ -547,7 +547,8 @@ class Accelerator(fake_cuda.FakeCuda):
         return Event(self, blocking)
 
     def synchronize(self, device: torch.device | int | None = None) -> None:
-        self.call("synchronize")
+        with self.device(self.index_of(device)):
+            self.call("synchronize")
         streams = [s for s in self._all_streams() if s.device.index == self.index_of(device)]
         self.host_waits(all(stream.is_idle for stream in streams))
         for stream in streams:

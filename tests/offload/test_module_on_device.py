@@ -50,8 +50,8 @@ def swapped(made: Any, folder: Path, **options: Any) -> SwappedModule:
     return SwappedModule(
         made,
         swap_dir=folder,
-        device="cuda",
         **{
+            "device": "cuda",
             "resident_bytes": 3 * LARGEST,
             "device_bytes": 2 * LARGEST,
             "stage_bytes": LARGEST,
