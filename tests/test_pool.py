@@ -224,7 +224,7 @@ def test_the_repr_tells_the_state() -> None:
     with lease:
         kind = "page-locked" if pool.locked else "not locked"
         assert repr(pool) == (
-            f"<PinnedPool {PAGE} of {4 * PAGE} bytes in 1 leases, 0 waiting, {kind}>"
+            f"<PinnedPool {PAGE} of {4 * PAGE} bytes in 1 lease, 0 waiting, {kind}>"
         )
     pool.close()
     assert repr(pool).endswith(", closed>")

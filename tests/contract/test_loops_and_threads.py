@@ -174,7 +174,7 @@ def test_a_loop_closed_too_early_is_told_of_at_the_next_use(
     operation, tensor = leave_behind(handle_held, file, loop_kind)
 
     async def look() -> int:
-        with pytest.warns(ResourceWarning, match=r"loop was closed with 1 operations in flight"):
+        with pytest.warns(ResourceWarning, match=r"loop was closed with 1 operation in flight"):
             other = handle_held.async_pread(target(), file)
         engine_held.gate.set()
         assert await other == SIZE

@@ -35,7 +35,7 @@ def test_wait_gives_up_in_time(
 ) -> None:
     handle_held.async_pread(target(), file)
     for timeout in (0, 0.03):
-        with pytest.raises(concurrent.futures.TimeoutError, match="1 operations are still"):
+        with pytest.raises(concurrent.futures.TimeoutError, match="1 operation still"):
             handle_held.wait(timeout)
     engine_held.gate.set()
     assert handle_held.wait(WAIT_S) == 1

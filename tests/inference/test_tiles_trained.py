@@ -73,7 +73,7 @@ def test_gradients_of_an_embedding_read_by_rows_are_refused(tmp_path: Path, stre
     ids = torch.arange(3)
     assert net(ids).equal(whole(ids))
     net[0].weight.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="'weight' of a Embedding requires gradients"):
+    with pytest.raises(RuntimeError, match="'weight' of an Embedding requires gradients"):
         net(ids)
 
 
