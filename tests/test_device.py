@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -275,7 +276,7 @@ def test_loads_work_on_their_own_device(
 def openmp_threads() -> int:
     """With how many this thread's next matrix product is made, without torch being asked."""
     maps = Path("/proc/self/maps").read_text().split()
-    (path,) = {each for each in maps if "omp" in Path(each).name and ".so" in each}
+    (path,) = {each for each in maps if re.match(r"lib(g|i|)omp\b.*\.so", Path(each).name)}
     found: int = ctypes.CDLL(path).omp_get_max_threads()
     return found
 

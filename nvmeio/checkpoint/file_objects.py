@@ -338,8 +338,8 @@ class FastFileReader(Closing):
         if self._own:
             self._handle.close()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_reading"):
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "_reading") and not finalizing():  # else the kernel closes, and modules go
             self._close()
 
     @property

@@ -142,7 +142,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         stepper = Stepper(optimizer_class, optimizer_args, there)
         if params is None:
             raise TypeError("params is missing: parameters or groups of them, as for torch.optim")
-        if isinstance(params, torch.nn.Module):
+        if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
             raise TypeError(
                 f"params is a module ({type(params).__name__}): pass its parameters, "
                 "model.parameters()"

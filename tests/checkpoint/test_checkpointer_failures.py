@@ -287,7 +287,7 @@ def test_no_memory(new: Any, directory: Path, monkeypatch: pytest.MonkeyPatch) -
     checkpointer.save_sync(state_of(0), 0)
     checkpointer.wait_sync()
 
-    def refuse(nbytes: int, device: torch.device) -> torch.Tensor:
+    def refuse(nbytes: int) -> torch.Tensor:
         raise MemoryError("there is none")
 
     with monkeypatch.context() as broken:

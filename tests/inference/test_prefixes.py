@@ -263,7 +263,7 @@ def test_what_cannot_be_saved_is_refused(
         kept.save("one", ids, static)
     odd = computed(model, ids)
     odd.layers[1].__class__ = type("Odd", (transformers.cache_utils.DynamicLayer,), {})
-    with pytest.raises(TypeError, match="layer 1 of the cache is a Odd"):
+    with pytest.raises(TypeError, match="layer 1 of the cache is an Odd"):
         kept.save("one", ids, odd)
     with pytest.raises(ValueError, match="holds 9 tokens, and input_ids 18"):
         kept.save("one", torch.cat([ids, ids], dim=1), cache)

@@ -83,7 +83,10 @@ def test_a_zero_3_configuration_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"windows": 2}, r"unknown fields: windows\. Known are nvme_path"),
+        (
+            {"windows": 2},
+            r"windows \(did you mean 'window'\?\)\. Known are nvme_path",
+        ),
         ({"aio": {"depth": 2}}, r"unknown fields: aio\.depth"),
         ({"aio": 3}, "must be an object"),
         ({"window": "2"}, "must be a number"),
@@ -102,7 +105,10 @@ def test_settings_that_make_no_sense_are_refused(
     [
         ({"zero": {"stage": 2}}, '"stage" must be 3, not 2'),
         ({"zero": {"stage": True}}, '"stage" must be 3, not True'),
-        ({"zero": {"stage4_live": 1}}, r"unknown fields: zero_optimization\.stage4_live\. Known"),
+        (
+            {"zero": {"stage4_live": 1}},
+            r"fields: zero_optimization\.stage4_live .*\. Known",
+        ),
         ({"zero": {"offload_optimizer": {}}}, r"offload_optimizer: a server has no optimizer"),
         ({"param": {"device": "cpu"}}, "not 'cpu': .* --cpu-offload-gb"),
         ({"param": {"nvme_path": None}}, r"zero_optimization\.offload_param\.nvme_path"),
