@@ -53,7 +53,8 @@ RUNS = {
         "times the memory",
     ),
     "13_train_beyond_memory.py": (
-        ["--parameters", "50M", "--memory", "240M", "--steps", "2"],
+        # Beside what nvmeio takes, torch's kernels keep up to 100 MB on processors with AMX.
+        ["--parameters", "90M", "--memory", "370M", "--steps", "2"],
         "the drive's endurance",
     ),
     "14_offload_by_hand.py": (["--size", "32M"], "three steps over weights"),
