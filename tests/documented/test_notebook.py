@@ -23,13 +23,25 @@ LIMIT_S = 500
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def loop_of_jupyter() -> Iterator[None]:
+    """jupyter_core keeps the event loop that it makes at its first use."""
+    from jupyter_core.utils import ensure_event_loop
+
+    loop = ensure_event_loop()
+    yield
+    loop.close()
+
+
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A kernel of this Python, and a function that runs a cell in it and returns its outputs."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    import zmq
     from jupyter_client.manager import KernelManager
 
-    manager = KernelManager(kernel_name="python3")
+    context = zmq.Context()  # the process's own would stay open
+    manager = KernelManager(kernel_name="python3", context=context)
     manager.start_kernel(cwd=str(tmp_path))
     client = manager.client()
     client.start_channels()
@@ -39,6 +51,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
+        context.destroy(linger=0)
 
 
 class Kernel:
