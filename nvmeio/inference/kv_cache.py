@@ -32,7 +32,7 @@ from nvmeio._storage.durable import make_directory
 from nvmeio._threads.threads import Thread
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
-from nvmeio.inference._plan.transformers import cache_utilities
+from nvmeio.inference._plan.transformers import cache_among, cache_argument, cache_utilities
 from nvmeio.operation import Operation
 
 # Tokens that are written at once. A layer's newest tokens stay in memory until they are so many.
@@ -309,7 +309,7 @@ def offload(
         return new_cache(config, KVStore(directories, mover.get(), checksum))
 
     def before(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        given: Any = named.get("past_key_values")
+        name, given = cache_among(named)
         config = model.config.get_text_config(decoder=True)
         if type(given) is utilities.EncoderDecoderCache:
             # What comes from the encoder stays: models take it out of the layers themselves.
@@ -318,9 +318,10 @@ def offload(
         elif given is None:
             wanted = named.get("use_cache", getattr(config, "use_cache", False))
             if wanted and not model.config.is_encoder_decoder:
-                named["past_key_values"] = fresh(config)
+                named.pop("past_key_values", None)  # None by its old name
+                named[cache_argument(model)] = fresh(config)
         elif _is_new(given, utilities):
-            named["past_key_values"] = fresh(config)
+            named[name] = fresh(config)
         return arguments, named
 
     model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)

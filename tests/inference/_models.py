@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ with warnings.catch_warnings():
     transformers.logging.disable_progress_bar()
 
 VOCABULARY = 128
+# What a forward may call its cache: "cache" since transformers 5.24, which takes the old name too.
+CACHE_NAMES = ["past_key_values"]
+if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters:
+    CACHE_NAMES.append("cache")
 _IDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from inference._models import (
+    CACHE_NAMES,
     MODELS,
     llama,
     loaded,
@@ -71,7 +72,7 @@ def test_quantised_layers_are_converted_once_for_all(
 ) -> None:
     saved(llama, tmp_path / "m")
     pack(tmp_path / "m", tmp_path / "p", quant_bits=8, quant_group_size=32)
-    model = stream(tmp_path / "p", resident_bytes=700_000)
+    model = stream(tmp_path / "p", resident_bytes=700_000, compute="widened")
     ids = prompt(batch=4)
     alone = torch.cat([tokens(model, part) for part in ids.tensor_split(4)])
     from nvmeio.inference._stream import slots
@@ -133,13 +134,36 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_offloaded_caches_give_the_same_tokens(name: str, tmp_path: Path, stream: Make) -> None:
+def test_offloaded_caches_give_the_same_tokens(
+    name: str, tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updated = []
+    update = kv_cache.OffloadedLayer.update
+    monkeypatch.setattr(
+        kv_cache.OffloadedLayer, "update", lambda *a, **k: (updated.append(1), update(*a, **k))[1]
+    )
     saved(MODELS[name], tmp_path)
     whole = loaded(tmp_path)
     model = stream(tmp_path, resident_bytes=700_000, kv_offload=tmp_path)
     for length, count in ((7, 12), (3, 2)):
         ids = prompt(length=length)
+        updated.clear()
         assert tokens(model, ids, count).equal(tokens(whole, ids, count))
+        assert (len(updated) >= 2 * count) == (name != "openai_gpt")  # that one has no cache
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_a_new_cache_is_replaced_by_an_offloaded_one(
+    name: str, tmp_path: Path, stream: Make
+) -> None:
+    saved(llama, tmp_path)
+    model = stream(tmp_path, kv_offload=tmp_path)
+    own = transformers.DynamicCache(config=model.config)
+    for given in ({}, {name: None}, {name: own}):
+        with torch.no_grad():
+            found = model(prompt(), use_cache=True, **given).past_key_values
+        assert all(isinstance(layer, kv_cache.OffloadedLayer) for layer in found.layers)
+    assert own.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("drives", [0, 1, 3])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from inference._models import llama, loaded, logits, prompt, saved, t5, tokens
+from inference._models import CACHE_NAMES, llama, loaded, logits, prompt, saved, t5, tokens
 from inference._stream_parts import NAME, Make, changed_checkpoint
 from inference.test_models import Net, empty_net, saved_net
 from support import (
@@ -349,7 +349,10 @@ def test_a_disk_error_names_the_row_of_an_embedding(tmp_path: Path, stream: Make
         model.weight_stream.close()
 
 
-def test_a_cache_that_a_failed_pass_left_is_refused(tmp_path: Path, stream: Make) -> None:
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_a_cache_that_a_failed_pass_left_is_refused(
+    name: str, tmp_path: Path, stream: Make
+) -> None:
     """Two layers of four have the new keys and values: going on would give wrong tokens."""
     saved(llama, tmp_path)
     engine, left = fails_once(NAME, tmp_path)
@@ -359,9 +362,9 @@ def test_a_cache_that_a_failed_pass_left_is_refused(tmp_path: Path, stream: Make
         cache = model(ids, use_cache=True).past_key_values
         left.left = 1
         with pytest.raises(TransferError):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **{name: cache})
         with pytest.raises(RuntimeError, match="left by a pass that failed"):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **{name: cache})
         model(ids, use_cache=True)
         model.weight_stream.close()
 

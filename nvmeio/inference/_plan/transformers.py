@@ -9,6 +9,7 @@ tied weights, the buffers that no checkpoint holds, and the renaming and fusing 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,9 @@ from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio.errors import BackendUnavailableError, IntegrityError, an
 from nvmeio.inference._plan.slot_layout import WeightPart, concatenated, part_of, stacked
 
+# A forward's argument for its cache: the first since transformers 5.24, the other in older ones and
+# in models that bring their own code.
+_CACHE_NAMES = ("cache", "past_key_values")
 _UNSET = 0x7A  # of each byte: no element of any dtype that somebody would put into a whole buffer
 
 
@@ -51,6 +55,25 @@ def cache_utilities() -> Any:
     """
     require()
     return importlib.import_module("transformers.cache_utils")
+
+
+def cache_among(named: Mapping[str, Any]) -> tuple[str, Any]:
+    """The cache of past keys and values in a forward's named arguments: its name there, and it.
+
+    "" and None where there is none. Of two, models use the first. Other modules may call anything
+    "cache": only what counts tokens is one of these.
+    """
+    for name in _CACHE_NAMES:
+        given = named.get(name)
+        if given is not None and (name != "cache" or hasattr(given, "get_seq_length")):
+            return name, given
+    return "", None
+
+
+def cache_argument(model: nn.Module) -> str:
+    """What the forward of a model calls its cache."""
+    takes = inspect.signature(type(model).forward).parameters
+    return next((name for name in _CACHE_NAMES if name in takes), _CACHE_NAMES[-1])
 
 
 def config_of(directory: str | os.PathLike[str]) -> Any:

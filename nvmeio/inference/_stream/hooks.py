@@ -21,6 +21,7 @@ from nvmeio._residency import calls
 from nvmeio._residency.calls import saving
 from nvmeio.errors import ClosedError
 from nvmeio.inference._plan import tiles
+from nvmeio.inference._plan.transformers import cache_among
 from nvmeio.inference._plan.units import Unit
 from nvmeio.inference._stream import stand_ins
 from nvmeio.inference._stream.stand_ins import (
@@ -161,7 +162,7 @@ def _begin(
     stream: WeightStream, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
     """A hook, and no wrapper: a hook before it may have given the model its cache."""
-    stream.begin_pass(named.get("past_key_values"))
+    stream.begin_pass(cache_among(named)[1])
 
 
 def _whole_pass(
