@@ -117,17 +117,23 @@ def prompts(me: Rank, packed: str = "model", blocks: bool = False) -> None:
     nothing_stays()
 
 
-SIZES = {"gpt2": "620K", "mixtral": "900K", "quantised": "4M"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gpt2": {"resident_bytes": "620K"},
+    "mixtral": {"resident_bytes": "900K"},
+    "quantised": {"resident_bytes": "1M", "compute": "packed"},
+    "widened": {"resident_bytes": "4M", "compute": "widened"},
+}
 
 
 def kinds(me: Rank) -> None:
     """Rows of embeddings and experts are read by each rank for itself; ties, quantised weights."""
-    for name in ("gpt2", "mixtral", "quantised"):
-        path = me.notes / name
-        model = stream(path, resident_bytes=SIZES[name], window=1)
+    for name, options in OPTIONS.items():
+        path = me.notes / name.replace("widened", "quantised")
+        model = stream(path, window=1, **options)
         ids = own_prompt(me)
-        if name == "quantised":
-            alone = nvmeio.stream_model(me.notes / "alone", **SMALL)
+        if "compute" in options:
+            how = options["compute"]
+            alone = nvmeio.stream_model(me.notes / "alone", **SMALL, compute=how)
             assert torch.equal(models.logits(model, ids), models.logits(alone, ids))
             alone.weight_stream.close()
         else:

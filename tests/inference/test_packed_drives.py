@@ -126,7 +126,7 @@ def test_quantised_and_in_tiles(packed: list[Path], tmp_path: Path, stream: Make
     pack(tmp_path / "model", tmp_path / "p", quant_bits=4)
     pack(tmp_path / "model", folders, quant_bits=4)
     ids = models.prompt()
-    one, several = stream(tmp_path / "p"), stream(folders)
+    one, several = (stream(path, compute="packed") for path in (tmp_path / "p", folders))
     assert models.logits(several, ids).equal(models.logits(one, ids))
     pack(tmp_path / "model", tmp_path / "q")
     tight = [stream(path, resident_bytes=900_000) for path in (tmp_path / "q", packed)]

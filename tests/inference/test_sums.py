@@ -79,10 +79,24 @@ def test_the_index_has_the_sums_of_what_was_written(
             assert text == f"{crc32.of_bytes(data[first : first + share]):08x}"
 
 
-@pytest.mark.parametrize("budget", [210_000, EVERYTHING])
-@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize(
+    ("bits", "compute", "budget"),
+    [
+        (None, "auto", 210_000),
+        (None, "auto", EVERYTHING),
+        (8, "auto", 70_000),
+        (8, "auto", EVERYTHING),
+        (8, "widened", 210_000),
+        (8, "widened", EVERYTHING),
+    ],
+)
 def test_a_flipped_bit_is_found_in_every_tensor(
-    bits: int | None, budget: int, tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
+    bits: int | None,
+    compute: str,
+    budget: int,
+    tmp_path: Path,
+    stream: Make,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(reader, "CHUNK_BYTES", 8192)  # a tensor of several pieces
     directory = packed(lambda: llama(layers=2), tmp_path, quant_bits=bits)
@@ -93,17 +107,17 @@ def test_a_flipped_bit_is_found_in_every_tensor(
         for offset in (entry.start, entry.end - 1):
             flip(file, offset)
             with pytest.raises(IntegrityError) as failed:
-                logits(stream(directory, resident_bytes=budget), prompt())
+                logits(stream(directory, resident_bytes=budget, compute=compute), prompt())
             assert str(file) in str(failed.value)
             assert repr(tensor) in str(failed.value)
             assert f"[{entry.start}, {entry.end})" in str(failed.value)
             flip(file, offset)
-    assert (
-        logits(stream(directory, resident_bytes=budget), prompt()).equal(
-            logits(loaded(tmp_path / "m"), prompt())
-        )
-        or bits
-    )
+    model = stream(directory, resident_bytes=budget, compute=compute)
+    for _ in range(2):
+        read = model.weight_stream.stats.units_read
+        found = logits(model, prompt())
+        assert bits or found.equal(logits(loaded(tmp_path / "m"), prompt()))
+    assert (model.weight_stream.stats.units_read > read) == (budget != EVERYTHING)
 
 
 def test_after_a_flipped_bit_the_same_call_fails_again_until_the_bytes_are_right(
@@ -124,9 +138,12 @@ def test_after_a_flipped_bit_the_same_call_fails_again_until_the_bytes_are_right
 
 
 @pytest.mark.parametrize("length", [1, 12])  # experts on demand; all of them, read ahead
-@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize(
+    ("bits", "compute", "budget"),
+    [(None, "auto", 600_000), (8, "auto", 300_000), (8, "widened", 600_000)],
+)
 def test_a_flipped_bit_is_found_in_experts(
-    bits: int | None, length: int, tmp_path: Path, stream: Make
+    bits: int | None, compute: str, budget: int, length: int, tmp_path: Path, stream: Make
 ) -> None:
     directory = packed(mixtral, tmp_path, quant_bits=bits, quant_group_size=32)
     file = directory / "model.safetensors"
@@ -137,7 +154,7 @@ def test_a_flipped_bit_is_found_in_experts(
         if name.startswith("model.layers.2.") and "gate_up" in name
     )
     share = entry.nbytes // 4
-    model = stream(directory, resident_bytes=600_000)
+    model = stream(directory, resident_bytes=budget, compute=compute)
     read = []
     for _ in range(2):
         logits(model, ids)
@@ -146,7 +163,7 @@ def test_a_flipped_bit_is_found_in_experts(
     model.weight_stream.close()
     for expert in range(4):  # whichever are read
         flip(file, entry.start + expert * share)
-    model = stream(directory, resident_bytes=600_000)
+    model = stream(directory, resident_bytes=budget, compute=compute)
     with pytest.raises(IntegrityError) as failed:
         logits(model, ids)
     assert repr(name) in str(failed.value)

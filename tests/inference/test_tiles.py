@@ -82,16 +82,25 @@ def test_a_language_model_in_tiles_says_what_it_says_whole(
     assert tokens(model, prompt()).equal(tokens(whole, prompt()))
 
 
-@pytest.mark.parametrize("bits", [None, 4, 8])
-def test_packed_matrices_are_converted_tile_by_tile(
-    bits: int | None, tmp_path: Path, stream: Make
+@pytest.mark.parametrize(
+    ("bits", "compute", "budget"),
+    [
+        (None, "auto", 200_000),
+        (4, "widened", 200_000),
+        (8, "widened", 200_000),
+        (4, "packed", 100_000),
+        (8, "packed", 120_000),
+    ],
+)
+def test_packed_matrices_are_used_tile_by_tile(
+    bits: int | None, compute: str, budget: int, tmp_path: Path, stream: Make
 ) -> None:
     saved(lambda: llama(layers=2, vocab_size=2000), tmp_path / "model")
     pack(tmp_path / "model", tmp_path / "packed", quant_bits=bits, quant_group_size=32)
-    model = stream(tmp_path / "packed", resident_bytes=200_000)
+    model = stream(tmp_path / "packed", resident_bytes=budget, compute=compute)
     assert len(tiles_of(model, "lm_head")) > 1
     found = logits(model, prompt())
-    close(found, logits(stream(tmp_path / "packed"), prompt()))
+    close(found, logits(stream(tmp_path / "packed", compute="widened"), prompt()))
     assert logits(model, prompt()).equal(found)
 
 
