@@ -98,8 +98,7 @@ def test_a_pass_and_a_step_of_training(
             optimizer.zero_grad()
 
         costs = cost(cuda, iterate)
-    if gradients == "disk":
-        costs.allocations = 0  # a thread beside lets go of them when it gets there
+    costs.allocations = 0  # a thread beside lets go of them when it gets there
     assert_steady(costs)
     assert costs.copies
 

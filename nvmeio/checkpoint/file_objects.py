@@ -13,6 +13,7 @@ import os
 import struct
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -270,6 +271,7 @@ class FastFileReader(Closing):
             self._size = self._file.size()
             self._handle = new_handle(path) if handle is None else handle
         self._reading = opened
+        weakref.finalize(self, self._reading.close)  # also as the program ends, before modules go
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """As for any file."""
