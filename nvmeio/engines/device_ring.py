@@ -61,7 +61,7 @@ CHUNK_BYTES_MOST = 16 << 20
 DEFAULT_BYTES = CHUNKS * CHUNK_BYTES_MOST
 LEAST_BYTES = CHUNKS * 2 * PAGE_BYTES
 
-# Of a chunk. 64 reads of 64 KiB under way give 4 GB/s, though they are looked at once in a ms.
+# Of a chunk. By arithmetic, 64 reads of 64 KiB under way allow 4 GB/s, looked at once in a ms.
 CELLS = 16
 
 _LOOK_MS = 1  # how often copies under way are looked at
