@@ -80,7 +80,7 @@ PARTS: Mapping[str, Part] = {
         _TINY,
         300,
         {"save": _SAVES, "load": _LOADS, "small": (*_SAVES, *_LOADS), "sizes": (*_SAVES, *_LOADS),
-         "dcp": (*_FILES, "nvmeio/integrations/_dcp"), "": _MANAGER},
+         "dcp": (*_FILES, "nvmeio/integrations/dcp"), "": _MANAGER},
     ),
     "inference": Part(
         "inference.py",
