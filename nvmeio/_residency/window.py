@@ -257,7 +257,10 @@ class Window(Generic[Unit, SomeSlot]):
             self.waited_s += time.perf_counter() - began
             with on_error(self.drop, slot.unit):
                 if fill.error is not None:
-                    raise self._keeper.explain(slot, fill.error) from fill.error
+                    error = self._keeper.explain(slot, fill.error)
+                    if error is not fill.error:
+                        error.__cause__ = fill.error
+                    raise error
                 if not fill.whole:
                     raise ClosedError("the reads were stopped: whoever they are for is closed")
                 self._keeper.check(slot)

@@ -1,72 +1,112 @@
 """What autograd saved and is on the drive alone: read ahead of backward, within half of the budget.
 
-Backward goes the other way round. When it asks for one storage, those that were saved before it are
-read ahead, as far as there is memory for them. All of it is in the thread that owns the store.
+A window over saved storages. Backward goes the other way round: when it asks for one, those that
+were saved before it are read ahead, as far as there is memory for them. What it got leaves the
+window, and its memory is free with the last tensor over it. All of it is in the thread that owns
+the store.
 """
 
 from __future__ import annotations
 
 import bisect
 import sys
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvmeio._io.drives import DriveHandles, ScratchFile
-from nvmeio._residency.lent import LentPool
+from nvmeio._residency.lent import LentPool, LentSlot
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
+from nvmeio._residency.window import Keeper, Window
 from nvmeio._storage import crc32
-from nvmeio.errors import ClosedError, IntegrityError
+from nvmeio.errors import IntegrityError
 from nvmeio.operation import Operation
 
+Saved = TypeVar("Saved", bound="SavedStorage")
 
-class ActivationReads:
+
+class LastSavedFirst(Generic[Saved]):
+    """The order in which backward wants what was saved; an `Order`.
+
+    Attributes:
+        saved: What is below, by number: the last saved has the highest.
+        here: The number that backward has come to.
+    """
+
+    stays = True
+
+    def __init__(self) -> None:
+        self.saved: list[Saved] = []
+        self.here = 0
+
+    def add(self, saved: Saved) -> None:
+        """From now on it has to be brought."""
+        bisect.insort(self.saved, saved, key=_number)
+
+    def remove(self, saved: Saved) -> None:
+        """Nobody wants it any more."""
+        del self.saved[bisect.bisect_left(self.saved, saved.number, key=_number)]
+
+    def note(self, unit: Saved, backward: bool = True) -> None:
+        """Backward wants this now."""
+        self.here = unit.number
+
+    def upcoming(self) -> Iterator[Saved]:
+        """What was saved before that, the last first, but for what somebody still has."""
+        for at in range(bisect.bisect_left(self.saved, self.here, key=_number) - 1, -1, -1):
+            saved = self.saved[at]
+            if saved.out is None or saved.out.expired():
+                yield saved
+
+    def may_go(self, units: Iterable[Saved], expected: Saved | None) -> Sequence[Saved]:
+        """What was saved first, for what is wanted now."""
+        return () if expected is not None else sorted(units, key=_number)
+
+    def forget(self) -> None:
+        """Nothing: passes do not follow from each other."""
+
+
+class ActivationReads(Keeper["SavedStorage", LentSlot["SavedStorage"]]):
     """The storages that are on the drive alone, and those of them that are being read.
 
     Args:
         file: Where they are.
         handles: What reads it.
         budget_bytes: For what is read, and until the last tensor over it is gone.
-        closed: What is told of a read that the end has cut off.
 
     Attributes:
+        nbytes: Of all that is on the drive alone.
         read_bytes: So far.
     """
 
-    def __init__(
-        self, file: ScratchFile, handles: DriveHandles, budget_bytes: int, closed: str
-    ) -> None:
-        self.read_bytes = 0
+    def __init__(self, file: ScratchFile, handles: DriveHandles, budget_bytes: int) -> None:
+        self.nbytes = self.read_bytes = 0
         self._file = file
-        self._reader = Reader(handles)
         self._budget_bytes = budget_bytes
-        self._closed = closed
         self._pool: LentPool | None = None
-        self._numbers: list[int] = []  # in order: the last saved has the highest
-        self._saved: dict[int, SavedStorage] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Of all that is on the drive alone."""
-        return sum(saved.nbytes for saved in self._saved.values())
+        self._order: LastSavedFirst[SavedStorage] = LastSavedFirst()
+        self._window: Window[SavedStorage, LentSlot[SavedStorage]] = Window(
+            Reader(handles), self, self._order
+        )
 
     def add(self, saved: SavedStorage) -> None:
         """Its bytes are on the drive alone, from now on."""
-        self._saved[saved.number] = saved
-        bisect.insort(self._numbers, saved.number)
+        self.nbytes += saved.nbytes
+        self._order.add(saved)
 
     def remove(self, saved: SavedStorage) -> None:
         """Nobody wants its bytes any more; its place in the file is free."""
-        self._drop(saved)
-        del self._saved[saved.number]
-        del self._numbers[bisect.bisect_left(self._numbers, saved.number)]
+        self._window.drop(saved)
+        self._order.remove(saved)
+        self.nbytes -= saved.nbytes
         self._file.give_back(saved.place, saved.nbytes)
 
     def close(self) -> None:
         """Stop reading."""
         try:
-            self._reader.stop()
+            self._window.reader.stop()
         finally:
             if self._pool is not None:
                 self._pool.close()
@@ -82,25 +122,52 @@ class ActivationReads:
             alive = locked(saved.out)
             if alive is not None:
                 return alive
-        if saved.ahead is None:
-            self._begin(saved, needed=True)
-        self.look_ahead(saved.number)
-        fill, memory = saved.fill, saved.ahead
-        assert fill is not None and memory is not None
-        self._reader.wait(fill)
-        try:
-            if not fill.whole:
-                raise fill.error or ClosedError(self._closed)
-            if saved.sum is not None:
-                self._check(saved, crc32.of_tensor(memory))
-        finally:
-            _forget(saved)
+        memory = self._window.need(saved).memory
+        assert memory is not None
+        self._window.drop(saved)
         self.read_bytes += saved.nbytes
         storage = memory.untyped_storage()
         saved.out = mark_of(storage)
         return storage
 
-    def _check(self, saved: SavedStorage, found: int) -> None:
+    def arrived(self, saved: SavedStorage) -> bool:
+        """Whether `bring` would find its bytes in memory."""
+        return self._window.arrived(saved) is not None
+
+    def look_ahead(self, number: int) -> None:
+        """Begin to read what was saved before the one of this number, the last first."""
+        self._order.here = number
+        self._window.look_ahead()
+
+    # What the window asks for
+
+    def take(self, unit: SavedStorage) -> LentSlot[SavedStorage] | None:
+        """Memory of the budget."""
+        if self._pool is None:
+            self._pool = LentPool(self._budget_bytes)
+        return self._pool.take(unit, unit.nbytes)
+
+    def take_anyway(self, unit: SavedStorage) -> LentSlot[SavedStorage]:
+        """Memory beside it: backward cannot go on without."""
+        memory = torch.empty(unit.nbytes, dtype=torch.uint8)
+        return LentSlot(unit, memory, memory)
+
+    def fill(self, slot: LentSlot[SavedStorage]) -> Fill:
+        return Fill(
+            [
+                WantedBytes(
+                    span.file,
+                    span.file_offset,
+                    slot.host[span.start : span.start + span.nbytes],
+                    span.start,
+                )
+                for span in self._file.spans(slot.unit.place, slot.unit.nbytes)
+            ]
+        )
+
+    def check(self, slot: LentSlot[SavedStorage]) -> None:
+        saved = slot.unit
+        found = saved.sum if saved.sum is None else crc32.of_tensor(slot.host)
         if found != saved.sum:
             raise IntegrityError(
                 f"{self._file.describe(saved.place, saved.nbytes)}: saved activations are not what "
@@ -110,58 +177,9 @@ class ActivationReads:
                 found=f"{found:08x}",
             )
 
-    def look_ahead(self, number: int) -> None:
-        """Begin to read what was saved before this one, the last first."""
-        for at in range(bisect.bisect_left(self._numbers, number) - 1, -1, -1):
-            saved = self._saved[self._numbers[at]]
-            if saved.ahead is not None or (saved.out is not None and not saved.out.expired()):
-                continue
-            if not self._begin(saved, needed=False):
-                return
-
-    def _begin(self, saved: SavedStorage, needed: bool) -> bool:
-        """Whether there was memory for it."""
-        memory = self._room(saved)
-        if memory is None and needed:
-            for number in self._numbers:  # those that are needed last
-                if self._saved[number].ahead is not None:
-                    self._drop(self._saved[number])
-                    memory = self._room(saved)
-                    if memory is not None:
-                        break
-            else:
-                memory = torch.empty(saved.nbytes, dtype=torch.uint8)
-        if memory is None:
-            return False
-        wanted = [
-            WantedBytes(
-                span.file,
-                span.file_offset,
-                memory[span.start : span.start + span.nbytes],
-                span.start,
-            )
-            for span in self._file.spans(saved.place, saved.nbytes)
-        ]
-        saved.ahead, saved.fill = memory, Fill(wanted)
-        self._reader.submit(saved.fill)
-        return True
-
-    def _room(self, saved: SavedStorage) -> torch.Tensor | None:
-        """Memory of the budget, free with the last tensor over it; None where there is none."""
-        if self._pool is None:
-            self._pool = LentPool(self._budget_bytes)
-        slot = self._pool.take(saved, saved.nbytes)
-        return None if slot is None else slot.memory
-
-    def _drop(self, saved: SavedStorage) -> None:
-        """What was read is not wanted; nothing touches its memory any more."""
-        if saved.fill is not None:
-            self._reader.cancel(saved.fill)
-        _forget(saved)
-
-
-def _forget(saved: SavedStorage) -> None:
-    saved.fill = saved.ahead = None
+    def give_back(self, slot: LentSlot[SavedStorage]) -> None:
+        """With the last tensor over it, if there is one."""
+        slot.memory = None
 
 
 class SavedStorage:
@@ -171,10 +189,8 @@ class SavedStorage:
     """
 
     __slots__ = (
-        "ahead",
         "begun_in",
         "failed_in",
-        "fill",
         "holds",
         "nbytes",
         "number",
@@ -196,8 +212,6 @@ class SavedStorage:
         self.begun_in = self.failed_in = 0  # the round of `_make_room` of its last write
         self.wanted = False  # while it was being written: it stays
         self.sum: int | None = None  # the CRC-32 of what is in the file
-        self.fill: Fill | None = None  # while it is read
-        self.ahead: torch.Tensor | None = None  # what it is, or was, read into; not handed out yet
         self.out: Any = None  # of what was handed out
 
     def is_alone(self) -> bool:
@@ -207,6 +221,10 @@ class SavedStorage:
             return False
         tensors: int = torch._C._storage_Use_Count(storage._cdata)
         return tensors == 1 and sys.getrefcount(storage) == _ALONE
+
+
+def _number(saved: SavedStorage) -> int:
+    return saved.number
 
 
 def _references_of_one_alone() -> int:

@@ -87,7 +87,7 @@ class ActivationStore:
         self._resources.callback(self._file.close)
         self._handles = DriveHandles(handle, paths)
         self._resources.callback(self._handles.close)
-        self._reads = ActivationReads(self._file, self._handles, self.reading_bytes, _CLOSED)
+        self._reads = ActivationReads(self._file, self._handles, self.reading_bytes)
         self._resources.callback(self._reads.close)
         return ending
 
@@ -139,9 +139,7 @@ class ActivationStore:
 
     def arrived(self, saved: SavedStorage) -> bool:
         """Whether `bring` would find its bytes in memory."""
-        if saved.storage is not None or saved.fill is None:
-            return saved.storage is not None
-        return saved.fill.done.is_set()
+        return saved.storage is not None or self._reads.arrived(saved)
 
     def write_until(self, fits: Callable[[], bool]) -> None:
         """Have the oldest written until something fits, or nothing is left that can be.

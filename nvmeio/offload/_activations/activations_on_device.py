@@ -13,8 +13,8 @@ There are `device_bytes` for this, of all devices together, half for each direct
 
 from __future__ import annotations
 
-import bisect
 import contextlib
+import itertools
 from collections import deque
 from typing import Any
 
@@ -25,7 +25,13 @@ from nvmeio._memory.devices import Beside, Mark
 from nvmeio._residency.lent import LentPool
 from nvmeio._threads.owner import Claim
 from nvmeio.errors import NvmeioError, TransferError
-from nvmeio.offload._activations.activation_reads import SavedStorage, bytes_over, locked, mark_of
+from nvmeio.offload._activations.activation_reads import (
+    LastSavedFirst,
+    SavedStorage,
+    bytes_over,
+    locked,
+    mark_of,
+)
 from nvmeio.offload._activations.activation_store import ActivationStore
 
 _AHEAD = 2  # brought to the device before they are asked for
@@ -37,7 +43,7 @@ class DeviceStorage(SavedStorage):
     On the device (`storage`), going down (`storage` and `copied`), or below (`below` alone).
     """
 
-    __slots__ = ("below", "claim", "copied", "device", "host", "streams", "to", "up")
+    __slots__ = ("ahead", "below", "claim", "copied", "device", "host", "streams", "to", "up")
 
     def __init__(self, number: int, storage: torch.UntypedStorage, device: torch.device) -> None:
         super().__init__(number, storage)
@@ -47,6 +53,7 @@ class DeviceStorage(SavedStorage):
         self.host: torch.Tensor | None = None  # where it goes
         self.below: SavedStorage | None = None
         self.claim: Claim | None = None  # of that
+        self.ahead: torch.Tensor | None = None  # brought to the device, and not handed out yet
         self.to: Any = None  # for which stream it was brought last
         self.up: Mark | None = None  # when that copy is made
 
@@ -67,8 +74,7 @@ class DeviceActivations:
         self._there: dict[int, DeviceStorage] = {}  # by storage, the last saved last
         self._there_bytes = self._down_bytes = self._ahead_bytes = 0
         self._down: deque[DeviceStorage] = deque()
-        self._numbers: list[int] = []  # of what is below
-        self._below: dict[int, DeviceStorage] = {}
+        self._below: LastSavedFirst[DeviceStorage] = LastSavedFirst()
         self._under_way: deque[tuple[Mark, torch.Tensor]] = deque()  # memory of copies up
         self._under_way_bytes = 0
         self._lanes: dict[torch.device, tuple[Beside, Beside]] = {}
@@ -212,8 +218,7 @@ class DeviceActivations:
             saved.failed_in, self._failed = self._round, failed.with_traceback(None)
             return
         self._forget(saved)
-        self._below[saved.number] = saved
-        bisect.insort(self._numbers, saved.number)
+        self._below.add(saved)
 
     def _forget(self, saved: DeviceStorage) -> None:
         storage, saved.storage = saved.storage, None
@@ -230,8 +235,7 @@ class DeviceActivations:
             self._forget(saved)
             return
         self._drop_ahead(saved)
-        del self._below[saved.number]
-        del self._numbers[bisect.bisect_left(self._numbers, saved.number)]
+        self._below.remove(saved)
         saved.below = saved.claim = None
 
     # Up
@@ -260,7 +264,7 @@ class DeviceActivations:
             except torch.OutOfMemoryError:
                 if not self._ahead_bytes and not self._under_way:
                     raise
-                for each in self._below.values():
+                for each in self._below.saved:
                     self._drop_ahead(each)
                 self._wait_for(0)
                 self._bring(saved, stream)
@@ -287,10 +291,9 @@ class DeviceActivations:
 
     def _look_ahead(self, number: int, stream: Any) -> None:
         self._store.look_ahead(number)
-        place = bisect.bisect_left(self._numbers, number)
-        for at in range(place - 1, max(place - 1 - _AHEAD, -1), -1):
-            saved = self._below[self._numbers[at]]
-            if saved.ahead is not None or (saved.out is not None and not saved.out.expired()):
+        self._below.here = number
+        for saved in itertools.islice(self._below.upcoming(), _AHEAD):
+            if saved.ahead is not None:
                 continue
             assert saved.below is not None
             if self._ahead_bytes + saved.nbytes > self.device_bytes - self._most:
@@ -342,11 +345,11 @@ class DeviceActivations:
             for down, up in self._lanes.values():
                 down.mark().wait()
                 up.mark().wait()
-        for saved in [*self._there.values(), *self._below.values()]:
+        for saved in [*self._there.values(), *self._below.saved]:
             saved.storage = saved.host = saved.copied = saved.ahead = None
             saved.below = saved.claim = None
         self._under_way_bytes = 0
-        for kept in (self._there, self._below, self._down, self._under_way, self._numbers):
+        for kept in (self._there, self._below.saved, self._down, self._under_way):
             kept.clear()
         if self._pool is not None:
             self._pool.close()
