@@ -125,3 +125,23 @@ def test_a_token_locks_no_memory(
         assert counts[1:] == counts[:-1]
         layer.reset()
         store.close()
+
+
+def test_blocks_that_stay_in_memory_share_what_is_locked(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block of each layer was mapped, locked and registered; nothing was used again."""
+    monkeypatch.setattr(devices, "device_of", lambda tensor: GPU)
+    keys = torch.randn(1, 2, kv_cache.BLOCK_TOKENS, 32)
+    counts = []
+    for _ in range(3):  # prompts
+        store = kv_cache.KVStore(None, None)
+        blocks = [store.put(keys + number, keys - number)[0] for number in range(300)]
+        counts.append(locks(cuda))
+        for number, block in enumerate(blocks):
+            assert block.memory is not None and buffers.is_pinned(block.memory)
+            found = block.memory[: 2 * keys.nbytes].view(torch.float32).view(block.shape)
+            assert torch.equal(found[0], keys + number) and torch.equal(found[1], keys - number)
+        store.close()
+        del store, blocks, block, found
+    assert counts == [1, 1, 1] and not unlocks(cuda)
