@@ -80,12 +80,14 @@ def lost_on_purpose() -> Iterator[None]:
 # Modules that take longest, most of them with few tests: whoever began with one of them last would
 # keep the others waiting.
 LONGEST = (
+    "documented/test_code.py",
     "compat/test_deepspeed_training.py",
     "test_examples.py",
     "interrupts/test_interrupts.py",
     "checkpoint/test_checkpointer_ranks.py",
     "checkpoint/test_own_drives.py",
     "checkpoint/test_loading_ranks.py",
+    "documented/test_notebook.py",
     "ends/test_ends.py",
     "contract/test_interrupted_operations.py",
     "compat/test_deepspeed_installed.py",

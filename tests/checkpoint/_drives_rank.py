@@ -1,4 +1,4 @@
-"""The ranks of test_own_drives.py: each has a directory of its own; run by `_checkpointer_rank`."""
+"""The ranks of test_own_drives.py: each has a directory of its own; run by `_rank_program`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoint import _checkpointer_rank as program
-from checkpoint._checkpointer_rank import (
+from checkpoint import _checkpointer_rank, _failing_rank, _rank_program
+from checkpoint._rank_program import (
     LIMIT_S,
     MIB,
     PATIENCE_S,
     Rank,
+    Work,
     own,
     replicated,
     same,
@@ -51,7 +52,7 @@ def as_shared(me: Rank, works: Sequence[tuple[str, str]]) -> None:
     """What ranks with one directory do, each on its own drive."""
     for name, layout in works:
         with_drives(me, f"{name}-{layout}", layout)
-        program.WORK[name](me)
+        _checkpointer_rank.WORK[name](me)
         me.meet_others()
 
 
@@ -139,7 +140,7 @@ def mistakes(me: Rank) -> None:
 def refused(me: Rank) -> None:
     """As with one directory; and where one rank's torch has no place to put the parts together."""
     with_drives(me, "refused", "one")
-    program.refused_calls(me)
+    _failing_rank.refused_calls(me)
     with me.new() as checkpointer:
         seam = restoring.seam
         if me.rank == 0:
@@ -180,7 +181,7 @@ def leave(me: Rank) -> bool | None:
     """Rank 0, which serves the store, ends its process when it has told what there is."""
     with_drives(me, "leave", "one")
     part_ranks._PARTING_S = PATIENCE_S
-    return program.leave(me)
+    return _failing_rank.leave(me)
 
 
 # Other ranks, and other drives, than those that saved
@@ -413,7 +414,7 @@ def resume(me: Rank, name: str = "killed", least: int = 0) -> None:
         assert len(left) == 3 and not any(each.endswith("tmp") for each in left), left
 
 
-WORK: dict[str, Callable[..., bool | None]] = {
+WORK: Work = {
     f"drives_{work.__name__}": work
     for work in (
         as_shared,
@@ -434,5 +435,4 @@ WORK: dict[str, Callable[..., bool | None]] = {
 
 if __name__ == "__main__":
     sync_nothing()
-    program.WORK.update(WORK)
-    program.main()
+    _rank_program.main(WORK)

@@ -1,4 +1,4 @@
-"""The ranks of test_loading_ranks.py: what they do, run by `_checkpointer_rank`."""
+"""The ranks of test_loading_ranks.py: what they do, run by `_rank_program`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoint import _checkpointer_rank as program
-from checkpoint._checkpointer_rank import (
+from checkpoint import _rank_program
+from checkpoint._checkpointer_rank import Training
+from checkpoint._rank_program import (
     LIMIT_S,
     MIB,
     PATIENCE_S,
     Rank,
-    Training,
+    Work,
     own,
     replicated,
     same,
@@ -531,7 +531,7 @@ def replaced(me: Rank) -> None:
         me.meet_others()
 
 
-WORK: dict[str, Callable[..., bool | None]] = {
+WORK: Work = {
     f"load_{work.__name__}": work
     for work in (
         shares,
@@ -553,5 +553,4 @@ WORK: dict[str, Callable[..., bool | None]] = {
 
 if __name__ == "__main__":
     sync_nothing()
-    program.WORK.update(WORK)
-    program.main()
+    _rank_program.main(WORK)

@@ -1,4 +1,4 @@
-"""Starts the ranks of the tests: see `_checkpointer_rank`."""
+"""Starts the ranks of the tests: see `_rank_program`."""
 
 from __future__ import annotations
 

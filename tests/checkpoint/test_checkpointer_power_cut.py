@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint._checkpointer_rank import own, replicated, same
+from checkpoint._rank_program import own, replicated, same
 from disk_log import DiskLog
 
 import nvmeio

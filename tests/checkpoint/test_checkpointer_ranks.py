@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint._checkpointer_rank import MIB, own, replicated, same
 from checkpoint._checkpointers import names
+from checkpoint._rank_program import MIB, own, replicated, same
 from checkpoint._ranks import running_ranks
 
 import nvmeio

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint._checkpointer_rank import own, replicated
+from checkpoint._rank_program import own, replicated
 from checkpoint._ranks import running_ranks
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The ranks of test_stream_ranks.py: what they do, run by `checkpoint._checkpointer_rank`."""
+"""The ranks of test_stream_ranks.py: what they do, run by `checkpoint._rank_program`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoint import _checkpointer_rank as program
-from checkpoint._checkpointer_rank import LIMIT_S, PATIENCE_S, Rank
+from checkpoint import _rank_program
+from checkpoint._rank_program import LIMIT_S, PATIENCE_S, Rank, Work
 from inference import _models as models
 from support import nvmeio_threads, spin_until, spin_until_collected
 
@@ -389,7 +389,7 @@ def wrong(me: Rank) -> None:
         stream(first, timeout_s=LIMIT_S)
 
 
-WORK: dict[str, Callable[..., bool | None]] = {
+WORK: Work = {
     f"stream_{work.__name__}": work
     for work in (
         shares,
@@ -418,5 +418,4 @@ def calmly(work: Callable[..., bool | None]) -> Callable[..., bool | None]:
 
 
 if __name__ == "__main__":
-    program.WORK.update({name: calmly(work) for name, work in WORK.items()})
-    program.main()
+    _rank_program.main({name: calmly(work) for name, work in WORK.items()})

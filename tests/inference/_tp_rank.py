@@ -1,4 +1,4 @@
-"""The ranks of test_tensor_parallel.py: what they do, run by `checkpoint._checkpointer_rank`."""
+"""The ranks of test_tensor_parallel.py: what they do, run by `checkpoint._rank_program`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoint import _checkpointer_rank as program
-from checkpoint._checkpointer_rank import PATIENCE_S, Rank
+from checkpoint import _rank_program
+from checkpoint._rank_program import PATIENCE_S, Rank
 from inference import _models as models
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -141,7 +141,5 @@ def killed(me: Rank, victim: int) -> bool:
     return False
 
 
-program.WORK |= {"tp_equal": equal, "tp_fails": fails, "tp_killed": killed}
-
 if __name__ == "__main__":
-    program.main()
+    _rank_program.main({"tp_equal": equal, "tp_fails": fails, "tp_killed": killed})
