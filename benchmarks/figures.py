@@ -38,7 +38,7 @@ LAST_WORDS_S = 40
 _TRANSFERS = ("native_shim", "nvmeio/_core", "nvmeio/engines", "nvmeio/_memory", "nvmeio/_files")
 _FILES = (*_TRANSFERS, "nvmeio/_io", "nvmeio/_storage", "nvmeio/_formats")
 _SAVES = (*_FILES, "nvmeio/checkpoint/saving.py")
-_LOADS = (*_FILES, "nvmeio/checkpoint/_load")
+_LOADS = (*_FILES, "nvmeio/checkpoint/loading.py", "nvmeio/checkpoint/_unpickling.py")
 _MANAGER = (*_FILES, "nvmeio/checkpoint")
 
 

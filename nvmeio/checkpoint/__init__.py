@@ -2,7 +2,7 @@
 
 Reading order for newcomers: `nvmeio._formats` (what a torch checkpoint is, how one is laid out
 and written), `nvmeio._storage.replace` (a file into its place), `saving`; then `nvmeio._io.spans`
-(many parts of files into memory) and `_load`. Saves in the background: `_manager` (the directory,
+(many parts of files into memory) and `loading`. Saves in the background: `_manager` (the directory,
 one save, one after another), `_snapshot` (the state as it was), `_ranks` (several processes),
 behind `checkpointer`; `background` is the same under any names, `frozen` the snapshot by itself.
 `file_objects` serves code that calls torch.save itself, `safetensors` is the other format. Names
@@ -13,12 +13,12 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from nvmeio.checkpoint._load.loading import async_load as async_load
-    from nvmeio.checkpoint._load.loading import load as load
     from nvmeio.checkpoint._manager.job import SaveReport as SaveReport
     from nvmeio.checkpoint.checkpointer import Checkpointer as Checkpointer
     from nvmeio.checkpoint.file_objects import FastFileReader as FastFileReader
     from nvmeio.checkpoint.file_objects import FastFileWriter as FastFileWriter
+    from nvmeio.checkpoint.loading import async_load as async_load
+    from nvmeio.checkpoint.loading import load as load
     from nvmeio.checkpoint.saving import async_save as async_save
     from nvmeio.checkpoint.saving import save as save
 
@@ -38,9 +38,9 @@ _LATER = {
     "FastFileReader": "file_objects",
     "FastFileWriter": "file_objects",
     "SaveReport": "_manager.job",
-    "async_load": "_load.loading",
+    "async_load": "loading",
     "async_save": "saving",
-    "load": "_load.loading",
+    "load": "loading",
     "save": "saving",
 }
 

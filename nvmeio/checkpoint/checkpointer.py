@@ -15,8 +15,6 @@ from nvmeio._ranks import DEFAULT_TIMEOUT_S
 from nvmeio._threads.closing import ClosingWork
 from nvmeio._threads.future import Future
 from nvmeio._threads.interruptible import begun, in_thread, run_interruptible
-from nvmeio.checkpoint._load.loading import Loaded
-from nvmeio.checkpoint._load.unpickling import HowToLoad, LoadOptions, MapLocation
 from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.job import SaveJob, SaveReport, Setup
 from nvmeio.checkpoint._manager.restoring import Wanted, restore, restore_parts, whole_saves
@@ -26,6 +24,8 @@ from nvmeio.checkpoint._ranks.drives import OwnDrives, Save
 from nvmeio.checkpoint._ranks.loading_ranks import ALONE, Attempts, LoadingRanks
 from nvmeio.checkpoint._ranks.part_ranks import PartRanks
 from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots, checked_way
+from nvmeio.checkpoint._unpickling import HowToLoad, LoadOptions, MapLocation
+from nvmeio.checkpoint.loading import Loaded
 from nvmeio.checkpoint.training import Training
 from nvmeio.errors import counted
 from nvmeio.handle import AioHandle

@@ -30,7 +30,7 @@ import nvmeio
 from nvmeio._formats import pickle_values, torch_pickle
 from nvmeio._io.spans import Load
 from nvmeio._memory import mappings, system
-from nvmeio.checkpoint._load import unpickling
+from nvmeio.checkpoint import _unpickling as unpickling
 from nvmeio.checkpoint.describing import describe
 
 STATE = {"a": noise(1000), "b": noise(5)}

@@ -34,8 +34,8 @@ from nvmeio._formats import torch_file
 from nvmeio._formats.sniff import kind_of
 from nvmeio._io.spans import Load
 from nvmeio._memory import mappings, system
-from nvmeio.checkpoint._load import loading as loading_module
-from nvmeio.checkpoint._load import unpickling
+from nvmeio.checkpoint import _unpickling as unpickling
+from nvmeio.checkpoint import loading as loading_module
 
 
 def load(path: Path, *arguments: Any, **options: Any) -> Any:

@@ -27,7 +27,7 @@ import nvmeio
 from nvmeio._formats import pickle_values, torch_pickle
 from nvmeio._formats.pickle_values import PickleError
 from nvmeio._formats.torch_pickle import UnknownTorchError, unpickle
-from nvmeio.checkpoint._load import unpickling
+from nvmeio.checkpoint import _unpickling as unpickling
 
 PLAIN = ("tied", "odd shapes", "training", "sizes", "many small")
 

@@ -16,13 +16,13 @@ from nvmeio._io.handles import CallHandle
 from nvmeio._io.long_call import LongCall
 from nvmeio._storage.guarded import INDEX_BYTES, detail_of, read_small
 from nvmeio._storage.locks import leads_to, reading
-from nvmeio.checkpoint._load.loading import Loaded, load_archive, load_file
-from nvmeio.checkpoint._load.unpickling import HowToLoad, nothing_to_read, seam
 from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.retention import Generation
 from nvmeio.checkpoint._ranks.drives import OwnDrives, Save, parsed, parts_in
 from nvmeio.checkpoint._ranks.loading_ranks import ALONE, LoadingRanks, Ranks
 from nvmeio.checkpoint._ranks.part_ranks import Image, PartRanks, of_one, open_part
+from nvmeio.checkpoint._unpickling import HowToLoad, nothing_to_read, seam
+from nvmeio.checkpoint.loading import Loaded, load_archive, load_file
 from nvmeio.errors import (
     BackendUnavailableError,
     IntegrityError,

@@ -9,7 +9,7 @@ memory that the tensors then live in.
     3. all storages that the pickle refers to are read              (spans)
     4. torch unpickles, with them
 
-The last is in `unpickling`, which also says what is left to torch.load.
+The last is in `_unpickling`, which also says what is left to torch.load.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from nvmeio._io.long_call import LongCall
 from nvmeio._ranks import DEFAULT_TIMEOUT_S
 from nvmeio._storage.locks import open_reading
 from nvmeio._threads.interruptible import in_thread, run_interruptible
-from nvmeio.checkpoint._load import unpickling
-from nvmeio.checkpoint._load.unpickling import (
+from nvmeio.checkpoint import _unpickling as unpickling
+from nvmeio.checkpoint._unpickling import (
     HowToLoad,
     LoadOptions,
     MapLocation,

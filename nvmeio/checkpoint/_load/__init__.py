@@ -1,1 +1,0 @@
-"""Loading: what is asked for, the bytes, the objects."""
