@@ -9,6 +9,7 @@ that is read and the question computed. Its tokens are those that the first proc
 bit. The weights are random, so the text means nothing.
 """
 
+import inspect
 import multiprocessing
 import time
 import warnings
@@ -49,11 +50,16 @@ def prompts(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :tokens], ids
 
 
+def cache_name(model: Any) -> str:
+    """The name of a model's cache, in and out: another one before transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def generated(model: Any, ids: torch.Tensor, cache: Any, count: int) -> torch.Tensor:
     found: torch.Tensor = model.generate(
         ids,
+        **{cache_name(model): cache},
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
         max_new_tokens=count,
         min_new_tokens=count,
         do_sample=False,
@@ -64,7 +70,7 @@ def generated(model: Any, ids: torch.Tensor, cache: Any, count: int) -> torch.Te
 
 def computed(model: Any, ids: torch.Tensor) -> Any:
     with torch.no_grad():
-        return model(ids, logits_to_keep=1).past_key_values
+        return getattr(model(ids, logits_to_keep=1), cache_name(model))
 
 
 def first(folder: Path, tokens: int, width: int, layers: int, answers: Any) -> None:

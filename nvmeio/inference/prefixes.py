@@ -67,7 +67,7 @@ class PrefixCache:
     Examples:
         >>> prefixes = PrefixCache(model, "/mnt/nvme/prefixes", capacity_bytes="64G")
         >>> cache = prefixes.load("manual", ids)
-        >>> tokens = model.generate(ids, past_key_values=cache, max_new_tokens=32)
+        >>> tokens = model.generate(ids, cache=cache, max_new_tokens=32)
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class PrefixCache:
 
     @calls.quietly
     def load(self, name: str, input_ids: torch.Tensor) -> Any:
-        """A cache with what was saved of a prompt, for ``past_key_values=``.
+        """A cache with what was saved of a prompt: the model's ``cache=``.
 
         Args:
             name: Of the prefix.

@@ -15,7 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from inference._models import gpt2, llama, loaded, prompt, saved, t5, tokens, transformers
+from inference._models import (
+    CACHE_NAMES,
+    gpt2,
+    llama,
+    loaded,
+    prompt,
+    saved,
+    t5,
+    tokens,
+    transformers,
+)
 from interrupting import at_places, at_random_times
 from programs import Program
 
@@ -112,22 +122,23 @@ def test_a_prefix_gives_the_bits_of_its_cache(
     assert continued(model, ids, found).equal(continued(model, ids, cache))
 
 
+@pytest.mark.parametrize("name", CACHE_NAMES)
 def test_generation_goes_on_behind_a_prefix(
-    model: Any, tmp_path: Path, handle: nvmeio.AioHandle
+    model: Any, tmp_path: Path, handle: nvmeio.AioHandle, name: str
 ) -> None:
     """The cache of `generate` holds what it generated too; that is not saved."""
     kept, ids = PrefixCache(model, tmp_path, SIZE, handle=handle), prompt(length=20)
     cache = transformers.DynamicCache(config=model.config)
-    expected = tokens(model, ids, past_key_values=cache)
+    expected = tokens(model, ids, **{name: cache})
     assert cache.get_seq_length() > 20
     kept.save("one", ids, cache)
     found = kept.load("one", ids)
     assert found.get_seq_length() == 19  # one token is left to compute
-    assert tokens(model, ids, past_key_values=found).equal(expected)
+    assert tokens(model, ids, **{name: found}).equal(expected)
     longer = torch.cat([ids, prompt(length=4, seed=1)], dim=1)
     found = kept.load("one", longer)
     assert found.get_seq_length() == 20
-    assert tokens(model, longer, past_key_values=found).shape == (2, 30)
+    assert tokens(model, longer, **{name: found}).shape == (2, 30)
     assert kept.load("one", ids[:, :6]).get_seq_length() == 5
     assert kept.load("one", ids[:, :1]).get_seq_length() == 0
 

@@ -373,3 +373,18 @@ def test_a_config_has_the_same_words(tmp_path: Path) -> None:
     for words in ({"resume": "must"}, {"overwrite": True}):
         with pytest.raises(ValueError, match="needs offload_optimizer with device"):
             offload(model(), torch.optim.Adam, words)
+
+
+def test_what_a_loop_puts_into_a_group_comes_back_with_its_step(tmp_path: Path) -> None:
+    """docs/offload.md has it for the number of the step and a GradScaler's state."""
+    made = model()
+    optimizer = swapped(made, tmp_path, resume=True)
+    group = optimizer.param_groups[0]
+    for step in range(3):
+        group["next_step"], group["scaler"] = step + 1, {"scale": 2.0**step, "_growth": step}
+        train(made, optimizer, 1, step)
+    group["next_step"] = 4  # no step follows
+    optimizer.close()
+    with swapped(model(), tmp_path, resume=True) as optimizer:
+        (group,) = optimizer.param_groups
+        assert (group["next_step"], group["scaler"]) == (3, {"scale": 4.0, "_growth": 2})
