@@ -59,7 +59,7 @@ def file_offset(name: str, value: Any, nbytes: int) -> int:
 
 
 def pages(name: str, value: Any, most: int) -> None:
-    """What direct I/O moves is whole pages.
+    """Check that a size is whole pages, as direct I/O needs.
 
     Raises:
         TypeError: It is no integer.
@@ -191,7 +191,7 @@ def switch(name: str, value: Any) -> bool:
 
 
 def refuse_pickling(self: object, instead: str) -> NoReturn:
-    """What has descriptors and threads of this process is not sent to another one.
+    """Refuse to pickle what has descriptors and threads of this process.
 
     Args:
         self: Of a public class.

@@ -142,11 +142,11 @@ class OwnFds:
         return _checked(lib.nv_fds_open(self._raw, direct, os.fsencode(path), flags))
 
     def reopen(self, direct: bool, fd: int, flags: int) -> int:
-        """Open once more what is open: the inode itself, renamed or unlinked as it may be."""
+        """Open the same inode once more, even if it was renamed or unlinked."""
         return self.open(direct, f"/proc/self/fd/{fd}", flags)  # the kernel's magic link
 
     def duplicate(self, fd: int) -> int:
-        """dup(2), as the one without."""
+        """dup(2) to be the descriptor without O_DIRECT."""
         return _checked(lib.nv_fds_duplicate(self._raw, fd))
 
     def demote(self) -> None:

@@ -140,7 +140,7 @@ class PinnedPool(Closing):
         return memory
 
     def _look(self, waited_s: float = 0.0) -> None:
-        """Have given back what nobody has any more; called now and then by who waits."""
+        """Take back what nobody has any more; called now and then by waiters."""
         if os.getpid() != self._pid:
             return
         now_s = time.monotonic()

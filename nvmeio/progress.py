@@ -77,15 +77,15 @@ class Bar(ABC):
 
     @abstractmethod
     def _begin(self, what: str, total_bytes: int) -> Any:
-        """Another bar."""
+        """Begin another bar."""
 
     @abstractmethod
     def _show(self, bar: Any, what: str, done_bytes: int, total_bytes: int) -> None:
-        """How far it is."""
+        """Show the progress."""
 
     @abstractmethod
     def _end(self, bar: Any) -> None:
-        """It is over, or given up."""
+        """End the bar."""
 
 
 class _RichBar(Bar):

@@ -69,7 +69,7 @@ class Index:
         self._holds[slot] = digest
 
     def grow(self, limit: int) -> None:
-        """There is room for slots up to `limit` now."""
+        """Allow slots up to `limit`."""
         taken = self._holds.keys() | self._writing
         self._free += [slot for slot in range(self.limit, limit) if slot not in taken]
         self._free.sort(reverse=True)  # from the beginning of the file on
@@ -224,7 +224,7 @@ class Catalog:
         return self._table.writer
 
     def sign(self, tag: bytes | None) -> None:
-        """Say in the table what the blocks are of that are stored from now on; None knows not."""
+        """Write into the table what later blocks are of; None: not known."""
         before = self._table.tag
         if tag is not None and before != tag and len(self.index):
             logger.warning(
@@ -329,7 +329,7 @@ class Catalog:
             logger.warning("%s: %d records of its table are damaged: %s", self._path, damaged, what)
 
     def _grow_to(self, slots: int) -> bool:
-        """Have room for so many slots, and the rest of the step; False if there is none."""
+        """Make room for so many slots, and for the rest of the step; False if there is none."""
         index = self.index
         if slots <= index.limit:
             return True
@@ -350,7 +350,7 @@ class Catalog:
         return True
 
     def _fitting(self, slots: int) -> int:
-        """How many slots there can be with what is free.
+        """How many slots the free space allows.
 
         Raises:
             TransferError: Not as many as these (ENOSPC).
@@ -401,7 +401,7 @@ class Catalog:
         places: dict[int, BlockPlace],
         failed: dict[int, BaseException],
     ) -> None:
-        """What was written to slots that were reserved counts from now on; as in `touch`."""
+        """Count what was written to reserved slots from now on; as in `touch`."""
         for number, slot in reversed(list(enumerate(slots))):
             if slot is None:
                 continue
@@ -423,7 +423,7 @@ class Catalog:
     # Loading
 
     def pin(self, digests: Sequence[bytes]) -> list[BlockPlace | None]:
-        """Where blocks lie; none of these slots is taken until `unpin`."""
+        """Find blocks, and keep their slots from being taken until `unpin`."""
         self.follow()
         places = self.touch(digests)
         for place in places:
@@ -438,7 +438,7 @@ class Catalog:
                 self.index.unpin(place.slot)
 
     def touch(self, digests: Sequence[bytes]) -> list[BlockPlace | None]:
-        """Have blocks count as used just now; where they lie.
+        """Count blocks as used just now, and return where they lie.
 
         A batch is of blocks one behind the other, of which one is of no use without those before:
         the last is the first to make room.
@@ -450,7 +450,7 @@ class Catalog:
     def drop(
         self, bad: Sequence[tuple[bytes, BlockPlace | None]], why: BaseException | None
     ) -> None:
-        """Blocks that are not what the table says are not there."""
+        """Forget blocks that are not what the table says."""
         dropped = 0
         for digest, place in bad:
             if place is None or self.index.where.get(digest) != place:
@@ -485,7 +485,7 @@ class Catalog:
             self._noted(self._table.announce)
 
     def _noted(self, write: Callable[..., object], *args: Any) -> bool:
-        """Whether the table could be written; that it could not is said once, until it can."""
+        """Whether the table could be written. A failure is logged once, until it succeeds again."""
         try:
             write(*args)
         except OSError as failed:

@@ -363,7 +363,7 @@ class BlockStore(Closing):
         self._call(self._stores, self._catalog.locked, self._catalog.clear)
 
     def new_generation(self) -> None:
-        """Find nothing of what was stored before: what the blocks are of is another now.
+        """Find nothing of what was stored before, because the weights are others now.
 
         What is stored from now on is found until the store is closed, or this is called again; the
         next opening finds what was stored before the first call. Nothing is written: the blocks
@@ -379,7 +379,7 @@ class BlockStore(Closing):
     # Life
 
     def _call(self, worker: StoreWorker, work: Callable[..., Value], *args: Any) -> Value:
-        """Have it done, and wait for its end, or for a second interrupt."""
+        """Ask the owner, and wait for the end, or for a second interrupt."""
         try:
             value = worker.call(self._check_open, work, *args)
         except KeyboardInterrupt as interrupt:

@@ -141,11 +141,11 @@ class Table:
 
     @property
     def tag(self) -> bytes:
-        """What its blocks are of; zeros where nobody has said."""
+        """What its blocks are of; zeros where that was never written."""
         return self._map[_TAG_AT : _TAG_AT + TAG_BYTES]
 
     def sign(self, writer: bytes, tag: bytes | None) -> None:
-        """Say who writes it, and what the blocks are of; None leaves that as it was."""
+        """Write who writes it, and what the blocks are of; None leaves that as it was."""
         os.pwrite(self._file.fileno(), writer, _WRITER_AT)
         if tag is not None:
             os.pwrite(self._file.fileno(), tag, _TAG_AT)
@@ -173,7 +173,7 @@ class Table:
         return self._latest != self.latest
 
     def announce(self) -> None:
-        """Have readers look at the records that were written since."""
+        """Tell readers to look at the records that were written since."""
         os.pwrite(self._file.fileno(), struct.pack("<Q", self._latest), _LATEST_AT)
 
     def _newest(self) -> int:

@@ -301,7 +301,7 @@ class StoreWorker:
         self._asked = self._ended = 0  # of its thread, on the memory of others
 
     def call(self, check: Callable[[], object], work: Callable[..., Value], *args: Any) -> Value:
-        """Do `work(*args)`, or have it done; an interrupt is raised when it has ended.
+        """Do `work(*args)`, here or in the thread; an interrupt is raised when it has ended.
 
         Args:
             check: Raises where the store was closed meanwhile.
@@ -323,7 +323,7 @@ class StoreWorker:
         done: Callable[[Value], object],
         otherwise: Value,
     ) -> None:
-        """Have `work(*args)` done in the background, and `done` called with what comes of it.
+        """Do `work(*args)` in the background, and call `done` with what comes of it.
 
         Args:
             work: What is done.

@@ -119,7 +119,7 @@ class Batch:
         self.offsets: list[int] = []
 
     def end(self) -> None:
-        """Nobody needs the memory any more."""
+        """Let go of the memory."""
         holds.end(self.held)
         for memory in self.memories:
             if memory.held is not None:
@@ -191,7 +191,7 @@ def _asked(
 def laid_out(
     opcode: Opcode, memories: list[Memory], held: Any, files: Files, file_offsets: BatchOffsets
 ) -> Batch:
-    """A batch, given its memory and the hold on that, which ends with it, or now if this raises.
+    """Make a batch of memory and the hold on it; the hold ends with it, or now if this raises.
 
     Raises:
         TypeError: A file is none, or offsets are no integers.
@@ -475,7 +475,7 @@ class BatchRecord(Record):
     def _begun(
         self, part: BatchMember, items: Sequence[int], miscounted: Counter[str], again: bool = False
     ) -> list[Transfer] | None:
-        """What is to be done with a file; None if no more descriptors can be had for now."""
+        """Begin with a file; None if no more descriptors can be had for now."""
         batch = self._batch_now
         opcode, offsets = self.opcode, batch.offsets
         memories = batch.memories
@@ -502,7 +502,7 @@ class BatchRecord(Record):
         return planned
 
     def _note(self, miscounted: Counter[str]) -> None:
-        """What became of the wave that is over."""
+        """Note how the wave ended."""
         request: Any = self.request
         if request is self._noted:  # handed on twice
             return

@@ -100,7 +100,7 @@ class CompletionQueues:
                     gone.cq.close()
 
     def dispatch(self) -> None:
-        """Have a thread watch the default completion queue from now on."""
+        """Let a thread watch the default completion queue from now on."""
         with self._lock:
             if self._dispatcher is not None or self._released:
                 return
@@ -207,7 +207,7 @@ class QueueThread:
         self._begun = False
 
     def hand(self, item: object) -> None:
-        """Have something worked off. No interrupt comes between the call and its being handed."""
+        """Hand something to the thread; no interrupt comes in between."""
         self._handed.put(item)
         with self._lock:
             if self._begun:
@@ -226,7 +226,7 @@ class QueueThread:
             self._work = _nothing
 
     def _work_off(self, _: BaseException) -> None:
-        """No thread can be had: what there is, in the place of one."""
+        """Work off what there is here, because no thread can be had."""
         self._begun = False
         while not self._handed.empty():
             if (item := self._handed.get()) is not None:

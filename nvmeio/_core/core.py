@@ -259,7 +259,7 @@ class Core:
 
 
 def _forget(core: Core) -> None:
-    """It has given everything back."""
+    """Forget a core that has given everything back."""
     counted = _counted(core)._replace(in_flight=0)
     with _lock:
         if core not in unreleased:
@@ -273,7 +273,7 @@ def _forget(core: Core) -> None:
 
 
 def totals() -> tuple[Counters, int]:
-    """What all handles of this process have counted, closed ones too; how many are open."""
+    """The counters of all handles of this process, closed ones too; how many are open."""
     with _lock:
         while True:
             here, gone = list(unreleased), list(_gone)
@@ -296,7 +296,7 @@ def _counted(core: Core) -> Counters:
 
 
 def counted_by(cores: Iterable[Core]) -> Counters:
-    """What some cores have counted, each transfer once."""
+    """The counters of some cores, each transfer counted once."""
     return _added_up(map(_counted, cores))
 
 

@@ -148,7 +148,7 @@ class Record:
         return moved == -errno.EINVAL and self.plan is not None and self.plan.direct
 
     def go_on(self) -> tuple[Transfer | list[Transfer] | None, dict[str, int]]:
-        """What the engine is to do next, if anything, and what its counters have too much or lack.
+        """The engine's next step, if any, and the correction of its counters.
 
         Here what it refused as direct I/O, without.
         """
@@ -198,7 +198,7 @@ class Record:
         )
 
     def last_steps(self, moved: int) -> None:
-        """What that is; it may take long."""
+        """Do the last steps, which may take long."""
         if self._is_no_sync(moved):
             self._sync_here()
         memory, check = self.memory, self.check
@@ -399,12 +399,12 @@ class LiveRecords:
             raise ClosedError(self.refusal)
 
     def drop(self, record: Record) -> None:
-        """Its start failed: it was never in flight."""
+        """Remove a record whose start failed: it was never in flight."""
         with self.lock:
             self.records.pop(record.token, None)
 
     def rename(self, record: Record) -> None:
-        """With the lock held: a new token, for who has the old one is to do nothing with it."""
+        """With the lock held: give it a new token; whoever has the old one can do nothing."""
         token = next(self.tokens)
         self.records[token] = self.records.pop(record.token)
         record.token = token
@@ -412,7 +412,7 @@ class LiveRecords:
     # --- ending -------------------------------------------------------------------------------
 
     def end(self, record: Record, state: str) -> None:
-        """With the lock held: a record is over. It may be done again."""
+        """With the lock held: end a record. Idempotent."""
         if state == "failed" and record.state == "pending":
             self._failed[record.token] = record
         record.state = state
@@ -420,7 +420,7 @@ class LiveRecords:
             self._finished += 1
 
     def end_all(self, records: list[Record]) -> None:
-        """Records are over, as their errors say. It may be done again."""
+        """End records, as their errors say. Idempotent."""
         with self.lock:
             for record in records:
                 if record.error is not None:

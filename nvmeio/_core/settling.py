@@ -119,7 +119,7 @@ class Settler:
             raise
 
     def _finish(self, record: Record, may_block: bool) -> None:
-        """For the claimer, once or again."""
+        """Called by the claimer; once more does no harm."""
         if record.state != "pending":
             self.publish(record, record.state)
             return
@@ -142,14 +142,14 @@ class Settler:
             self._finish_again(record)
 
     def _hand_on(self, record: Record) -> None:
-        """Have the finisher go on with a claimed operation; nothing if it is through with."""
+        """Let the finisher go on with a claimed operation, if it is not over."""
         if record.state != "pending" and not (record.waiters or record.gates or record.callbacks):
             return
         record.claimed = _HANDED_ON
         self._finisher.hand(record)
 
     def _conclude(self, record: Record, may_block: bool) -> None:
-        """What follows when the kernel is done with an operation."""
+        """Conclude an operation that the kernel is done with."""
         request = record.request
         assert request is not None
         moved = request.moved()
@@ -174,7 +174,7 @@ class Settler:
         self._settle(record, "finished", None)
 
     def _gone_on(self, record: Record) -> bool:
-        """Have the engine do what is next of an operation; False if nothing is."""
+        """Let the engine do the operation's next step; False if there is none."""
         transfer, miscounted = record.go_on()
         with self._live.lock:
             self._live.count(**miscounted)
@@ -343,7 +343,7 @@ class Watchers:
             record.request.move(cq)
 
     def _adopt(self, cq: CompletionQueue) -> None:
-        """A loop was closed with its queue: what was to report there reports at the default."""
+        """Report at the default queue what was to report at the queue of a closed loop."""
         with self._live.lock:
             orphans = self._live.at(cq)
             for record in orphans:

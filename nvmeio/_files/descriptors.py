@@ -43,7 +43,7 @@ _ONCE = os.O_CREAT | os.O_TRUNC | os.O_EXCL
 
 
 class User(Protocol):
-    """Who releases descriptors, and remembers that."""
+    """A user of descriptors, which remembers whether it released them."""
 
     released: bool
 
@@ -184,7 +184,7 @@ class Descriptors:
         return self
 
     def hold(self, holder: object) -> None:
-        """As `retain`, without a lock: for who calls `let_go`, and that any number of times.
+        """As `retain`, without a lock, for users that call `let_go` any number of times.
 
         Raises:
             ClosedError: As `retain`.
@@ -239,7 +239,7 @@ class Descriptors:
             self._fds.close()
 
     def before_close(self, step: Callable[[], None]) -> None:
-        """Have something undone once the last user is gone, while the descriptors are open."""
+        """Call `step` once the last user is gone, while the descriptors are open."""
         self._before_close = (*self._before_close, step)
 
     def buffered_fd(self) -> int:
@@ -282,7 +282,7 @@ def _checked_facts(fd: int, path: str) -> FileFacts:
 
 
 def open_error(code: int, path: str, detail: str = "") -> TransferError:
-    """That a file could not be opened."""
+    """The error of a file that could not be opened."""
     return TransferError(code, operation="open", path=path, detail=detail)
 
 

@@ -181,7 +181,7 @@ def spans_of(part: PackedPart | DrivePart) -> list[tuple[int, int, int]]:
 def shares_of(
     entries: Mapping[str, TensorEntry], sums: Mapping[str, tuple[int, ...]]
 ) -> list[Share]:
-    """What has a checksum, in the order of the file; padding too, which is zeros."""
+    """The ranges that have a checksum, in the order of the file; padding is zeros."""
     found = []
     for name, entry in entries.items():
         of = sums.get(name) or (crc32.of_bytes(bytes(entry.nbytes)),)
@@ -282,7 +282,7 @@ class Dealing:
         self._starts = [piece.start for piece in self.pieces]
 
     def spans(self, start: int, end: int) -> list[tuple[int, int, int]]:
-        """Who is asked for bytes behind the header: drive, first byte and behind the last."""
+        """Which drive has bytes behind the header: drive, first byte, behind the last."""
         found: list[tuple[int, int, int]] = []
         for piece in self.pieces[max(0, bisect.bisect_right(self._starts, start) - 1) :]:
             if piece.start >= end:

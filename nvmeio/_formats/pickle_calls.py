@@ -163,7 +163,7 @@ class _Judge:
         raise _Absurd("a storage that is none of the archive's")
 
     def of_tensors(self, call: PickledCall, args: tuple[Any, ...]) -> None:
-        """What goes through all elements of its tensors, or copies them.
+        """Functions that read or copy all elements of their tensors.
 
         A tensor of one element may have any shape, where its strides are 0.
         """
@@ -240,7 +240,7 @@ def _by_kind(function: Global) -> _Check | None:
 
 
 def _renamed(function: Global) -> Global:
-    """By its name of today, as torch renames what Python 2 wrote."""
+    """The name of today for a name of Python 2, as torch renames it."""
     if function in NAME_MAPPING:
         return Global(*NAME_MAPPING[function])
     return function._replace(module=IMPORT_MAPPING.get(function.module, function.module))

@@ -36,7 +36,7 @@ class Global(NamedTuple):
 
 
 class PickledCall:
-    """What calling something would have made.
+    """A call that was not made.
 
     Attributes:
         function: What is called; mostly a `Global`.
@@ -187,7 +187,7 @@ _brief.maxlevel = 2
 
 
 class Keys:
-    """What a pickle has hashed: refuses what Python could not hash, or compare, in bounded time.
+    """The keys of a pickle; refuses those that Python cannot hash or compare in bounded time.
 
     A tuple of tuples has no hash of its own: all of it is gone through, each time, and where two of
     its elements are one object, twice at every level. And a dict of keys that all have one hash
@@ -200,7 +200,7 @@ class Keys:
         self._of_hash: Counter[int] = Counter()
 
     def check(self, keys: Iterable[Any]) -> int:
-        """Look at keys that are about to be hashed, in one dict or set or another.
+        """Check keys before a dict or a set hashes them.
 
         Returns:
             How many parts were looked at.
@@ -238,7 +238,7 @@ def _parts_of(key: Collection[Any]) -> int:
 
 
 def _value_of(call: PickledCall) -> object:
-    """What has the hash of a call's result: the numbers of a `torch.Size` or of a complex one."""
+    """A value with the hash of a call's result: the numbers of a `torch.Size` or a complex."""
     args = call.args
     if type(args) is not tuple:
         return call
@@ -287,7 +287,7 @@ class _Call(PickledCall):
         self.items.append((key, value))
 
     def append(self, element: object) -> None:
-        """Also what a set is given."""
+        """Sets use it, too."""
         self.elements = self.elements or []
         self.elements.append(element)
 
@@ -295,7 +295,7 @@ class _Call(PickledCall):
 
 
 class _Steps(dict[int, Any]):
-    """What is done for each opcode, by the methods of an unpickler."""
+    """The method of the unpickler for each opcode."""
 
     def __missing__(self, code: int) -> Any:
         raise LookupError(f"{code:#x} is no opcode")

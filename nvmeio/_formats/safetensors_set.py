@@ -114,7 +114,7 @@ class SafetensorsSet:
     def take_parts(
         self, others: Iterable[SafetensorsSet], dealt: Callable[[int, int], list[FileBytes]]
     ) -> None:
-        """Take the files of others, which have the places of this one and hold a part each.
+        """Add files with the same layout, each of which holds a part.
 
         Args:
             others: Not to be used, nor closed, any more.
@@ -127,7 +127,7 @@ class SafetensorsSet:
         self._dealt = dealt
 
     def spans(self, file: int, start: int, end: int) -> list[FileBytes]:
-        """In which files bytes of a file really lie, in order; at the same places there."""
+        """The files that hold bytes of a file, in order; at the same offsets."""
         if self._dealt is None:
             return [FileBytes(file, start, end)]
         return self._dealt(start, end)
@@ -167,7 +167,7 @@ def _parts(path: Path) -> list[tuple[Path, list[str] | None]]:
 
 
 def _check_length(text: bytes, file: File) -> None:
-    """Say of a file that was cut which tensor is the first that it lacks bytes of.
+    """Refuse a file that was cut, and name the first tensor that lacks bytes.
 
     Raises:
         IntegrityError: It ends inside of a tensor, or before one.

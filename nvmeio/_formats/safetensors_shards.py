@@ -213,7 +213,7 @@ class _MissingError(TransferError):
 
 
 def missing(path: str | os.PathLike[str]) -> TransferError:
-    """What is raised where there is no such file: a `FileNotFoundError`."""
+    """The error of a missing file: a `FileNotFoundError`."""
     failed = _MissingError(errno.ENOENT, operation="open", path=os.fspath(path))
     return noted(failed, "check the path, and that its directory is there")
 

@@ -74,7 +74,7 @@ class TorchFile:
         self.records = self.archive.records()
 
     def told(self) -> bytes:
-        """What another rank needs to know of it: all but the storages.
+        """All but the storages, as bytes for another rank.
 
         Not a pickle: what comes over the network makes no objects.
         """
@@ -241,7 +241,7 @@ def same_file(file: File) -> Iterator[str]:
 
 
 def size_error(checkpoint: TorchFile, name: str, nbytes: int) -> IntegrityError:
-    """The error of a record that has not the `nbytes` bytes that the pickle says."""
+    """The error of a record whose size is not the pickle's `nbytes`."""
     there = checkpoint.records[name].nbytes
     return IntegrityError(
         f"{checkpoint.path}: record {name!r} has another size than data.pkl says: expected "

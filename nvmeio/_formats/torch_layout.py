@@ -161,7 +161,7 @@ class Pickling(NamedTuple):
         return layout_of(skeleton, storages)
 
     def _records(self, replay: Any) -> TorchRecords:
-        """Those that torch would write: it is asked of the first storage, and not of a thousand."""
+        """The records that torch would write, found from the first storage alone."""
         told: Any = TorchRecords()
         first = dict(itertools.islice(self.storages.items(), 1))
         torch.serialization._save(  # type: ignore[no-untyped-call]
@@ -266,7 +266,7 @@ class UnknownWriterError(BackendUnavailableError):
 
 
 def unknown_torch(reason: str) -> UnknownWriterError:
-    """What is raised where torch does what it never did."""
+    """The error where torch behaves in a way that is not known here."""
     return UnknownWriterError(
         f"torch {torch.__version__} writes checkpoints in a way that is not known here",
         attempts=[("skip_data", reason)],
@@ -275,7 +275,7 @@ def unknown_torch(reason: str) -> UnknownWriterError:
 
 @functools.cache
 def has_seam() -> bool:
-    """Whether torch says to a writer of ours which records it wants, and can write them after."""
+    """Whether torch tells a writer of ours its records, and can write them afterwards."""
     save = getattr(torch.serialization, "_save", None)
     if save is None or not hasattr(torch.serialization, "_open_zipfile_writer_buffer"):
         return False
@@ -327,7 +327,7 @@ class Sink:
         return bytes(self._chunks[index][at : at + nbytes])
 
     def put(self, offset: int, data: bytes) -> None:
-        """Other bytes for some that were written together."""
+        """Replace bytes that were written together."""
         index = bisect_right(self._starts, offset) - 1
         at = offset - self._starts[index]
         self._chunks[index][at : at + len(data)] = data
@@ -358,7 +358,7 @@ class Skeleton(NamedTuple):
 
 
 def skeleton_of(sink: Sink) -> Skeleton:
-    """What torch wrote, understood.
+    """The skeleton of what torch wrote.
 
     Raises:
         UnknownWriterError: It is not what torch's writer has written so far.
@@ -473,7 +473,7 @@ def _laid_out(told: TorchRecords, alignment: int) -> Skeleton:
 
 @functools.lru_cache(maxsize=1)
 def _blank(sizes: tuple[tuple[str, int], ...], own: frozenset[str], alignment: int) -> Skeleton:
-    """The same with zeros for all contents and CRCs: of a state, the same for all of its saves.
+    """The same with zeros for all contents and CRCs: equal for all saves of one state.
 
     Of pieces without the padding in their end: half a KiB a record is kept.
     """
@@ -540,7 +540,7 @@ _VERSION = b"3\n"  # of torch's format
 
 @functools.lru_cache(maxsize=1)
 def _number_of_names(names: tuple[str, ...]) -> bytes:
-    """The digits that torch makes of all names, which are of C++'s hash of texts."""
+    """The digits that torch makes of all names, by C++'s hash of strings."""
     archive = io.BytesIO()
     opener: Any = torch.serialization._open_zipfile_writer_buffer
     with torch_pickling.aligned_storages(_LEAST_ALIGNMENT), opener(archive) as writer:
@@ -576,5 +576,5 @@ _LEAST_ALIGNMENT = 64
 
 
 def _alignment() -> int:
-    """Of records, as torch's settings have it now."""
+    """The alignment of records in torch's settings."""
     return getattr(torch_pickling.save_settings(), "storage_alignment", _LEAST_ALIGNMENT)

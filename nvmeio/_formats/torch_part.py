@@ -103,7 +103,7 @@ def unpack(page: bytes, file_nbytes: int, path: str) -> PartHead:
 
 
 def head_of(file: File) -> PartHead:
-    """What an open part says of itself.
+    """The first page of an open part.
 
     Raises:
         IntegrityError: It is damaged.
@@ -139,7 +139,7 @@ def sum_of(
 
 
 class _Gaps:
-    """What lies between the records, with the CRCs in their places."""
+    """The bytes between the records, with the CRCs in their places."""
 
     def __init__(self, layout: FileLayout, joined: Sequence[int]) -> None:
         self._pieces = layout.pieces

@@ -193,7 +193,7 @@ def scan_plain(data: bytes) -> Scan | None:
 
 
 def _in_memory(data: bytes) -> io.BufferedReader:
-    """A file that the unpickler looks ahead in: of another one it asks for each opcode."""
+    """A file that the unpickler can peek in; any other it would ask for each opcode."""
     return io.BufferedReader(io.BytesIO(data), min(len(data) + 1, 1 << 17))
 
 
@@ -244,7 +244,7 @@ _STUBS: dict[Global, Any] = {
 
 
 class UnknownTorchError(Exception):
-    """This torch is not as it is known here: let it unpickle itself."""
+    """This torch is not known here: torch has to unpickle."""
 
 
 def unpickle(data: bytes, storages: Mapping[str, torch.Tensor], restore: Restore) -> Any:

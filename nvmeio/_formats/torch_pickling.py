@@ -63,7 +63,7 @@ def save_settings() -> Any:
 
 @contextlib.contextmanager
 def aligned_storages(nbytes: int = PAGE_BYTES) -> Iterator[None]:
-    """torch.save puts storages on such boundaries; where it cannot, nothing changes.
+    """Align torch.save's storages, where torch has that setting.
 
     Not for a main thread: an interrupt could leave it so.
     """
@@ -81,7 +81,7 @@ def aligned_storages(nbytes: int = PAGE_BYTES) -> Iterator[None]:
 
 
 class Pickled(Exception):
-    """Ends a torch.save whose pickle is all that is wanted; it is in the pickler's file."""
+    """Ends a torch.save once the pickle is in the pickler's file."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class _Typed(torch.storage.TypedStorage):
     _numel: int
 
     def __new__(cls, *args: Any) -> _Typed:
-        """None of what the base does for every other caller: 3 us."""
+        """Skip what the base class does, which takes 3 us."""
         return object.__new__(cls)
 
     def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype, kind: str) -> None:
@@ -310,7 +310,7 @@ def _dump_quick(self: Any, obj: Any) -> None:
 
 
 def _pickle_of(module: Any) -> bytes:
-    """What torch.save pickles of some plain tensors."""
+    """The pickle that torch.save makes of some plain tensors."""
     buffer = io.BytesIO()
     torch.save(_some_tensors(), buffer, module)
     buffer.seek(0)

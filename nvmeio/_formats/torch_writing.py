@@ -72,7 +72,7 @@ class Crc(NamedTuple):
 
 
 def is_gathered(data: torch.Tensor) -> bool:
-    """Whether large storages are copied on their way: a handle would do so with this memory.
+    """Whether large storages go through staging, because a handle would bounce their memory.
 
     Not where neither torch nor nvmeio allocated it, for that may end early: handles know how to
     copy it.

@@ -414,7 +414,7 @@ class _Parser:
         return found
 
     def _check_header(self, central: _Central, data: bytes) -> None:
-        """What may differ: CRC and sizes that are in the descriptor, or in the 64-bit field."""
+        """Check a header but for CRC and sizes that are in the descriptor or the 64-bit field."""
         name, (flags, method) = central.name, central.kept
         magic, _, *kept, _, _, crc, packed, nbytes, name_length, _ = LOCAL.unpack_from(data)
         if magic != LOCAL_MAGIC:
@@ -459,7 +459,7 @@ def wide_field(nbytes: int, packed: int, header_offset: int) -> bytes:
 
 
 def ends(count: int, start: int, end: int) -> bytes:
-    """What lies behind the directory of [start, end), of both kinds, as torch writes them."""
+    """The end records, of both kinds, behind a directory at [start, end), as torch writes them."""
     size = end - start
     few = min(count, _MAX16)
     return b"".join(

@@ -218,7 +218,7 @@ def _sampled(fd: int, facts: os.stat_result) -> str:
 
 
 def samples(length: int, count: int, size: int) -> Iterable[int]:
-    """Where samples of `size` begin, evenly from the first to the last; all where few would do."""
+    """Offsets of samples of `size` bytes, evenly spread; all offsets where they are few."""
     count = min(count, -(-length // size))
     if count < 2:
         return [max(length - size, 0) // 2] if count else []

@@ -294,7 +294,7 @@ class ScratchFile:
                 self._files.append(open_nameless(each))
 
     def take(self, nbytes: int) -> int:
-        """Where there is room, which is whole pages.
+        """Take room, in whole pages.
 
         Raises:
             TransferError: There is none left on a drive (ENOSPC).
@@ -308,7 +308,7 @@ class ScratchFile:
         return place
 
     def give_back(self, place: int, nbytes: int) -> None:
-        """Nothing reads or writes there any more."""
+        """Give room back that nothing reads or writes any more."""
         self._free.put(place, round_up(nbytes, PAGE_BYTES))
 
     def spans(self, place: int, nbytes: int) -> list[FileSpan]:
@@ -323,7 +323,7 @@ class ScratchFile:
 
     @property
     def used_bytes(self) -> int:
-        """What is taken."""
+        """Bytes that are taken."""
         return self.nbytes - self._free.nbytes
 
     def _grow(self, wanted: int) -> None:

@@ -111,7 +111,7 @@ class CallHandle:
         return self._making.result()
 
     def done(self) -> None:
-        """It is not needed any more: begin to close it, if it is this call's own. Idempotent."""
+        """Begin to close the handle, if it is this call's own. Idempotent."""
         if self._making is not None:
             if self._closing is None:
                 self._closing = Job(partial(_close, self._making), "nvmeio-handle")
@@ -130,7 +130,7 @@ class CallHandle:
             self._closing.wait()
 
     def wait(self) -> None:
-        """Behind the block: until its own handle's memory is given back, too."""
+        """Wait, after the block, until the own handle's memory is given back."""
         making = self._making
         if self._closing is not None and making is not None and making.done and not making.error:
             engine = making.result()._cores.host.engine

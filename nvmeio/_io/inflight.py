@@ -69,7 +69,7 @@ class _Entry(NamedTuple):
     label: Callable[[int], str] | None
 
     def told(self, failed: BaseException) -> BaseException:
-        """What went wrong first, and for what it was."""
+        """The first error, and what failed."""
         item, first = failed.failures[0] if isinstance(failed, BatchError) else (0, failed)
         if self.label is None or not isinstance(first, TransferError):
             return first
@@ -239,7 +239,7 @@ class Stagings:
         return bool(self._free) or self._left > 0
 
     def take(self, flight: InFlight) -> torch.Tensor:
-        """A chunk that nobody uses; waits for what is in flight until one is given back.
+        """Take a free chunk; waits for what is in flight until there is one.
 
         Raises:
             TransferError: One that was in flight has failed.
@@ -253,7 +253,7 @@ class Stagings:
         return self._free.pop()
 
     def give_back(self, chunk: torch.Tensor) -> None:
-        """Nobody reads or writes it any more."""
+        """Give back a chunk that nobody reads or writes any more."""
         self._free.append(chunk)
 
 

@@ -76,7 +76,7 @@ class LongCall(Cancellation):
         self._tell(what)
 
     def again(self) -> None:
-        """What was moved was in vain: it begins anew, with nothing expected."""
+        """Begin anew: nothing is moved, and nothing expected."""
         self._done = self._total = 0
 
     def _tell(self, what: str | None = None) -> None:
@@ -101,7 +101,7 @@ class LongCall(Cancellation):
 
 
 def checked(progress: Progress | None) -> Progress | None:
-    """What can be called, or None.
+    """Check that progress can be called, or is None.
 
     Raises:
         TypeError: It is neither.

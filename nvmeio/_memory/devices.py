@@ -77,23 +77,23 @@ class Beside(Protocol):
     """
 
     def follow(self, stream: Any = None) -> None:
-        """What is begun from now on comes after what a stream was asked.
+        """Order what is begun from now on behind what a stream was asked.
 
         Args:
             stream: Which; None for that of the calling thread.
         """
 
     def precede(self) -> None:
-        """What the calling thread's stream is asked from now on comes after what was begun."""
+        """Order what the calling thread's stream is asked from now on behind what was begun."""
 
     def after(self, mark: Mark) -> None:
-        """What is begun from now on comes after a mark."""
+        """Order what is begun from now on behind a mark."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Begin to copy, host memory best page-locked; both of the same shape and dtype."""
 
     def mark(self) -> Mark:
-        """What was begun so far."""
+        """A mark behind what was begun so far."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Memory of the device for copies into it.
@@ -215,7 +215,7 @@ class _Reached:
 
 
 def beside(device: torch.device, purpose: str) -> Beside:
-    """What copies to or from a device's memory beside the caller's work.
+    """The copier to and from a device's memory, beside the caller's work.
 
     Args:
         device: Which.
@@ -228,7 +228,7 @@ _thread = threading.local()
 
 
 def _tolerate_captures() -> None:
-    """Once in each thread of ours; a thread of the user's may be the one that captures."""
+    """Once in each thread of ours, never in the user's: that one may be capturing."""
     if not getattr(_thread, "tolerates", False):
         _thread.tolerates = True
         if isinstance(threading.current_thread(), Thread):
@@ -256,7 +256,7 @@ class _CudaMark:
             self._event.synchronize()
 
     def hold_back(self, stream: Any) -> None:
-        """What a stream is asked from now on comes after this."""
+        """Order what a stream is asked from now on behind this."""
         with torch.cuda.device(self._device):
             stream.wait_event(self._event)
 
@@ -312,7 +312,7 @@ def record_use(memory: torch.Tensor, stream: Any) -> None:
 
 @contextlib.contextmanager
 def on_stream(stream: Any) -> Iterator[None]:
-    """What the calling thread asks of a device meanwhile is queued on a stream of `stream_here`."""
+    """Queue the calling thread's work on a device on a stream of `stream_here` meanwhile."""
     if stream is None:
         yield
         return
@@ -350,7 +350,7 @@ def empty(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def come_after(stream: Any, mark: Mark) -> None:
-    """What a stream of `stream_here` is asked from now on comes after a mark; nobody waits."""
+    """Order the later work of a stream of `stream_here` behind a mark; nobody waits."""
     if isinstance(mark, _CudaMark):
         mark.hold_back(stream)
 
@@ -379,7 +379,7 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """It, or, of a device's memory, a copy in the host's; the CPU waits for it."""
+    """The tensor itself, or a copy of device memory in the host's, which the CPU waits for."""
     return moved(tensor, torch.device("cpu")) if is_device(tensor) else tensor
 
 

@@ -39,7 +39,7 @@ def _is_flag(offset: int) -> bool:
 
 
 def _flag_offset() -> int | None:
-    """Where in a StorageImpl the flag lies; None if that cannot be told for sure."""
+    """The flag's offset in a StorageImpl; None if it is not certain."""
     sizes = (5, 300, 4099, 70_001)
     resizable = [torch.empty(size, dtype=torch.uint8).untyped_storage() for size in sizes]
     buffers = [torch.frombuffer(bytearray(size), dtype=torch.uint8) for size in sizes]
@@ -83,7 +83,7 @@ except (AttributeError, RuntimeError, TypeError):  # another torch than those we
 
 
 def hold(storage: torch.UntypedStorage) -> Any:
-    """Have torch refuse to resize a storage until `end`, or until the hold is dropped.
+    """Let torch refuse to resize a storage until `end`, or until the hold is dropped.
 
     The storage has to be kept longer than the hold.
 
@@ -143,7 +143,7 @@ def is_torchs(storage: torch.UntypedStorage, held: Any) -> bool:
 
 
 def refuse_sharing(user_of: Callable[[int], object | None]) -> None:
-    """Have torch refuse to move a storage to shared memory while it is in use.
+    """Let torch refuse to move a storage to shared memory while it is in use.
 
     torch has no flag for this one: `share_memory_`, and sending a tensor to another process, copy
     the bytes and free the memory, whoever else refers to it. Both come by one of two methods.

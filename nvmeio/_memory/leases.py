@@ -151,7 +151,7 @@ class LeaseQueue:
         self._serial.run(lambda: self._dismiss(waiter))
 
     def look(self) -> None:
-        """Have given back what nobody has any more."""
+        """Take back what nobody has any more."""
         self._serial.run(self._sweep)
 
     def close(self) -> None:
@@ -159,12 +159,12 @@ class LeaseQueue:
         self._serial.run(self._refuse_all)
 
     def forget(self) -> None:
-        """In a forked child: closed, and nobody waits here."""
+        """In a forked child: close it; nobody waits here."""
         self.closed, self._arena = True, None
 
     @property
     def free_bytes(self) -> int:
-        """What is not out on lease."""
+        """Bytes that are not out on lease."""
         return self._free.nbytes
 
     @property
@@ -218,7 +218,7 @@ class LeaseQueue:
         self._serve()
 
     def _recover(self) -> None:
-        """After a step that was cut short: what is free is what nobody was granted."""
+        """Recover from a step that was cut short: free is what nobody was granted."""
         if self._cut:
             self._free = FreeBlocks(self._nbytes)
             for waiter in self._granted:

@@ -148,7 +148,7 @@ class _Regions:
 
 
 class Alive:
-    """What a mapping has while it lives."""
+    """The state of a live mapping."""
 
     __slots__ = ("__weakref__",)
 
@@ -165,7 +165,7 @@ class Pin:
         self.device = 0  # that was current then
 
     def unregister(self, address: int) -> str:
-        """Have CUDA forget it; why it did not, or ""."""
+        """Unregister it from CUDA; the reason where that failed, or ""."""
         if self.runtime is None:
             return ""
         try:
@@ -191,7 +191,7 @@ died: SimpleQueue[weakref.ref[Alive]] = SimpleQueue()  # of these, what was inte
 
 
 def leave(address: int) -> None:
-    """A mapping out of the registry; what an interrupt cuts short is done again later."""
+    """Take a mapping out of the registry; a step that an interrupt cuts short is done again."""
     with contextlib.suppress(OSError):  # a destructor has nobody to tell
         unpin(address)
     mapped.remove(address)
@@ -199,7 +199,7 @@ def leave(address: int) -> None:
 
 
 def take_out_dead() -> None:
-    """Out of the registry with what died and is still there."""
+    """Take mappings that have died out of the registry."""
     if not died.empty():
         _changes.run(_leave_all_dead)
     elif _changes.was_cut_short:
@@ -332,7 +332,7 @@ class Mapping(mmap.mmap):
             ctypes.memset(self.address + start, 0, length)  # Linux before 5.14; no GIL either
 
     def register_with_cuda(self) -> bool:
-        """Make it known to CUDA where CUDA is in use; call after `lock` (or not) and `populate`.
+        """Register it with CUDA where CUDA is in use; after `populate`, and `lock` if wanted.
 
         CUDA page-locks what is not locked yet.
 
@@ -467,7 +467,7 @@ def _knows_populate() -> bool:
 
 
 class Prefault:
-    """New memory found by several threads, while the drive fills it from the other end.
+    """Populates new memory in several threads, while the drive fills it from the other end.
 
     The first touch of a page makes the kernel find and clear it: 11 GB/s on one core at best, and
     on a virtual machine, whose host has to find the page as well, 0.3 to 0.9. A direct read touches

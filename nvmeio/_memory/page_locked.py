@@ -57,7 +57,7 @@ def take(nbytes: int) -> torch.Tensor:
 
 
 def new(nbytes: int) -> torch.Tensor:
-    """The same as memory of its own, unlocked with its last tensor: for what is kept for long.
+    """The same as a mapping of its own, unlocked with its last tensor; for long uses.
 
     Raises:
         OSError, MemoryError: As for `take`.
@@ -72,7 +72,7 @@ def forget() -> None:
 
 
 def _charged(nbytes: int) -> int:
-    """Steps of an eighth: what grows little by little fits into the same memory for a while."""
+    """Round up by an eighth, so that slow growth fits into the same memory for a while."""
     step = max(_LEAST_STEP, (1 << max(nbytes, 1).bit_length()) >> 4)
     return round_up(max(nbytes, 1), step)
 

@@ -82,7 +82,7 @@ class Memory(NamedTuple):
         holds.end(self.held)
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """Some of the bytes as they are now; of device memory once the device is done with it.
+        """Some of the bytes as they are now; device memory once the device is done with it.
 
         Raises:
             OSError: EFAULT: the memory is not there any more.
@@ -402,7 +402,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_simple(tensor: Any, reading: bool) -> TypeGuard[torch.Tensor]:
-    """Whether nothing at all is to be asked of torch before its memory is moved as it lies."""
+    """Whether its memory can be moved as it lies, without asking torch for anything."""
     # The same as above with fewer calls, each of which takes 0.1 us; for the most common ones.
     return (
         type(tensor) in _PLAIN_TYPES

@@ -46,7 +46,7 @@ _PARTING_S = 5.0
 
 
 class Exchange:
-    """What the ranks of one load send each other. Of one thread.
+    """Sends bytes between the ranks of one load. For one thread.
 
     Args:
         store: What they share; more than one rank.
@@ -108,7 +108,7 @@ class Exchange:
             return self._group.broadcast(memory, root)
 
     def wait(self, work: Any) -> None:
-        """Until something that was started is there.
+        """Wait until something that was started is there.
 
         Raises:
             TransferError: A rank died, hangs, or failed.
@@ -119,7 +119,7 @@ class Exchange:
             work.wait()
 
     def _until(self, done: Callable[[], bool], work: Any) -> None:
-        """Until something is done; or, soon after, until there is a reason not to wait for it."""
+        """Wait until something is done, or there is a reason not to wait for it."""
         until: float | None = None
         reason: BaseException | None = None
         looked = time.monotonic()
@@ -195,7 +195,7 @@ class Exchange:
     # For a thread that does nothing else: it waits in gloo, and nothing but the time limit ends it
 
     def tell(self, told: dict[str, Any]) -> list[dict[str, Any]]:
-        """What each rank tells all others, by rank; a few hundred bytes of JSON.
+        """Tell all ranks a few hundred bytes of JSON, and return what each told, by rank.
 
         Raises:
             TransferError: A rank died, or hangs.
@@ -270,7 +270,7 @@ class Exchange:
             threads.start(remains.clear, "nvmeio-exchange", _no_thread)
 
     def _reason(self) -> BaseException | None:
-        """Why what is under way should not be waited for, if there is a reason."""
+        """The reason not to wait for what is under way, if there is one."""
         if self._stop.cancelled:
             return Cancelled()
         try:
@@ -300,7 +300,7 @@ class Exchange:
 
 
 class NoExchange(Exchange):
-    """Of a rank alone: it has what it has read, and asks nobody."""
+    """The exchange of a rank alone, which has read everything itself."""
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
@@ -317,7 +317,7 @@ class NoExchange(Exchange):
         yield
 
     def share(self, data: bytes | None, root: int) -> bytes:
-        """What this rank has."""
+        """The bytes that this rank has."""
         return data or b""
 
     def end(self, well: bool) -> None:

@@ -90,7 +90,7 @@ class Messages:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """What the body raises is told to the others, who wait for this rank."""
+        """Tell the other ranks, which wait for this one, what the body raises."""
         try:
             yield
         except BaseException as failed:
@@ -98,13 +98,13 @@ class Messages:
             raise
 
     def stop(self) -> None:
-        """Let this rank wait for nobody any more: whatever waits raises `Cancelled`."""
+        """Stop all waiting of this rank: it raises `Cancelled`."""
         self._stopped = True
 
     # Receiving
 
     def get(self, name: str, rank: int) -> bytes:
-        """What a rank told, as soon as it has.
+        """Wait for what a rank tells, and return it.
 
         Raises:
             TransferError: A rank failed (with its errno), or made no progress (ETIMEDOUT).
@@ -118,7 +118,7 @@ class Messages:
         return b"".join(self._store.get(f"{key}/{number}") for number in range(int(value[1:])))
 
     def gather(self, name: str) -> list[bytes]:
-        """What each rank told, by rank. Raises as `get`."""
+        """Wait for what each rank tells; by rank. Raises as `get`."""
         return [self.get(name, rank) for rank in range(self.size)]
 
     def tell_all(self, name: str, told: Any) -> list[Any]:
@@ -136,7 +136,7 @@ class Messages:
         return heard
 
     def exchange(self, stop: Cancellation) -> Exchange:
-        """What they send each other bytes through; for whoever ends it.
+        """Make the exchange through which ranks send bytes; the caller ends it.
 
         Args:
             stop: Ends the waiting soon.
@@ -156,7 +156,7 @@ class Messages:
         )
 
     def has_told(self, name: str, value: bytes) -> bool:
-        """Whether a rank has told just this; of those that have told something so far.
+        """Whether a rank that has told something told just this.
 
         Never raises and never waits: where the store cannot be reached, nothing is known of it.
         """
@@ -179,7 +179,7 @@ class Messages:
             )
 
     def wait_for_others(self, name: str, limit_s: float) -> None:
-        """Until all others have told something; for a limited time, and never raises."""
+        """Wait until all others have told something; for a limited time, and never raises."""
         until = time.monotonic() + limit_s
         keys = [self._key(name, rank) for rank in range(self.size) if rank != self.rank]
         with contextlib.suppress(TransferError):

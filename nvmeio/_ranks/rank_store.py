@@ -94,7 +94,7 @@ class RankStore:
 
     @classmethod
     def of_one(cls, path: str, operation: str) -> RankStore:
-        """That of a process alone."""
+        """The store of a process alone."""
         return cls(None, 0, 1, path, operation)
 
     @property
@@ -162,7 +162,7 @@ class RankStore:
                 self._store.set(key, json.dumps(told).encode())
 
     def failure(self, key: str) -> dict[str, Any] | None:
-        """What a rank has told by `fail`; None if none has.
+        """The failure that a rank told by `fail`; None if none has.
 
         Raises:
             TransferError: The store cannot be reached.
@@ -170,7 +170,7 @@ class RankStore:
         return json.loads(self.get(key)) if self.check([key]) else None
 
     def add(self, key: str, number: int) -> int:
-        """Count a key up, from 0; what it is then."""
+        """Count a key up, from 0, and return it."""
         return int(self._ask(self._store.add, key, number))
 
     def delete(self, key: str) -> None:
@@ -189,7 +189,7 @@ class RankStore:
             ) from failed
 
     def error(self, code: int, detail: str) -> TransferError:
-        """That what the ranks do here failed."""
+        """The error of what the ranks do here."""
         return TransferError(code, operation=self.operation, path=self.path, detail=detail)
 
 
@@ -215,7 +215,7 @@ class Calls:
 
     @contextlib.contextmanager
     def asked(self, group: Any) -> Iterator[None]:
-        """Around all that a call can be refused for, `begin` among it: then it is counted as that.
+        """Surrounds all that can refuse a call, `begin` too: a refused call is counted.
 
         Args:
             group: As for `begin`.
@@ -231,7 +231,7 @@ class Calls:
     def begin(
         self, group: Any, otherwise: str, path: str, of: str = ""
     ) -> tuple[RankStore, int] | None:
-        """One more call of all ranks; what this one can be refused for before is within `asked`.
+        """Begin one more call of all ranks; what can refuse it before is within `asked`.
 
         Args:
             group: As a caller gave it; None for a process alone.

@@ -77,7 +77,7 @@ class RankSpan(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """What all ranks want, where it goes in memory, and the ranks."""
+    """The spans that all ranks want, their memory, and the ranks."""
 
     spans: Sequence[Span]
     regions: Sequence[Region]
@@ -90,7 +90,7 @@ class _Shared(NamedTuple):
 
 
 class _LocalFiles(NamedTuple):
-    """What this rank reads from, and with what."""
+    """The files that this rank reads, and its handle."""
 
     handle: AioHandle
     file: File
@@ -106,7 +106,7 @@ class _LocalFiles(NamedTuple):
 
 
 def _index_of(sources: Sequence[RankSpan], at: int) -> int:
-    """Which of them has a byte."""
+    """The index of the one that has a byte."""
     return bisect_right(sources, at, key=attrgetter("start")) - 1
 
 
@@ -246,7 +246,7 @@ class _ReadAhead:
         self._there = self._due = 0
 
     def read(self, parts: int, places: _InHost | _OnDevice) -> None:
-        """Until so many more are there; and begin those that come later."""
+        """Wait until so many more are there, and begin later ones."""
         self._due += parts
         while True:
             while self._waiting and self._flight.has_room(PART_BYTES):
@@ -289,7 +289,7 @@ def on_host(device: torch.device) -> bool:
 
 
 def _reads(part: SharedPart, region: Region) -> Iterator[Run]:
-    """What of the region's runs lies in a part of it."""
+    """The parts of the region's runs that lie in one part of it."""
     for run in region.runs:
         low, high = max(run.at, part.start), min(run.at + run.end - run.start, part.end)
         if low < high:
@@ -299,7 +299,7 @@ def _reads(part: SharedPart, region: Region) -> Iterator[Run]:
 
 
 class _InHost:
-    """Where everything is in host memory: read, sent and received in its place."""
+    """A region in host memory: read, sent and received in its place."""
 
     def __init__(self, shared: _Shared) -> None:
         spans, regions, _ = shared
@@ -340,7 +340,7 @@ class _InHost:
 
 
 class _OnDevice:
-    """Where everything goes on to a device, in chunks; on the meta device, nowhere."""
+    """A region on a device, reached in chunks; nothing on the meta device."""
 
     def __init__(self, shared: _Shared, device: torch.device, at_once: int) -> None:
         spans, regions, _ = shared

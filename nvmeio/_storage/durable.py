@@ -75,7 +75,7 @@ def reserve(fd: int, nbytes: int, path: str) -> None:
 
 
 def free_bytes(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """What is free for this user on the file system of a path, and how large that is."""
+    """Free bytes for this user on the file system of a path, and its size."""
     facts = os.statvfs(path)
     return facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
 
@@ -228,7 +228,7 @@ def make_directory(
 
 
 def check_above(path: str | os.PathLike[str]) -> None:
-    """Whether a directory that is made later has one to be made in: a misspelt name is told now.
+    """Check that a directory can be made later, so that a misspelt name is an error now.
 
     Raises:
         TransferError: It has none.

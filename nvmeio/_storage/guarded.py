@@ -29,7 +29,7 @@ FILE_MODE = 0o600
 
 
 def make_private_directory(path: str | os.PathLike[str]) -> None:
-    """Make a directory that only this user may enter; one of his that is there becomes such.
+    """Make a directory that only this user may enter, or make an existing one of his such.
 
     Raises:
         TransferError: It cannot be made; it is a link or no directory (ENOTDIR); it is somebody
@@ -87,7 +87,7 @@ def create(path: str | os.PathLike[str], mode: int = FILE_MODE) -> int:
 
 
 def open_nameless(directory: str | os.PathLike[str]) -> File:
-    """A new file for reading and writing, which has no name any more: it goes when it is closed.
+    """Open a new file without a name for reading and writing: closing removes it.
 
     Raises:
         OSError: It cannot be made.
@@ -185,13 +185,13 @@ def _read_small(name: str, most: int) -> bytes:
 
 
 def detail_of(failed: OSError) -> str:
-    """What `read_small` says beside the number; "" where the system said it."""
+    """The text of an error of `read_small`; "" where the system raised it."""
     plain = failed.errno is None or failed.strerror == os.strerror(failed.errno)
     return "" if plain else str(failed.strerror)
 
 
 class Unchanged:
-    """What a file was like when this was made.
+    """Remembers a file's size and time, and notices changes.
 
     Args:
         file: Open, and stays so for as long as this is asked.
@@ -227,7 +227,7 @@ class Unchanged:
 
 
 def _facts(file: File) -> tuple[int, int]:
-    """What changes when an open file is written to or cut: its size and time of modification."""
+    """An open file's size and time of modification, which writes and cuts change."""
     # A file that is replaced or unlinked is still whole for whoever has it open: its link count and
     # with it st_ctime change, so ctime says nothing here.
     opened = file.acquire(False)

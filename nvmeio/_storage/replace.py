@@ -101,7 +101,7 @@ def _remove(fd: int, name: str) -> None:
 
 
 def _group_of(acl: bytes) -> int:
-    """What an ACL grants the owning group; nothing where that cannot be told."""
+    """The owning group's permissions in an ACL; none where it cannot be read."""
     if (len(acl) - _ACL_HEADER.size) % _ACL_ENTRY.size:
         return 0
     for tag, permissions, _ in _ACL_ENTRY.iter_unpack(acl[_ACL_HEADER.size :]):
@@ -177,7 +177,7 @@ class Replacement:
         return self._file
 
     def _opened(self) -> files.File:
-        """The temporary file once more, for transfers; it, and nothing put in its place."""
+        """Open the temporary file again for transfers; never another one in its place."""
         file = files.open(self._temporary, "r+")
         opened = file.acquire(True)
         try:
@@ -406,7 +406,7 @@ def temporary_name(directory: str, name: str) -> str:
 
 
 def _take(recycle: str, target: str) -> tuple[str, int] | None:
-    """Lock a file and give it a temporary name, which is durable; None if it must be left alone.
+    """Lock a file and give it a durable temporary name; None if it must be left alone.
 
     Were the name not durable before the first byte is overwritten, a crash of the machine could
     bring the old name back, with half of a new file behind it.

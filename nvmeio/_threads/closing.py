@@ -15,7 +15,7 @@ Args = ParamSpec("Args")
 def do_all(
     steps: Iterable[Callable[[], object]], caught: type[BaseException] = BaseException
 ) -> None:
-    """Do each of these, whatever the ones before failed of, and raise the first failure.
+    """Do each step even if others fail, and raise the first failure.
 
     Args:
         steps: In their order.

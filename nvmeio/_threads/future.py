@@ -130,12 +130,12 @@ class Future(Begun[Value]):
     # By who does it
 
     def set(self, value: Value) -> None:
-        """It has ended; called once, or `fail`."""
+        """Set the value; called once, or `fail`."""
         self._value = value
         self._end()
 
     def fail(self, error: BaseException) -> None:
-        """It has ended with an error."""
+        """Set an error."""
         self.error = error
         self._end()
 
@@ -156,7 +156,7 @@ class Future(Begun[Value]):
     # By who waits for it
 
     def then(self, call: Callable[[], object]) -> None:
-        """Have this called when it has ended, by whoever ends it; at once if it has.
+        """Call this when it has ended, in the thread that ends it; at once if it has.
 
         It must not raise.
         """
@@ -221,19 +221,19 @@ class Future(Begun[Value]):
 
 
 def may_be_interrupted() -> bool:
-    """Whether work of this thread may be cut in half, or wait for a loop that waits for it.
+    """Whether an interrupt could cut work of this thread in half, or the work block an event loop.
 
-    So it may in the main thread, and where an event loop runs: a transfer that is started on a
-    running loop reports there.
+    True in the main thread, and where an event loop runs: a transfer that is started on a running
+    loop reports there.
     """
     main = threading.main_thread().ident == threading.get_ident()
     return main or asyncio._get_running_loop() is not None
 
 
 def being_interrupted() -> bool:
-    """Whether an interrupt is on its way out of here: what waits now is part of tidying up.
+    """Whether an interrupt passes through here, so that what waits now is cleaning up.
 
-    So one that comes meanwhile is the second, and is not kept waiting.
+    An interrupt that comes meanwhile is the second one, and is not kept waiting.
     """
     error = sys.exc_info()[1]
     while error is not None and not isinstance(error, KeyboardInterrupt):

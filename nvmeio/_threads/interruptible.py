@@ -24,7 +24,7 @@ class Cancelled(Exception):
 
 
 class Cancellation:
-    """What has to be told when some work is cancelled, from another thread."""
+    """Cancels some work from another thread, and tells its parts."""
 
     def __init__(self) -> None:
         self.cancelled = False
@@ -36,7 +36,7 @@ class Cancellation:
         do_all(list(self._told))
 
     def then(self, tell: Callable[[], object]) -> None:
-        """Have this called when it is cancelled; at once if it was."""
+        """Call this when it is cancelled; at once if it was."""
         self._told.append(tell)
         if self.cancelled:
             tell()

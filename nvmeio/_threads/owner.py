@@ -91,7 +91,7 @@ class OwnerThread:
         threads.start(self._state.serve, name, self._state.end)
 
     def call(self, work: Callable[..., Value], *args: Any, to_end: bool = False) -> Value:
-        """Have `work(*args)` done, and wait for what comes of it.
+        """Run `work(*args)` in the thread, and wait for its result.
 
         Args:
             work: What is done.
@@ -121,7 +121,7 @@ class OwnerThread:
             del request  # a traceback that is kept must not keep the claim that an answer may hold
 
     def begin(self, work: Callable[..., Value], *args: Any) -> Future[Value]:
-        """Have `work(*args)` done; `answer` waits for what comes of it."""
+        """Ask the thread to run `work(*args)`; `answer` waits for its result."""
         request: _Request[Value] = _Request(work, args)
         self._requests.put(request)
         return request
@@ -153,7 +153,7 @@ class OwnerThread:
         return request.result()
 
     def drain(self) -> None:
-        """Wait until all is done that was asked before, and given back what nobody has any more.
+        """Wait until all earlier requests are done and dropped claims are given back.
 
         At once where the owner is closed, or another process's.
         """
@@ -161,11 +161,11 @@ class OwnerThread:
             self.call(_nothing)
 
     def post(self, work: Callable[..., object], *args: Any) -> None:
-        """Have `work(*args)` done; what it raises is logged."""
+        """Ask the thread to run `work(*args)`; what it raises is logged."""
         self._requests.put(_Request(work, args, posted=True))
 
     def claim(self, release: Callable[..., object], *args: Any) -> Claim:
-        """Something to hold, whose end calls `release(*args)`; asked by what the owner runs.
+        """Make a claim whose end calls `release(*args)`; called by what the owner runs.
 
         Neither may refer to the claim.
         """
@@ -201,7 +201,7 @@ class OwnerThread:
 
 
 class _Request(Future[Value]):
-    """Something to do, and in the end what came of it."""
+    """One request, and its result."""
 
     __slots__ = ("_args", "_posted", "_work")
 
@@ -234,7 +234,7 @@ class _Request(Future[Value]):
 
 
 def _nothing() -> None:
-    """What is asked to know that all before it is done."""
+    """Asked to learn that all before it is done."""
 
 
 class _State:

@@ -143,12 +143,12 @@ def open_owned(owner: OwnerThread, opening: Callable[..., Opened], *args: Any) -
 
 
 def leave(owner: OwnerThread) -> None:
-    """Who made it was interrupted: what it still does, and gives back, has no object yet."""
+    """Note the owner of what an interrupted call began, so that others can wait for its end."""
     _left.append(weakref.ref(owner))
 
 
 def wait_for_those_that_end() -> bool:
-    """Wait for what was closed, dropped or left and has not ended yet; whether there was any.
+    """Wait for what was closed, dropped or left and is still ending; whether there was any.
 
     For who opens again what an interrupted call, or the collector, is about to give back.
     """
@@ -166,7 +166,7 @@ def wait_for_those_that_end() -> bool:
 
 
 def nobody_was_told(failure: BaseException) -> None:
-    """Something was lost, and whoever it belonged to has gone: the program's exit will say so."""
+    """Remember a loss that nobody can be told of any more: the program's exit reports it."""
     _untold.append((os.getpid(), f"{type(failure).__name__}: {failure}"))
     log_failure(failure, "what a dropped object had still to do has failed")
 
@@ -175,17 +175,17 @@ _untold: deque[tuple[int, str]] = deque(maxlen=64)  # no errors: their frames ke
 
 
 def at_exit(end: Callable[[], object]) -> None:
-    """Have `end()` called when the program ends; what it raises is printed, and sets the status."""
+    """Call `end()` when the program ends; what it raises is printed, and sets the status."""
     atexit.register(_end_of_program, end)
 
 
 def at_exit_first(end: Callable[[], object]) -> None:
-    """Have `end()` called when the program ends, before what was registered by then."""
+    """Call `end()` when the program ends, before what was registered by then."""
     atexit.register(end)
 
 
 def at_exit_last(end: Callable[[], object]) -> None:
-    """Have `end()` called when the program ends, behind all that `at_exit` was given."""
+    """Call `end()` when the program ends, after all that `at_exit` was given."""
     _last.append(end)
 
 
@@ -201,7 +201,7 @@ def _end_of_program(end: Callable[[], object]) -> None:
 
 
 def _fail_status() -> None:
-    """Let the status be 120, whoever else has still something to do.
+    """Make the exit status 120, whatever else still runs.
 
     `Py_FinalizeEx` reports a last flush of stdout or stderr that fails, after all functions of
     `atexit`, and ``python`` makes its status of that. Where Python is embedded, its host decides.

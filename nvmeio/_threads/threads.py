@@ -56,7 +56,7 @@ class Thread(threading.Thread):
 
     @property
     def _bootstrap(self) -> Callable[[], None]:
-        """What `threading` hands to the new thread, which alone keeps it."""
+        """The callable that `threading` gives the new thread, which alone keeps it."""
         birth = functools.partial(super()._bootstrap)  # type: ignore[misc]
         self._started.birth = weakref.ref(birth)
         return birth
@@ -102,7 +102,7 @@ class Thread(threading.Thread):
             # It has begun: it was only the waiting for it that failed.
 
     def run(self) -> None:
-        """What the thread does, unless it was given up before it began."""
+        """The thread's work, unless it was given up before it began."""
         if self._claim.acquire(False):
             super().run()
 
@@ -167,7 +167,7 @@ _launches: SimpleQueue[Any] | None = None
 
 
 def _new_launcher() -> SimpleQueue[Any]:
-    """Two callers may come here at once: either launcher will do, and one is forgotten."""
+    """Make a launcher. Two callers may do so at once; one of them is forgotten."""
     global _launches
     queue: SimpleQueue[Any] = SimpleQueue()
     silent = _thread.allocate_lock()  # until it lives; this may be the main thread

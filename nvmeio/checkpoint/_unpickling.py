@@ -61,7 +61,7 @@ class LoadOptions:
         mmap: bool | None = None,
         pickle_load_args: dict[str, Any] | None = None,
     ) -> LoadOptions:
-        """Those that go together, for a load by this thread.
+        """Check that the options go together, for a load by this thread.
 
         Raises:
             TypeError: `pickle_module` is a bool: `weights_only` was the third parameter once; or
@@ -186,13 +186,13 @@ def unpickle(reader: MemoryReader, options: LoadOptions) -> Any:
 
 
 def is_usual(options: LoadOptions) -> bool:
-    """Whether nothing is asked for that only torch's own unpickler does, nor calls the user."""
+    """Whether torch's own unpickler is not needed, and no code of the user's is called."""
     usual = options.weights_only and not options.pickle_load_args and not options.fake
     return usual and not callable(options.map_location)
 
 
 def _unpickle_plain(reader: MemoryReader, options: LoadOptions) -> Any:
-    """What was found plain, faster than by torch itself.
+    """Unpickle a plain pickle, faster than torch itself.
 
     Raises:
         UnknownTorchError: torch has to do it.
@@ -209,7 +209,7 @@ def _unpickle_plain(reader: MemoryReader, options: LoadOptions) -> Any:
 
 
 class MemoryReader:
-    """What torch's unpickler asks of its zip reader: everything is in memory already."""
+    """The zip reader for torch's unpickler; everything is in memory already."""
 
     def __init__(self, checkpoint: TorchFile, storages: dict[str, torch.Tensor]) -> None:
         self._checkpoint = checkpoint
@@ -252,7 +252,7 @@ _SEAM = ["zip_file", "map_location", "pickle_module"]
 
 
 def seam() -> Any:
-    """What makes the object from a zip reader; None if it is not as it is known here."""
+    """The function of torch that makes the object; None if it is not known here."""
     unpickle = getattr(torch.serialization, "_load", None)
     if unpickle is None or not hasattr(torch, "_weights_only_unpickler"):
         return None

@@ -247,7 +247,7 @@ class _OwnHandle:
         self._own: AioHandle | None = None
 
     def get(self) -> AioHandle:
-        """What moves the bytes; a handle of the caller's that he closed is replaced."""
+        """The handle that moves the bytes; one that the caller has closed is replaced."""
         if self._given is not None and not self._given.closed:
             return self._given
         if self._own is None:

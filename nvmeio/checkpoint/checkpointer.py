@@ -405,7 +405,7 @@ class Checkpointer(ClosingWork):
                 return state
 
     def _begin_restore(self, together: bool) -> Attempts[Any]:
-        """Before anything is refused, for the other ranks wait for this one."""
+        """Begin before anything is refused, because the other ranks wait for this one."""
         if self._saver.setup.drives is not None:
             return Attempts(partial(self._saver.ranks, PartRanks))
         if together and self._store.size > 1:
@@ -519,7 +519,7 @@ class Checkpointer(ClosingWork):
         return None if newest is None else newest.step
 
     def _whole(self) -> list[Save]:
-        """What is whole on the ranks' drives, the oldest first."""
+        """The saves that are whole on the ranks' drives, the oldest first."""
         drives = self._saver.setup.drives
         assert drives is not None
         ranks = self._saver.ranks(PartRanks)

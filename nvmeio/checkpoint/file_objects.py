@@ -96,7 +96,7 @@ class FastFileWriter(Discarding):
         return written
 
     def _enter(self) -> None:
-        """Begin a call; refused where one was interrupted, for nobody knows how far it came.
+        """Begin a call; refused after an interrupted one, because nobody knows how far that came.
 
         Raises:
             ClosedError: It was; what was written is given up.
@@ -196,7 +196,7 @@ class FastFileWriter(Discarding):
 
 
 class _Parts:
-    """What a writer has open, changed by its thread alone; see `WriteBehind.write` for the rest."""
+    """A writer's open files, changed by its thread alone; see `WriteBehind.write`."""
 
     def __init__(
         self,

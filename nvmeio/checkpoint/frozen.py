@@ -183,7 +183,7 @@ class FrozenState(Generic[State]):
 def _protectable(
     state: object, known: dict[Any, Any]
 ) -> tuple[Protected, list[RecordSpan], list[torch.Tensor]]:
-    """What of a state's storages can be protected, as a file's spans; none is before `begin`.
+    """A state's storages that can be protected, as a file's spans; none is before `begin`.
 
     And the shards whose local tensors are among these. Everything else is copied here, and noted in
     `known`: what says itself how it is copied (`__deepcopy__`) may look at the bytes of its copies,

@@ -334,7 +334,7 @@ def _to_unpickle(
     file: File,
     opened: contextlib.ExitStack,
 ) -> Loaded:
-    """What makes the object of storages that were read."""
+    """Prepare to make the object of storages that were read."""
     reader = unpickling.MemoryReader(checkpoint, found)
     if scan.plain and unpickling.is_usual(options) and not unpickling.is_swapped(checkpoint):
         options = replace(options, plain=True)

@@ -329,7 +329,7 @@ def _replace_set(
 
 
 def _remove_others(path: Path, names: list[str]) -> None:
-    """What the new file, or the set of these names, has replaced: nobody may need it any more."""
+    """Remove what the new file, or the set of these names, has replaced."""
     directory, stem = path.parent, path.name.removesuffix(shards.SUFFIX)
     others = [path] if names else [directory / f"{stem}{shards.INDEX_SUFFIX}"]
     others += [

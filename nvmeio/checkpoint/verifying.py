@@ -160,7 +160,7 @@ def _stream(
 
 
 def _verify_safetensors(file: File, handle: CallHandle, stream: Stream) -> Verdict:
-    """Of one that `nvmeio pack` wrote, every byte; of others there are no checksums."""
+    """Check every byte of what `nvmeio pack` wrote; other files have no checksums."""
     nbytes, problems = file.size(), []
     count = unchecked = 0
     try:
@@ -184,7 +184,7 @@ def _verify_safetensors(file: File, handle: CallHandle, stream: Stream) -> Verdi
 
 
 def _verify_part(file: File, handle: CallHandle, stream: Stream) -> Verdict:
-    """What one rank has of a checkpoint: its bytes have one checksum."""
+    """Check one rank's part of a checkpoint, which has one checksum."""
     nbytes = file.size()
     try:
         head = head_of(file)
@@ -200,7 +200,7 @@ def _verify_part(file: File, handle: CallHandle, stream: Stream) -> Verdict:
 
 
 def _packed_shares(prefix: bytes, header: Header, path: str) -> list[Share] | None:
-    """What has a checksum of a packed file; None if it has none."""
+    """The ranges of a packed file that have a checksum; None if it has none."""
     if not packed_index.may_be_packed(prefix):
         return None
     text = header.metadata.get(packed_index.KEY)
@@ -345,7 +345,7 @@ class _Walk:
             self.problems.append(Problem(entry.name, told))
 
     def _wrong_in_header(self, entry: ZipEntry, header: bytes) -> Iterator[str]:
-        """What `parse` has not compared: it refuses what misleads, not every flipped bit."""
+        """Compare what `parse` has not: it refuses what misleads, not every flipped bit."""
         central_at = entry.crc_at - torch_zip.CENTRAL_CRC_OFFSET - self._archive.directory_offset
         # Version needed, flags, method, time and date are the same in both.
         mine = header[4:14]

@@ -22,7 +22,7 @@ from nvmeio.cli._terminal import JsonOption, status_of_interrupt, stdout
 
 
 class _App(typer.Typer):
-    """An interrupt is told as one, whatever typer, and what it stands on, made of it."""
+    """Reports an interrupt as one, even where typer or its libraries turned it into an error."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -140,7 +140,7 @@ class Column(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What names it, its cells by heading, and how it is shown."""
+    """A row: its name, its cells by heading, its style."""
 
     name: str
     cells: dict[str, str]
@@ -177,7 +177,7 @@ def fitted(name: str, columns: Sequence[Column], rows: Sequence[Row], width: int
 
 
 def stdout() -> Console:
-    """For results; as wide as the terminal, and in a pipe each line keeps to itself, for grep."""
+    """For results: as wide as the terminal; in a pipe no line is broken, for grep."""
     console = Console(emoji=False)
     if not console.is_terminal:
         console.width = 1000
@@ -186,7 +186,7 @@ def stdout() -> Console:
 
 @contextmanager
 def trimmed(console: Console, width_in_a_pipe: int = 0) -> Iterator[None]:
-    """Tables pad their cells with blanks, which nobody wants to find in a file: without them."""
+    """Print without the blanks at the ends of lines with which tables pad their cells."""
     if width_in_a_pipe and not console.is_terminal:
         console.width = width_in_a_pipe
     with console.capture() as shown:
@@ -311,7 +311,7 @@ def exit_statuses(errors: Console) -> Iterator[None]:
 
 
 def status_of_interrupt(failed: BaseException) -> int | None:
-    """The exit status of an interrupt that others made this error of; None where none did.
+    """The exit status of the interrupt that caused an error; None if none did.
 
     Before Python 3.12 one that comes in a ``__set_name__``, while a class is being made, is raised
     as RuntimeError: pydantic has such classes, and typer imports it when a command is called.

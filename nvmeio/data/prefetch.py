@@ -186,7 +186,7 @@ def _drop(gathers: list[Gather]) -> None:
 
 
 def _ignore(_: BaseException) -> None:
-    """No thread can be had: what is in flight finishes by itself."""
+    """Without a thread: what is in flight finishes by itself."""
 
 
 class Gather(Begun[torch.Tensor]):

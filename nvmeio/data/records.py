@@ -291,7 +291,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
     # --- opening and closing ------------------------------------------------------------------
 
     def _here(self) -> Opened:
-        """What is open in this process; opened now, if it is the first use.
+        """The files of this process; opened at its first use.
 
         What a forked child has of its parent's stays under the parent's generation. No lock of our
         own: another thread may hold it when this process is forked.
@@ -402,14 +402,14 @@ class Records(Dataset[torch.Tensor], ClosingWork):
 
 
 class _Identity(NamedTuple):
-    """Which file it is."""
+    """The identity of a file."""
 
     machine: str
     inode: tuple[int, int]
 
 
 def _identity(file: File) -> _Identity:
-    """Of the file that is open: its path may be another one's by now."""
+    """The identity of the open file: its path may be another one's by now."""
     opened = file.acquire(False)
     try:
         return _Identity(os.uname().nodename, opened.inode)

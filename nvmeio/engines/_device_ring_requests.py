@@ -72,7 +72,7 @@ class Chunks:
         return cells.pop()
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """It is free again."""
+        """Give a chunk back."""
         if memory.nbytes == self._chunk_bytes:
             self._whole.append(memory)
         else:
@@ -328,7 +328,7 @@ class _Sorting:
         self.done = True
 
     def stop(self) -> None:
-        """It is of no use any more."""
+        """Stop the sorting."""
         lib.nv_rows_stop(self._raw)
 
     def failure(self) -> BaseException | None:

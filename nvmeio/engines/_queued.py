@@ -91,7 +91,7 @@ class EventfdQueue:
             close(fd)
 
     def link(self, request: Reported) -> None:
-        """Report a request; with the lock held. Once more does no harm."""
+        """Report a request; with the lock held. Idempotent."""
         if self._fd >= 0:
             self._finished[request] = None
             self.wake()
@@ -106,7 +106,7 @@ class EventfdQueue:
 
 
 class Reported(ABC):
-    """What ends once, and is reported at one completion queue after the other.
+    """Something that ends once, and is reported at one completion queue after the other.
 
     Args:
         lock: The engine's; with it held, this ends.
@@ -229,7 +229,7 @@ class DeviceRequest(QueuedRequest):
             return True
 
     def let_go(self) -> None:
-        """Memory and file are their owners' alone again; the numbers stay."""
+        """Let go of memory and file; the numbers stay."""
         self.transfer = DeviceTransfer(*self.transfer)
 
     def finish(self) -> None:
@@ -239,7 +239,7 @@ class DeviceRequest(QueuedRequest):
 
 
 class _Landing(EventfdQueue):
-    """In the place of a completion queue: counts a batch's transfers down."""
+    """Counts a batch's transfers down, in place of a completion queue."""
 
     def __init__(self, landed: Callable[[], None]) -> None:
         self._landed = landed
@@ -340,7 +340,7 @@ class QueuedEngine(ABC, Generic[RequestT]):
         self.nudge()
 
     def admitted(self) -> list[RequestT]:
-        """What has arrived, counted in; with the lock held, by a thread of the engine's."""
+        """Count what has arrived; with the lock held, in a thread of the engine's."""
         taken: list[RequestT] = []
         while self.arrivals:
             taken.append(self.arrivals.popleft())
@@ -348,7 +348,7 @@ class QueuedEngine(ABC, Generic[RequestT]):
         return taken
 
     def nudge(self) -> None:
-        """Have the threads look again."""
+        """Make the threads look again."""
         with self.lock:
             self.condition.notify_all()
 

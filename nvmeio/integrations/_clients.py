@@ -37,7 +37,7 @@ def client(module: str, *names: str, wanted: str, remedy: str) -> Any:
 
 
 def resolved(name: str) -> Any:
-    """What a dotted name stands for; None where there is no such thing."""
+    """The object of a dotted name; None if there is none."""
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
@@ -45,7 +45,7 @@ def resolved(name: str) -> Any:
 
 
 def joined(name: str, ours: type, *theirs: type, doc: str | None = None, **attributes: Any) -> Any:
-    """A class of ours on top of a client's, which says that it lives where ours does."""
+    """Derive a class of ours from a client's, under the module of ours."""
     about = {"__doc__": doc or ours.__doc__, "__module__": ours.__module__, **attributes}
     return type(name, (ours, *theirs), about)
 

@@ -57,7 +57,7 @@ class ServedModel(NamedTuple):
 
 
 class WeightOptions(NamedTuple):
-    """What a user says of the weights.
+    """The user's options about the weights.
 
     Attributes:
         weights: Where their files are, if the server does not say; None asks the server.
@@ -71,7 +71,7 @@ class WeightOptions(NamedTuple):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> WeightOptions:
-        """Those of a configuration.
+        """The options of a configuration.
 
         Raises:
             ValueError: One of them makes no sense.
@@ -89,13 +89,13 @@ class WeightOptions(NamedTuple):
 
 
 class Untold(Exception):
-    """Nobody can tell which weights are served; says why."""
+    """The served weights are not known; says why."""
 
 
 def identity_of(
     models: Sequence[ServedModel], options: WeightOptions, settings: Sequence[Any], directory: str
 ) -> str | None:
-    """What blocks of these models are of.
+    """The identity of blocks of these models.
 
     Args:
         models: The model, and those that draft for it.

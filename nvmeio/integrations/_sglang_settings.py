@@ -195,7 +195,7 @@ _REMEDIES = {
 
 
 class Settings(NamedTuple):
-    """What a configuration file says.
+    """The settings of a configuration file.
 
     Attributes:
         nvme_path: Directory on the drive.
@@ -370,6 +370,6 @@ def check_model(model: Any) -> None:
 
 
 def mark(layer: nn.Module) -> None:
-    """Have SGLang refuse to update or to export the weights of a model with this layer."""
+    """Make SGLang refuse to update or export the weights of a model with this layer."""
     for _, _, attribute in _MARKS:
         setattr(layer, attribute, _MARK)

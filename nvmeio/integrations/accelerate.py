@@ -49,7 +49,7 @@ _SEAM = "OffloadedWeightsLoader"
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies, and what it is there and when it is used."""
+    """A tensor's place in its file, and its dtype there and in use."""
 
     file: File
     offset: int
@@ -124,13 +124,13 @@ class _Reading(Keeper[str, LentSlot[str]]):
         self._unchanged[self._places[slot.unit].file.path].check(f"weight {slot.unit!r}")
 
     def explain(self, slot: LentSlot[str], error: BaseException) -> BaseException:
-        """With the name of the tensor."""
+        """The error with the name of the tensor."""
         if isinstance(error, TransferError):
             return with_context(error, f"weight {slot.unit!r}")
         return error
 
     def give_back(self, slot: LentSlot[str]) -> None:
-        """With the tensor, if there is one."""
+        """Let go of the pages, which go back with the tensor, if there is one."""
         slot.memory = None
 
 

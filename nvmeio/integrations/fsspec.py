@@ -135,7 +135,7 @@ class _Buffered(io.BufferedReader):
 
 
 class _Reading(io.RawIOBase):
-    """What is below that."""
+    """The raw file below `_Buffered`."""
 
     def __init__(self, path: str, handle: AioHandle | None) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class _Writing(Discarding, io.RawIOBase):
         return len(self._small) if self._stream is None else self._stream.position
 
     def flush(self) -> None:
-        """What is in the buffer can wait: the file has no name before it is closed."""
+        """Do nothing: the file has no name before it is closed."""
 
     def fileno(self) -> int:
         """A descriptor to synchronise, and not to write to: the bytes go through `write`.

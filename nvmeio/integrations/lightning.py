@@ -234,7 +234,7 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
 
     @property
     def _saver(self) -> BackgroundSaver:
-        """What saves in this process: that of a forked one's parent is none of its own."""
+        """This process's saver; a forked child makes its own."""
         if self._made is None or self._made.pid != os.getpid():
             self._made = BackgroundSaver(checksum=self._checksum, handle=self._handle)
         return self._made

@@ -296,7 +296,7 @@ class HiCache:
         indices: torch.Tensor | None,
         *more: Any,
     ) -> list[bool]:
-        """What `move` says of each page; those that it does not come to are not there."""
+        """The answer of `move` for each page; False for pages that it does not reach."""
         keys = keys or []
         store, starts = self._store(name), _starts(self._pool(name), keys, indices)
         found: list[bool] = []
@@ -433,7 +433,7 @@ def _bytes_of(page: torch.Tensor) -> torch.Tensor:
 
 
 def _starts(pool: Any, keys: Sequence[str], indices: torch.Tensor | None) -> list[int] | None:
-    """Of each page the index of its first token; None where there are not as many."""
+    """The index of each page's first token; None where there are not as many."""
     page_size = getattr(pool, "page_size", 1) or 1
     if indices is None or indices.numel() != len(keys) * page_size:
         logger.error(
@@ -452,7 +452,7 @@ def _parts(count: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _leading(there: Sequence[bool]) -> int:
-    """How many, from the first on, are there."""
+    """How many, from the first on, are True."""
     return sum(1 for _ in takewhile(bool, there))
 
 
@@ -531,7 +531,7 @@ def tell(backend: Any) -> None:
 
 
 def _hook() -> list[str]:
-    """What cannot be hooked."""
+    """Hook the targets; returns those that cannot be hooked."""
     try:
         hooks: Any = importlib.import_module(_HOOKS)
         registry, after = hooks.HookRegistry, hooks.HookType.AFTER
@@ -551,6 +551,6 @@ def _hook() -> list[str]:
 
 
 def _after(_: Any, *args: Any, **named: Any) -> None:
-    """Behind each of `TARGETS`, whatever came of it; its result stays what it is."""
+    """Called after each of `TARGETS`, also where it failed; keeps its result."""
     for backend in list(_backends):
         backend.new_generation()

@@ -154,7 +154,7 @@ class _Reading:
         self._load.cancel()
 
     def wait(self) -> None:
-        """Behind `cancel`: until nothing of it is in flight."""
+        """Wait, after `cancel`, until nothing is in flight."""
         if not self._withdrawn:
             self._job.wait()
 
@@ -275,7 +275,7 @@ class Loader:
     def _safetensors(
         self, vllms: Callable[..., Iterator[tuple[str, torch.Tensor]]]
     ) -> Callable[..., Iterator[tuple[str, torch.Tensor]]]:
-        """What takes the place of vLLM's `safetensors_weights_iterator`, with its arguments."""
+        """Takes the place of vLLM's `safetensors_weights_iterator`, with its arguments."""
 
         def iterate(
             files: list[str],

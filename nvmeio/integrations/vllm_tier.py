@@ -42,7 +42,7 @@ _MAPPER = "vllm.v1.kv_offload.file_mapper"
 
 
 class _Job:
-    """What was submitted once; `ended` when the drive is done with it."""
+    """A submitted job; `ended` when the drive is done with it."""
 
     def __init__(self, submitted: Any) -> None:
         self.number: int = submitted.job_id

@@ -140,7 +140,7 @@ class Setup(NamedTuple):
     lineage: Lineage | None = None
 
     def messages(self, number: int) -> Messages:
-        """Those of one save; `number`: the same on all ranks."""
+        """The messages of one save; `number` is the same on all ranks."""
         return Messages(self.store, number, self.timeout_s)
 
 
@@ -241,7 +241,7 @@ class SaveJob(ABC):
             self.setup.claim()
 
     def plan(self) -> dict[str, Any]:
-        """What this kind of save tells the others, beside what it saves."""
+        """What this kind of save tells the other ranks, beside its layout."""
         lineage, directory = self.setup.lineage, self.setup.directory
         return {"shared": True, **({} if lineage is None else lineage.plan(directory))}
 
@@ -251,7 +251,7 @@ class SaveJob(ABC):
             self.setup.lineage.check(plans, plans[0]["latest"], self.step, self.path)
 
     def wait_until_agreed(self) -> None:
-        """Until all ranks have; in the background, before anything is written.
+        """Wait until all ranks have agreed; in the background, before anything is written.
 
         Else one that is still agreeing would hear of a write that has failed, and its `save` would
         raise, where the next one does on all others. They wait for rank 0's first message.
@@ -434,7 +434,7 @@ class SaveJob(ABC):
             self.over.fail(failed)
 
     def _log(self) -> None:
-        """One line; a handler of the program's that raises does not undo what is complete."""
+        """Log one line; a log handler that raises does not undo what is complete."""
         try:
             why = self.setup.snapshots.why_copied
             how = "protected" if why is None else f"copied ({why})"
@@ -507,7 +507,7 @@ class SaveJob(ABC):
         )
 
     def part_from_others(self) -> None:
-        """Where this rank has committed for all: until they know. For a limited time; quiet."""
+        """Wait a limited time until the others know what this rank has committed; never raises."""
         if self.messages.rank == 0 and self.done() and self.over.error is None:
             self.messages.wait_for_others("seen", _PARTING_S)
 

@@ -206,7 +206,7 @@ class FileOfEachRank(SaveJob):
             raise self._error(failed, "rename") from failed
 
     def _stamp_and_sync(self, fd: int) -> None:
-        """Later than every checkpoint there is, and durable."""
+        """Give it a time later than every other checkpoint's, and make it durable."""
         retention.stamp(fd, self.setup.directory)
         os.fsync(fd)
 
@@ -236,7 +236,7 @@ def _rank_name(rank: int) -> str:
 
 
 def _place_of_first(job: SaveJob) -> str:
-    """What rank 0 has made for all; a name that nothing else has."""
+    """The directory that rank 0 has made for all, under a unique name."""
     path = os.path.join(job.setup.directory, job.messages.get("place", 0).decode())
     if os.path.exists(path):
         return path
@@ -251,14 +251,14 @@ def _place_of_first(job: SaveJob) -> str:
 
 
 def _wait_for_end(job: SaveJob) -> None:
-    """Until rank 0 has committed; it may end its process once all have said that they know."""
+    """Wait until rank 0 has committed; it may end its process once all have confirmed that."""
     job.messages.get("end", 0)
     with contextlib.suppress(TransferError):  # it did not wait for us
         job.messages.put("seen", b"")
 
 
 def _check_before_commit(job: SaveJob) -> None:
-    """The last moment to stop: a rank that has given up must not find the checkpoint there."""
+    """Stop if a rank has given up: it must not find the checkpoint later."""
     job.check_cancelled()
     job.messages.check()
 

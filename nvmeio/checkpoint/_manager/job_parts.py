@@ -76,7 +76,7 @@ class PartOfEachRank(SaveJob):
         return drives
 
     def pages_beside(self, layout: FileLayout) -> list[int]:
-        """Those of this rank's part with CRCs that it does not know alone: written twice."""
+        """Offsets of pages of this part with CRCs that it does not know alone: written twice."""
         if not self.setup.checksum:
             return []
         parts = self.parts(layout)
@@ -99,7 +99,7 @@ class PartOfEachRank(SaveJob):
             self._mark = DriveMark(self._drives.directories[0])
 
     def plan(self) -> dict[str, Any]:
-        """What this rank has, and by what others see it."""
+        """What this rank has, and the mark by which others see it."""
         mark = None if self._mark is None else self._mark.name
         told = {"shared": False, "mark": mark, "token": secrets.token_hex(8)}
         goes_on = self.setup.lineage is None or self.setup.lineage.goes_on
@@ -140,7 +140,7 @@ class PartOfEachRank(SaveJob):
     # In the background
 
     def wait_until_agreed(self) -> None:
-        """Until all ranks have: none waits for rank 0's first message here."""
+        """Wait until all ranks have agreed: none waits for rank 0's first message here."""
         if self.messages.size > 1:
             self.messages.gather("agreed")
 
@@ -200,7 +200,7 @@ class PartOfEachRank(SaveJob):
         return replacement.recycled
 
     def _wait_for_parts(self) -> None:
-        """Where this rank has none: until those of the others are durable."""
+        """Wait, on a rank without a part, until the others' parts are durable."""
         old = self._make_room()
         if old is not None:  # this rank has nothing to write over it
             with contextlib.suppress(OSError):
@@ -252,7 +252,7 @@ class PartOfEachRank(SaveJob):
         self.messages.fail(failed)
 
     def _wait_until_named(self) -> None:
-        """Until all parts have their names: from then on, whoever dies, it is whole."""
+        """Wait until all parts have their names: from then on the checkpoint is whole."""
         if self.messages.size == 1:
             return
         self.messages.put("named", b"1")

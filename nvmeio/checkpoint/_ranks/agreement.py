@@ -75,7 +75,7 @@ MESSAGES = (
 
 
 class Disagreement(ValueError):
-    """Known to every rank, so nobody has to be told."""
+    """An error that every rank finds by itself, so that no message is needed."""
 
 
 def agree(
@@ -106,7 +106,7 @@ def agree(
 
 
 def with_pieces_of_first(messages: Messages, layout: FileLayout) -> FileLayout:
-    """Pickles say on which device each tensor was, so they may differ: rank 0's is written."""
+    """Take rank 0's pickle, because pickles name each tensor's device and may differ."""
     if messages.rank == 0:
         messages.put("pieces", pieces_to_bytes(layout))
         return layout
@@ -204,7 +204,7 @@ def pieces_to_bytes(layout: FileLayout) -> bytes:
 
 
 def with_pieces(layout: FileLayout, data: bytes) -> FileLayout:
-    """A layout with what another rank's `pieces_to_bytes` told in place of its own."""
+    """A layout with another rank's `pieces_to_bytes` in place of its own."""
     (length,) = _LENGTH.unpack_from(data)
     at = _LENGTH.size + length
     told = json.loads(data[_LENGTH.size : at])

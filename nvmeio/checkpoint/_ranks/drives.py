@@ -55,7 +55,7 @@ class Save(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the names of its parts begin with."""
+        """The beginning of its parts' names."""
         return f"step-{self.step:08d}.{self.order:08d}-{self.token}"
 
     def part_name(self, number: int) -> str:
@@ -105,7 +105,7 @@ class OwnDrives:
         self.apart = False
 
     def has(self) -> dict[str, Any]:
-        """What this rank tells the others: its directories, and the names of the parts there."""
+        """This rank's directories and the names of the parts there, for the others."""
         names = [os.path.basename(path) for path in parts_in(self.directories)]
         shared = any(retention.generations(directory) for directory in self.directories)
         return {"where": ", ".join(self.directories), "names": names, "of_all": shared}
@@ -173,15 +173,15 @@ class Survey:
                     self.saves.setdefault(save, {}).setdefault(number, []).append(rank)
 
     def whole(self) -> list[Save]:
-        """Those of which all parts are there, the oldest first."""
+        """The saves whose parts are all there, the oldest first."""
         return sorted(save for save, parts in self.saves.items() if len(parts) == save.parts)
 
     def next_order(self) -> int:
-        """Of a save that comes after all of them."""
+        """The order of a save that comes after all of them."""
         return max((save.order for save in self.saves), default=0) + 1
 
     def surplus(self, keep: int) -> tuple[list[Save], list[Save]]:
-        """What may go before a new save is whole: whole ones, the oldest first; and remains.
+        """What may be deleted before a new save is whole: whole saves, oldest first; and remains.
 
         The newest `keep` whole ones stay, and so does what is newer than the oldest of these: a
         drive that is missing may come back.
@@ -226,7 +226,7 @@ class Survey:
         raise TransferError(errno.ENOENT, operation="open", path=where, detail=what)
 
     def missing(self, save: Save) -> str:
-        """Which of its parts are on no drive, and who has none of them."""
+        """The parts that are on no drive, and the ranks that have none of them."""
         parts = self.saves[save]
         lost = [number for number in range(save.parts) if number not in parts]
         numbers = ", ".join(map(str, lost[:_FEW])) + (" and more" if len(lost) > _FEW else "")

@@ -66,7 +66,7 @@ class LoadingRanks:
 
     @classmethod
     def of_group(cls, group: Any, timeout_s: float, path: Any) -> LoadingRanks:
-        """Those of a process group; `ALONE` for a process alone.
+        """The ranks of a process group; `ALONE` for a process alone.
 
         Raises:
             TypeError: `group` is no process group.
@@ -119,7 +119,7 @@ class LoadingRanks:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """What the body raises is told to the others, for as long as they wait for this rank."""
+        """Tell the others what the body raises, as long as they wait for this rank."""
         try:
             yield
         except BaseException as failed:

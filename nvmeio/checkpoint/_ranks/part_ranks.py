@@ -81,7 +81,7 @@ class PartRanks(LoadingRanks):
     """The ranks of one load from drives of their own; arguments as for `LoadingRanks`."""
 
     def survey(self, drives: OwnDrives, **wanted: Any) -> Survey:
-        """What all ranks have.
+        """The parts that all ranks have.
 
         Args:
             drives: This rank's.
@@ -169,7 +169,7 @@ class PartRanks(LoadingRanks):
     def _fetched(
         self, wanted: Sequence[tuple[int, int]], get_handle: Callable[[], AioHandle]
     ) -> list[bytes]:
-        """Ranges of the archive, from whoever has them."""
+        """Ranges of the archive, from the ranks that have them."""
         exchange = self._exchange
         assert exchange is not None
         starts = [source.start for source in self._sources]
@@ -198,7 +198,7 @@ class PartRanks(LoadingRanks):
 
 
 def _read(cuts: Sequence[Cut], get_handle: Callable[[], AioHandle]) -> list[bytes]:
-    """What this rank has, in the order of the cuts."""
+    """Read what this rank has, in the order of the cuts."""
     if len(cuts) <= _FEW:
         return [read_buffered(cut.file, cut.file_offset, cut.nbytes) for cut in cuts]
     found: dict[Cut, bytes] = {}
@@ -213,7 +213,7 @@ def _read(cuts: Sequence[Cut], get_handle: Callable[[], AioHandle]) -> list[byte
 def _sources_of(
     told: Sequence[dict[str, Any]], mine: Sequence[OpenPart], own: int, path: str
 ) -> list[RankSpan]:
-    """Who reads what; of a part that several have, the one with the least to read.
+    """Which rank reads which part; of several that have it, the one with the least to read.
 
     Args:
         told: The heads of the parts that each rank has.
@@ -267,7 +267,7 @@ class Image(File):
 
     @property
     def path(self) -> str:
-        """What it is an image of."""
+        """The archive that it is an image of."""
         return self._name
 
     def put(self, offset: int, data: bytes) -> None:
@@ -314,5 +314,5 @@ def open_part(path: str, save: Save, number: int, opened: contextlib.ExitStack) 
 
 
 def of_one() -> PartRanks:
-    """For parts that this rank has itself: no other one is asked."""
+    """The ranks of parts that this rank has itself: no other one is asked."""
     return PartRanks(RankStore.of_one("", "restore"), 0, 1.0)

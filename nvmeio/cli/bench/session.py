@@ -158,7 +158,7 @@ class Session:
                     series[engine].loops.append(done)
 
     def _leave_out(self, series: Series, failed: Exception) -> None:
-        """An engine that failed: figures of fewer loops than the others' are not the same."""
+        """Leave a failed engine out: figures of fewer loops than the others' do not compare."""
         if self._strict or series.engine == REFERENCE:
             raise failed
         self._failed[series.engine] = failed
@@ -193,7 +193,7 @@ def _loop(timings: Sequence[Timing], nbytes: int, disk: DiskBytes | None) -> Loo
 
 
 def _suffixes(engines: Iterable[str]) -> list[str]:
-    """Of the files that these engines need."""
+    """The suffixes of the files that these engines need."""
     return sorted({"ref" if e == REFERENCE else "bin" if e in RAW else "pt" for e in engines})
 
 

@@ -153,7 +153,7 @@ def command(
 def _tell(
     found: TuneResult, errors: Console, *, save: bool, html: Path | None, as_json: bool
 ) -> None:
-    """On stderr, on stdout, stored, and last the page, which most can go wrong with."""
+    """Report on stderr and stdout, store it, and write the page last: it fails most easily."""
     from nvmeio import tuned
     from nvmeio.cli.tune import page, result
     from nvmeio.cli.tune.space import DEFAULT

@@ -199,7 +199,7 @@ class Search:
     # --- stages -------------------------------------------------------------------------------
 
     def _set_the_pace(self) -> None:
-        """How long things take here; the first pass only warms up."""
+        """Measure how long things take here; the first pass only warms up."""
         nbytes = min(self._io_size, PROBE_BYTES)
         for _ in range(2):
             taken = [self._sample(DEFAULT, op, nbytes, "probe").seconds for op in self._ops]

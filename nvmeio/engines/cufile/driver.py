@@ -206,7 +206,7 @@ class _Driver:
                 logger.warning("%s", library.failure("cuFileDriverClose", code).detail)
 
     def hangs(self, what: str) -> None:
-        """A call has not come back: nobody closes the driver below it, or opens it again."""
+        """Note that a call has not come back: the driver stays open below it."""
         self._hanging.append(what)
 
     def returned(self) -> None:
@@ -266,7 +266,7 @@ class _Driver:
 
     @staticmethod
     def _set_parameters(loaded: Library, settings: DriverSettings) -> dict[str, str]:
-        """What has to be set before the open; and what goes by the environment during it."""
+        """Set what has to be set before the open, or by the environment during it."""
         # Without a path, cuFile writes cufile.log into the working directory. 1.20 accepts the
         # string parameter for it and does so all the same.
         environment = {"CUFILE_LOGFILE_PATH": log_path()}

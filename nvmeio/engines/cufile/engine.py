@@ -124,7 +124,7 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
         self._busy.set()
 
     def _admit(self) -> None:
-        """With the condition held: what has arrived gets in line."""
+        """With the condition held: queue what has arrived."""
         for request in self.admitted():
             if self._all_lost():
                 request.fail(errno.ETIMEDOUT, _hanging("an earlier call"))
@@ -281,7 +281,7 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
             self._call_limit_s = min(self._call_limit_s, EXIT_LIMIT_S)
 
     def _watch_calls(self) -> None:
-        """Until the engine is stopped and all is done; gives everything back then."""
+        """Run until the engine is stopped and all is done; then give everything back."""
         while True:
             self._busy.wait()
             if self._over.wait(min(_WATCH_S, self._call_limit_s / 4)):

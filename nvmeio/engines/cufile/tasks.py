@@ -158,7 +158,7 @@ class TaskMover:
 
     @staticmethod
     def _base(request: CuFileRequest) -> int | None:
-        """What memory is named by: its registration's base; None for each call's own address.
+        """The address that names memory: its registration's base; None for each call's own.
 
         Registered memory counts as such only by its base. But of host memory cuFile (1.20) looks
         at the base's alignment alone: with an aligned base and an odd offset it hands the kernel

@@ -74,7 +74,7 @@ Value = TypeVar("Value")
 
 
 class _InDirectory:
-    """What torch asks a writer and a reader of a directory alike."""
+    """The methods that torch asks of a directory's writer and reader alike."""
 
     path: Path
 
@@ -445,7 +445,7 @@ class NvmeStorageReader(_InDirectory, StorageReader):
 
 
 def _as_here(work: Callable[[], Value]) -> Callable[[], Value]:
-    """The same in another thread: planners are the user's, and may look at torch's modes."""
+    """Run with this thread's torch modes in another one: planners of users may look at them."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def run() -> Value:

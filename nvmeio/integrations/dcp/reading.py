@@ -166,7 +166,7 @@ def _rounds(items: Sequence[Item]) -> Iterator[list[Item]]:
 
 
 class _PendingRead:
-    """What is left to be read of one request."""
+    """The rest of one request."""
 
     def __init__(self, planner: LoadPlanner, request: ReadItem, target: torch.Tensor) -> None:
         self._planner = planner
@@ -335,7 +335,7 @@ class _Reader:
 
 
 def _narrowed(tensor: torch.Tensor, request: ReadItem, item: Item) -> torch.Tensor:
-    """What a request wants of an item's tensor."""
+    """The part of an item's tensor that a request wants."""
     try:
         narrow: torch.Tensor = narrow_tensor_by_index(
             tensor, request.storage_offsets, request.lengths

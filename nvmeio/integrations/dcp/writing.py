@@ -282,7 +282,7 @@ def _bytes_layout(data: io.BytesIO) -> FileLayout:
 
 
 def _other_layout(tensor: torch.Tensor) -> FileLayout:
-    """Of a subclass, quantised, sparse, …: whatever torch makes of it."""
+    """The layout of other tensors (subclasses, quantised, sparse), as torch makes it."""
     tensor = own_storage(tensor.cpu())  # of a view, only what it shows belongs to the item
     try:
         return plan_layout(tensor)
@@ -291,7 +291,7 @@ def _other_layout(tensor: torch.Tensor) -> FileLayout:
 
 
 def _saved_layout(tensor: torch.Tensor) -> FileLayout:
-    """What this torch saves, in memory: where its skeletons are not known."""
+    """The layout by saving in memory, for a torch whose skeletons are not known."""
     buffer = io.BytesIO()
     torch.save(own_storage(tensor.cpu()), buffer)
     return _bytes_layout(buffer)
