@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from nvmeio._shim import OwnFds
+from nvmeio._storage import replace
 
 _SECTOR_BYTES = 512
 
@@ -76,6 +77,7 @@ class DiskLog:
             patched.setattr(os, "symlink", self._linking(os.symlink))
             for name in ("rename", "replace"):
                 patched.setattr(os, name, self._moving(getattr(os, name)))
+            patched.setattr(replace, "journal_keeps_order", lambda fd: False)
             yield self
 
     def note(self, kind: str, target: Any, *what: Any, began: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What the kernel says of files: which mount a path lies in, and what the page cache holds.
+"""What the kernel says of files: their mount, whether a journal keeps order, what is cached.
 
 nvmeio reads direct and leaves the cache alone. But a file that was just written or downloaded may
 be in it, and then a processor brings some of the bytes while the drive brings others.
@@ -7,6 +7,7 @@ be in it, and then a processor brings some of the bytes while the drive brings o
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 from dataclasses import dataclass
@@ -71,6 +72,28 @@ def file_system_of(device: int) -> str:
     wanted = f"{os.major(device)}:{os.minor(device)}"
     mounts = parse_mountinfo(_read("/proc/self/mountinfo") or "")
     return next((mount.file_system for mount in mounts if mount.device == wanted), "")
+
+
+def journal_keeps_order(fd: int) -> bool:
+    """Whether what a drive has of this file is durable before any later rename of the file is.
+
+    So it is on ext4 with its own journal and data=ordered, and on XFS without a real-time drive:
+    both log a change of blocks or sizes before a page counts as written, in the order of the
+    changes, and flush the drive before the log is valid. btrfs notes an extent after its pages
+    count as written. Source: fs/ext4/page-io.c, fs/xfs/xfs_aops.c (what ends an I/O),
+    fs/jbd2/commit.c, fs/xfs/xfs_log_cil.c (the flush). `make power` tries it.
+    """
+    return _keeps_order(os.fstat(fd).st_dev, os.fstatvfs(fd).f_fsid)
+
+
+@functools.lru_cache(maxsize=64)
+def _keeps_order(device: int, _file_system_id: int) -> bool:
+    kind = file_system_of(device)
+    if kind != "ext4":
+        return kind == "xfs" and "rtdev=" not in (_read("/proc/self/mountinfo") or "rtdev=")
+    name = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve().name
+    options = (_read(f"/proc/fs/ext4/{name}/options") or "").split()
+    return "data=ordered" in options and os.path.exists(f"/proc/fs/jbd2/{name}-8")
 
 
 def _unescape(field: str) -> str:

@@ -5,13 +5,10 @@ of the files it is for, else with the defaults. Settings that cannot be read or 
 to lose a checkpoint: they are warned of once, and the defaults taken. It lives as long as the call
 or the object that made it. A caller's handle is used as it is, and stays open.
 
-`new_handle` is for objects that keep theirs, `CallHandle` and `handle_for` for single calls. To
-give an AIO context back takes the kernel about 30 ms (io_destroy waits for an RCU grace period), to
-make one at times as well. So a call's handle is made beside its first work, and closed beside the
-last; its threads have ended when the call returns. The contexts are given back beside whatever the
-caller does next, by a thread that `threading.enumerate()` does not list: nothing is in flight, so
-nobody need wait for it, and who counts the threads that a call left, as test suites do, finds none.
-Loading 1 and 64 MiB takes 2.5 and 27 ms that way, 3.3 and 28 with the portable engine's threads.
+`new_handle` is for objects that keep theirs, `CallHandle` and `handle_for` for single calls. A
+call's handle is made beside its first work, for the kernel takes 30 ms at times to make an AIO
+context, and closed beside the last; its threads have ended when the call returns. Loading 1 and
+64 MiB takes 2.5 and 27 ms that way, 3.3 and 28 with the portable engine's threads.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from functools import partial
 
 from nvmeio import tuned
 from nvmeio._threads.interruptible import Job
-from nvmeio.engines.libaio import LibaioEngine
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 
@@ -93,7 +89,7 @@ class CallHandle:
         self._closing: Job[None] | None = None
         self._begun = False
         if handle is None:
-            self._making = Job(partial(_impatient, path), "nvmeio-handle")
+            self._making = Job(partial(new_handle, path), "nvmeio-handle")
             self._making.start()
 
     def get(self) -> AioHandle:
@@ -133,24 +129,15 @@ class CallHandle:
         """Wait, after the block, until the own handle's memory is given back."""
         making = self._making
         if self._closing is not None and making is not None and making.done and not making.error:
-            engine = making.result()._cores.host.engine
-            if isinstance(engine, LibaioEngine) and engine.given_back is not None:
-                engine.given_back.wait()
+            given_back = getattr(making.result()._cores.host.engine, "given_back", None)
+            if given_back is not None:
+                given_back.wait()
 
     def __enter__(self) -> CallHandle:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _impatient(path: str | os.PathLike[str]) -> AioHandle:
-    """A handle that does not wait, when it is closed, until the kernel has its contexts back."""
-    handle = new_handle(path)
-    engine = handle._cores.host.engine
-    if isinstance(engine, LibaioEngine):
-        engine.patient = False
-    return handle
 
 
 def _close(making: Job[AioHandle]) -> None:

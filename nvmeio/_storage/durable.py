@@ -22,18 +22,15 @@ from nvmeio.files import File
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-_libc.renameat2.argtypes = [
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_uint,
-]
+_PLACE = (ctypes.c_int, ctypes.c_char_p)
+_libc.renameat2.argtypes = [*_PLACE, *_PLACE, ctypes.c_uint]
+_libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
-# The kernel or the file system cannot allocate ahead: the writes will tell what does not fit.
-_CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM)
+# The kernel, the file system or a sandbox lacks what was asked for. Of room that is not allocated
+# ahead the writes will tell.
+_CANNOT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM)
 
 
 def allocate(fd: int, nbytes: int, path: str) -> bool:
@@ -51,7 +48,7 @@ def allocate(fd: int, nbytes: int, path: str) -> bool:
     before = os.fstat(fd).st_size
     while _libc.fallocate(fd, 0, 0, nbytes) != 0:
         code = ctypes.get_errno()
-        if code in _CANNOT_ALLOCATE:
+        if code in _CANNOT:
             return False
         if code != errno.EINTR:
             with contextlib.suppress(OSError):
@@ -135,6 +132,20 @@ def sync_data(file: File) -> None:
             os.fdatasync(opened.any_fd())
     finally:
         opened.release()
+
+
+def send(fd: int) -> bool:
+    """Wait until a drive has a file's bytes, in its cache at least; False where nobody can.
+
+    Raises:
+        OSError: They could not be written, which the kernel tells once: fsync says nothing then.
+    """
+    if _libc.sync_file_range(fd, 0, 0, 7) == 0:  # wait for writes before, write, wait for these
+        return True
+    code = ctypes.get_errno()
+    if code in _CANNOT:
+        return False
+    raise OSError(code, os.strerror(code))
 
 
 def exchange(one: str, other: str) -> None:

@@ -27,6 +27,7 @@ from faults._support import (
 )
 
 import nvmeio
+from nvmeio._files.system import journal_keeps_order
 
 # Tensor, file offset, length: aligned and not, within a sector, a page, a block and beyond.
 SPANS = (
@@ -137,6 +138,15 @@ def test_same_bytes_everywhere(file_system, engine):
     if kind.endswith("-4096"):
         with nvmeio.open(path) as file:
             assert file.alignment == 4096
+
+
+def test_a_journal_keeps_order_where_sizes_are_logged_before_pages_count_as_written(file_system):
+    """There a small save flushes the drive twice, and everywhere four times."""
+    folder, _, kind = file_system
+    nvmeio.save({"a": noise(KIB)}, folder / "a.pt")
+    with open(folder / "a.pt") as file:
+        assert journal_keeps_order(file.fileno()) == (kind.partition("-4096")[0] in ("ext4", "xfs"))
+    assert nvmeio.load(folder / "a.pt")["a"].equal(noise(KIB))
 
 
 def test_new_files_grow_to_the_byte(file_system):
