@@ -192,11 +192,21 @@ def write(arguments: argparse.Namespace, on_gpu: bool, results: dict[str, Any]) 
     if arguments.table:
         replace(arguments.table, table(results))
     if arguments.summary:
-        replace(arguments.summary, summary(results))
+        replace(arguments.summary, summary({**earlier(arguments), **results}))
     if arguments.json:
         told = verdicts(results)
         whole = {"gpu": on_gpu, "size": arguments.size, "results": results, "verdicts": told}
         replace(arguments.json, json.dumps(whole, indent=2) + "\n")
+
+
+def earlier(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The results of parts that ran before, but for what was not reached."""
+    found: dict[str, Any] = {}
+    for path in arguments.earlier:
+        if path.exists():
+            told = json.loads(path.read_text())["results"]
+            found |= {name: each for name, each in told.items() if "skipped" not in each}
+    return found
 
 
 def summary(results: dict[str, Any]) -> str:
@@ -315,6 +325,15 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--table", type=Path, help="and here as a table")
     parser.add_argument("--summary", type=Path, help="and here what they mean, on one page")
+    parser.add_argument(
+        "--with",
+        dest="earlier",
+        type=Path,
+        nargs="*",
+        default=[],
+        metavar="JSON",
+        help="of parts that ran before; the summary is of them too",
+    )
     parser.add_argument(
         "--minutes", type=float, default=MINUTES, help=f"for all of it ({MINUTES:g})"
     )

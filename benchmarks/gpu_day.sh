@@ -15,8 +15,8 @@
 # with DS_BUILD_AIO=1 may lie in wheels/ too; without it that step says that it is missing.
 #
 # The parts are runs of their own, each worth having alone: a limit for a command need not be longer than eight minutes
-# (PARTS=A sh benchmarks/gpu_day.sh, then PARTS=B, and so on). After every step RESULTS has the JSON, the table and the
-# summary so far. The first wrong byte ends its part, and those behind it.
+# (PARTS=A sh benchmarks/gpu_day.sh, then PARTS=B, and so on). After every step RESULTS has the JSON and the table of the
+# part, and one summary of all parts so far. The first wrong byte ends its part, and those behind it.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 place=${1:-${TMPDIR:-/tmp}} results=${2:-${OUT:-.}}
@@ -59,7 +59,8 @@ for part in ${PARTS:-A B C D}; do
         *) echo "PARTS: some of A B C D, not $part" >&2 && exit 1 ;;
     esac
     "$python" benchmarks/gpu_check.py --dir "$place" --parts "$part" --minutes "$minutes" ${GPU_ARGS:-} \
-        --json "$results/gpu-$part.json" --table "$results/gpu-$part.md" --summary "$results/gpu-$part-summary.md" ||
+        --json "$results/gpu-$part.json" --table "$results/gpu-$part.md" \
+        --summary "$results/gpu-summary.md" --with "$results"/gpu-[A-D].json ||
         status=1
     unset LD_PRELOAD NVMEIO_TEST_MODULES NVMEIO_TEST_UDEV
     if grep -q 'WRONG:' "$results/gpu-$part.json" 2>/dev/null; then

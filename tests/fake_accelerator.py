@@ -40,6 +40,7 @@ from typing import Any
 import fake_cuda
 import fake_memory
 import fake_order
+import fake_tensors
 import pytest
 import torch
 from fake_kernels import Kernels as Kernels
@@ -53,6 +54,7 @@ from nvmeio._threads import threads
 _ALIGNMENT = 512
 _DEVICES = 2
 _STREAMS = 3  # of a device, handed out in turn
+_MOST_POLLS = 2000  # of an event of a lazy stream: seconds, where it is looked at every ms
 DEVICE = torch.device("cuda", 0)
 
 
@@ -155,6 +157,7 @@ class Event:
         self.stream: Stream | None = None
         self.number: int | None = None
         self.position = 0
+        self._polls = 0
 
     def record(self, stream: Stream) -> None:
         self._cuda.call("record")
@@ -167,6 +170,10 @@ class Event:
         reached = self.stream is None or self.stream.done >= self.position
         if reached and self.number is not None:
             self._cuda.order.host_waits(self.number)
+        if not reached and self.stream is not None and self.stream.pace is Pace.LAZY:
+            self._polls += 1
+            if self._polls > _MOST_POLLS:
+                self._cuda.fail_poll(self.stream, self._polls)
         return reached
 
     def synchronize(self) -> None:
@@ -280,7 +287,7 @@ class Accelerator(fake_cuda.FakeCuda):
             block = free.pop() if free else self._new_block(length, stream)
             block.place = fake_order.here()
             self._spoil(block)
-            room = memory_at(self._base + block.start, length, self)
+            room = memory_at(self._base + block.start, max(nbytes, 1), self)
             weakref.finalize(room, self._died.put, block).atexit = False
             return torch.frombuffer(room, dtype=torch.uint8)[:nbytes]
 
@@ -330,11 +337,10 @@ class Accelerator(fake_cuda.FakeCuda):
 
     def like(self, meta: torch.Tensor) -> torch.Tensor:
         """Memory for what a kernel makes."""
-        extent = sum((n - 1) * s for n, s in zip(meta.shape, meta.stride(), strict=True)) + 1
-        size = meta.dtype.itemsize
-        flat = self.empty(extent * size if meta.numel() else 0)
-        if flat.nbytes < size:
+        if not meta.numel():  # takes no memory
             return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
+        extent = sum((n - 1) * s for n, s in zip(meta.shape, meta.stride(), strict=True)) + 1
+        flat = self.empty(extent * meta.dtype.itemsize)
         return flat.view(meta.dtype).as_strided(meta.shape, meta.stride())
 
     def tensor(self, data: torch.Tensor) -> torch.Tensor:
@@ -352,15 +358,22 @@ class Accelerator(fake_cuda.FakeCuda):
             return False
         if tensor.layout is not torch.strided:
             return False
-        return 0 <= tensor.untyped_storage().data_ptr() - self._base < fake_memory.NBYTES
+        return self.is_inside(tensor.untyped_storage().data_ptr())
+
+    def is_inside(self, address: int) -> bool:
+        """Whether it is one of the devices' memory."""
+        return 0 <= address - self._base < fake_memory.NBYTES
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
-        """`Tensor.device`, which says "cpu" of a tensor here."""
-        if not self.has(tensor):
-            return tensor.device
-        return self._device_at(tensor.untyped_storage().data_ptr())
+        """`Tensor.device`."""
+        return self.place(tensor) if self.has(tensor) else tensor.device
 
-    def _device_at(self, address: int) -> torch.device:
+    def place(self, tensor: torch.Tensor) -> torch.device:
+        """Of a tensor here."""
+        return self.place_at(tensor.untyped_storage().data_ptr())
+
+    def place_at(self, address: int) -> torch.device:
+        """Whose memory it is."""
         return torch.device("cuda", (address - self._base) // self._half)
 
     def inside(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -500,6 +513,20 @@ class Accelerator(fake_cuda.FakeCuda):
         yield costs
         for name, number in self._costs.items():
             setattr(costs, name, number - before[name])
+
+    def fail_poll(self, stream: Stream, times: int) -> None:
+        """Somebody looks at a stream again and again, which does nothing before it is waited for.
+
+        Raises:
+            AssertionError: Always; the test is told at its end, too.
+        """
+        fault = (
+            f"{stream} was looked at {times} times and never waited for ({fake_order.here()}): it "
+            "is lazy, and does nothing meanwhile. Take Pace.RANDOM for what polls"
+        )
+        if fault not in self.order.faults:
+            self.order.faults.append(fault)
+        raise AssertionError(fault)
 
     def problems(self) -> list[str]:
         found = list(self.order.faults)
@@ -641,7 +668,9 @@ def accelerator(
     patch.setattr(devices, "moved", moved)
     patch.setattr(devices, "_begin_copy", cuda.begin_copy)
     patch.setattr(devices, "empty", empty)
+    fake_tensors.tell_device(patch, cuda)
     fake_order.watch_drives(patch, cuda.order)
+    fake_order.watch_cufile(patch, cuda.order, cuda.reached)
     problems: list[str] = []
     try:
         with Kernels(cuda):

@@ -51,11 +51,22 @@ class Kernels(TorchDispatchMode):
         returns = [r.alias_info for r in schema.returns]
         if any(info is not None and not info.is_write for info in returns):
             return func(*args, **kwargs)  # a view
+        wanted = kwargs.get("device")
+        if first is None and isinstance(wanted, torch.device) and wanted.type == "cuda":
+            # A factory: what it makes is moved there.
+            return self._made_there(func, args, kwargs, wanted)
         if first is None:
             if cuda.order.host_spans:
                 self._of_the_host(func, tensors, args, kwargs)
             return func(*args, **kwargs)
         where = cuda.device_of(first)
+        if isinstance(wanted, torch.device):
+            casts = func is torch.ops.aten._to_copy.default  # autograd's, who says "cpu" of these
+            if wanted.type != "cuda" and not (casts and wanted.type == "cpu"):
+                return func(*tree_map(_meta, args), **tree_map(_meta, kwargs))
+            if wanted.type == "cuda":
+                where = torch.device("cuda", cuda.index_of(wanted))
+            kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         written = _written(schema, args, kwargs)
         stream: Any = cuda.current_stream(where)
         name, reads = f"{func} on {stream}", [span(t) for t in tensors if cuda.has(t)]
@@ -65,6 +76,11 @@ class Kernels(TorchDispatchMode):
             cuda.order.asked(stream.number, name, [span(args[1])], [])
             stream.synchronize()
             return func(args[0], cuda.inside(args[1]))
+        other: Any = stream
+        if func is torch.ops.aten.copy_.default and cuda.has(args[1]):
+            other = cuda.current_stream(cuda.device_of(args[1]))
+        if other is not stream:  # of another device: torch has both wait for each other
+            stream.wait_stream(other)
         strangers = [t for t in tensors if t.dim() and t.numel() and not cuda.has(t)]
         strangers += [t for t in tensors if cuda.has(t) and cuda.device_of(t) != where]
         if strangers and func is not torch.ops.aten.copy_.default:
@@ -88,6 +104,8 @@ class Kernels(TorchDispatchMode):
             writes = [span(t) for t in written if cuda.has(t)]
             cuda.order.asked(stream.number, name, reads, writes)
             stream.ask(lambda: (call(), None)[1])
+            if other is not stream:
+                other.wait_stream(stream)
             if not all(cuda.has(t) for t in written):  # a number that the host looks at
                 stream.synchronize()
             found = [t for info, t in zip(returns, written, strict=False) if info is not None]
@@ -112,6 +130,13 @@ class Kernels(TorchDispatchMode):
         stream.ask(work)
         return made
 
+    def _made_there(self, func: Any, args: Any, kwargs: dict[str, Any], where: Any) -> Any:
+        made = func(*args, **{**kwargs, "device": torch.device("cpu"), "pin_memory": False})
+        with self._cuda.device(where):
+            if "empty" in func._schema.name:
+                return self._cuda.like(torch.empty_like(made, device="meta"))
+            return self._cuda.tensor(made)
+
     def _of_the_host(self, func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> None:
         lowest, highest = self._cuda.order.host_spans
         written: list[int] | None = None
@@ -126,14 +151,7 @@ class Kernels(TorchDispatchMode):
                 self._cuda.order.host(f"{func} of the host", start, nbytes, writes)
 
     def _shapes(self, func: Any, given: Any) -> Any:
-        def meta(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            return torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device="meta"
-            )
-
-        args, kwargs = tree_map(meta, given)
+        args, kwargs = tree_map(_meta, given)
         if isinstance(kwargs.get("device"), torch.device):
             kwargs["device"] = torch.device("meta")
         found = func(*args, **kwargs)
@@ -157,6 +175,12 @@ def quietly(work: Callable[[], Any]) -> Any:
     """Neither autograd nor a mode sees it."""
     with torch.no_grad(), torch._C._DisableTorchDispatch():
         return work()
+
+
+def _meta(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _real(value: Any) -> bool:

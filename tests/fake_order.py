@@ -26,6 +26,9 @@ import pytest
 from torch.cuda._sanitizer import StreamSynchronizations
 
 from nvmeio.engines import _queued, libaio
+from nvmeio.engines.cufile.engine import CuFileEngine
+from nvmeio.engines.cufile.library import Library
+from nvmeio.engines.cufile.tasks import TaskMover
 from nvmeio.engines.libaio import LibaioEngine
 from nvmeio.engines.threads import ThreadsEngine
 from nvmeio.testing import FakeEngine
@@ -240,6 +243,7 @@ class _Watched:
 
     def __init__(self, order: Order, request: Any, transfers: list[Any], key: Any) -> None:
         self._order = order
+        self._calls: list[int] = []  # of cuFile
         self._request = request
         self._transfers = transfers
         self._key = key  # its completion queue, and its token there
@@ -254,6 +258,10 @@ class _Watched:
                 writes = each.opcode == 0
                 self._order.began(id(self) + number, "the drive", each.address, each.nbytes, writes)
         self._request.start()
+
+    def called(self, call: int) -> None:
+        """A call of cuFile for it has returned; nobody knows of it yet."""
+        self._calls.append(call)
 
     def move(self, cq: Any) -> None:
         self._order.watched.pop(self._key, None)
@@ -278,6 +286,8 @@ class _Watched:
     def ended(self) -> None:
         for number in range(len(self._transfers)):
             self._order.ended(id(self) + number)
+        while self._calls:
+            self._order.ended(self._calls.pop())
 
     def __del__(self) -> None:
         self.ended()
@@ -294,6 +304,55 @@ def watch_drives(patch: pytest.MonkeyPatch, order: Order) -> None:
         for name in ("peek", "reap", "peek_ends"):
             if name in vars(queue):
                 patch.setattr(queue, name, _noticing(order, vars(queue)[name]))
+
+
+def watch_cufile(patch: pytest.MonkeyPatch, order: Order, reached: Callable[[int], int]) -> None:
+    """cuFile's calls reach a device's memory, and are known to the order.
+
+    From the call on, until its request's end is noticed; of a call that is nobody's request, until
+    it returns.
+
+    Args:
+        patch: Undoes it.
+        order: Which is told.
+        reached: Where the byte is that a tensor has at an address.
+    """
+    here, numbers = threading.local(), itertools.count(-1, -1)
+
+    def prepare(self: Any, cq: Any, token: int, transfer: Any) -> Any:
+        request: Any = own_prepare(self, cq, token, transfer)
+        watched = _Watched(order, request, [], (id(cq), token))
+        request.watched = weakref.ref(watched)
+        return watched
+
+    def run(self: Any, task: Any) -> None:
+        here.request = task.request
+        try:
+            own_run(self, task)
+        finally:
+            here.request = None
+
+    def moving(name: str) -> Callable[..., int]:
+        own = vars(Library)[name]
+
+        def move(self: Any, handle: Any, base: int, size: int, at: int, offset: int) -> int:
+            call = next(numbers)
+            order.began(call, "cuFile", base + offset, size, name == "read")
+            try:
+                moved: int = own(self, handle, reached(base), size, at, offset)
+            finally:
+                request = getattr(here, "request", None)
+                watched = request.watched() if request is not None else None
+                order.ended(call) if watched is None else watched.called(call)
+            return moved
+
+        return move
+
+    own_prepare, own_run = CuFileEngine.prepare, TaskMover.run
+    patch.setattr(CuFileEngine, "prepare", prepare)
+    patch.setattr(TaskMover, "run", run)
+    for name in ("read", "write"):
+        patch.setattr(Library, name, moving(name))
 
 
 def _noticing(order: Order, look: Callable[[Any], Any]) -> Callable[[Any], Any]:

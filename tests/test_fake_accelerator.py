@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import DEVICE, Accelerator, Pace, accelerator
+from gds._support import ON_NVME, FakeCuFile, compiled, fake_cufile
+from support import spin_until
 
 import nvmeio
 from nvmeio._memory import devices
@@ -176,6 +178,79 @@ def test_transfers_of_drives_have_an_order_with_copies(
         assert begun and under_way, told
 
 
+@pytest.fixture(scope="module")
+def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled("fake_cufile.c", tmp_path_factory.mktemp("fakes"))
+
+
+@pytest.fixture
+def cufile(
+    eager: Accelerator, fake_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FakeCuFile]:
+    with fake_cufile(fake_library, tmp_path, monkeypatch) as made:
+        made.dstatus = made.fflags = ON_NVME
+        yield made
+
+
+def works_during_a_call(cuda: Accelerator, cufile: FakeCuFile, moving: Any, tensor: Any) -> None:
+    tensor.add_(1)
+    cufile.hold = 0
+    moving()
+
+
+def works_after_a_call_that_nobody_has_noticed(
+    cuda: Accelerator, cufile: FakeCuFile, moving: Any, tensor: Any
+) -> None:
+    cufile.hold = 0
+    spin_until(lambda: not cufile.together)
+    tensor.add_(1)
+    moving()
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["in order", "without an order"])
+@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize("plant", [works_during_a_call, works_after_a_call_that_nobody_has_noticed])
+def test_calls_of_cufile_have_an_order_with_kernels(
+    plant: Callable[..., None],
+    direction: str,
+    waits: bool,
+    eager: Accelerator,
+    cufile: FakeCuFile,
+    path: Path,
+) -> None:
+    path.write_bytes(bytes(4096))
+    tensor = eager.tensor(torch.zeros(1024))
+    with nvmeio.GdsHandle() as handle:
+        cufile.hold = 1
+        moving = getattr(handle, f"async_p{direction}")(tensor, path)
+        spin_until(lambda: bool(cufile.together))
+        if waits:
+            cufile.hold = 0
+            moving.result()
+        plant(eager, cufile, moving.result, tensor)
+    told = eager.forgive()
+    assert bool(told) != waits, told
+    assert waits or all("cuFile" in each.split(", after ")[1] for each in told)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["in order", "without an order"])
+def test_a_call_of_cufile_has_an_order_with_what_another_stream_was_asked(
+    waits: bool, eager: Accelerator, cufile: FakeCuFile, path: Path
+) -> None:
+    """A transfer comes after the stream that is current, and after no other."""
+    tensor, side = eager.tensor(torch.zeros(1024)), other_stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with on(side):
+        tensor.add_(1)
+    with nvmeio.GdsHandle() as handle:
+        if waits:
+            torch.cuda.current_stream().wait_stream(side)
+        handle.sync_pwrite(tensor, path)
+    told = eager.forgive()
+    assert bool(told) != waits, told
+    assert waits or all("cuFile" in each.split(", after ")[0] for each in told)
+
+
 def test_a_fault_fails_the_test_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         pytest.raises(AssertionError, match=r"no order: read by .* after write by"),
@@ -272,6 +347,41 @@ def test_random_paces_find_what_depends_on_them_and_a_seed_is_one_order(
             assert cuda.forgive()
     assert found[:20] == found[20:]
     assert {True, False} == set(found)
+
+
+def test_a_lazy_stream_that_is_only_looked_at_is_told(lazy: Accelerator) -> None:
+    """Whoever polled one hung until his test's time was over."""
+    lazy.tensor(torch.ones(8)).add_(1)
+    mark = devices.now(DEVICE)
+    with pytest.raises(AssertionError, match="default stream of cuda:0 was looked at"):
+        while not mark.done():
+            pass
+    (told,) = lazy.forgive()
+    assert "is lazy" in told and "test_fake_accelerator.py" in told
+    mark.wait()
+    assert mark.done()
+
+
+def test_tensors_say_where_they_are_and_are_made_and_moved_there(eager: Accelerator) -> None:
+    """They said "cpu", so loads and saves of theirs went the CPU's way."""
+    here = torch.arange(6.0).reshape(2, 3).t()
+    for there in [
+        here.to("cuda"),
+        here.cuda(),
+        torch.tensor(here.tolist(), device="cuda"),
+        torch.zeros(3, 2, device="cuda").copy_(here),
+        torch.nn.Parameter(here).to("cuda:0").detach(),
+        here.to(torch.ones(1, device="cuda")),
+    ]:
+        assert (there.device, there.is_cuda, there.is_cpu) == (DEVICE, True, False)
+        assert there.untyped_storage().device == DEVICE and there.get_device() == 0
+        assert torch.equal(there.cpu(), here) and there.cpu().is_cpu
+        assert there.to("cuda") is there and there.to("cuda", copy=True) is not there
+        assert there.to(torch.float64).is_cuda and torch.empty_like(there).is_cuda
+        assert torch.zeros_like(there, device="cpu").is_cpu
+    assert torch.ones(2, device="cuda:1").device == torch.device("cuda", 1)
+    assert here.to("cuda").to("cuda:1").device == torch.device("cuda", 1)
+    assert torch.empty(2, device="meta").is_meta and here.is_cpu
 
 
 def test_backward_has_a_thread_of_its_own(lazy: Accelerator) -> None:

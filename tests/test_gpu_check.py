@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
-import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_on_stand_in
 import pytest
 import torch
-from fake_accelerator import Accelerator, Pace, accelerator
-from torch.overrides import TorchFunctionMode
+from gds._support import compiled
+from gpu_on_stand_in import BENCHMARKS, KIB_64, SIZE
 
-from nvmeio.cli.measure import machine
 from nvmeio.files import probe_direct
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-KIB_64 = 1 << 16
-OF_OTHERS = {"torch.load", "safetensors", "DeepSpeed's handle"}  # put nothing on the stand-in
-# Its tensors say that they are the CPU's, and what asks them that finds the wrong bytes there.
-ASKS_TENSORS = {"save", "load and safe_open"}
-REFUSED = "its driver does not open here"
+HERE = Path(__file__).parent
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -41,114 +32,71 @@ pytestmark = [
 
 @pytest.fixture
 def gpu_check(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The program, where a MiB has 64 KiB."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module = importlib.import_module("gpu_check")
-    monkeypatch.setattr(module.common, "MIB", KIB_64)
-    return module
+    return gpu_on_stand_in.program(monkeypatch)
 
 
-class OnStandIn(TorchFunctionMode):
-    """What torch makes on "cuda", or moves there and back, is in the stand-in's memory."""
+def test_the_day_comes_to_its_end_and_no_step_is_left_out(gpu_check: Any, tmp_path: Path) -> None:
+    """On the stand-in and a fake cuFile. Nobody had run its steps.
 
-    def __init__(self, cuda: Accelerator) -> None:
-        super().__init__()
-        self._cuda = cuda
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            return self._cuda.tensor(func(*args, **{**kwargs, "device": "cpu"}))
-        if func is torch.Tensor.cpu:
-            return self._cuda.value(args[0])
-        if func is torch.Tensor.to and len(args) > 1 and str(args[1]).startswith("cuda"):
-            return args[0] if self._cuda.has(args[0]) else self._cuda.tensor(args[0])
-        return func(*args, **kwargs)
-
-
-class Graph:
-    """What is captured is done at once, and once."""
-
-    def replay(self) -> None:
-        pass
-
-
-@pytest.fixture
-def on_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with accelerator(monkeypatch, Pace.EAGER, Pace.EAGER) as cuda, OnStandIn(cuda):
-        for name, value in {
-            "get_device_name": lambda: "a stand-in",
-            "empty_cache": lambda: None,
-            "memory_snapshot": list,
-            "is_bf16_supported": lambda *given: True,
-            "CUDAGraph": Graph,
-            "graph": lambda graph: contextlib.nullcontext(),
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-        yield cuda
-    torch.set_num_threads(threads)
-
-
-def refuse_cufile(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(found: machine.CuFile) -> machine.CuFile:
-        return dataclasses.replace(found, usable=False, driver=REFUSED)
-
-    monkeypatch.setattr(machine, "look_into_cufile", refused)
-
-
-def test_all_steps_of_a_gpu_that_need_no_cufile_come_to_their_end(
-    gpu_check: Any, on_stand_in: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody had run them: "checkpoint" asked for a snapshot that there is not."""
+    "checkpoint" asked for a snapshot that there is not, "40 streams of the user's" read their
+    memory without waiting for them, and "compat mode on the drive" took what another step had left
+    behind its bytes for a wrong byte, which ends the day.
+    """
     if not probe_direct(tmp_path).supported:
         pytest.skip(f"{tmp_path} does not take O_DIRECT")
-    refuse_cufile(monkeypatch)
-    report, table = tmp_path / "gpu.json", tmp_path / "gpu.md"
+    scratch, place, out = (tmp_path / name for name in ("scratch", "place", "out"))
+    for folder in (scratch, place):
+        folder.mkdir()
+    library = compiled("fake_cufile.c", tmp_path)
+    python = tmp_path / "python"
+    python.write_text(
+        f"""#!/bin/sh
+test "$1" = benchmarks/gpu_check.py || exec {sys.executable} "$@"
+shift
+exec {sys.executable} {HERE / "gpu_on_stand_in.py"} {library} {scratch} "$@"
+"""
+    )
+    python.chmod(0o700)
+    environment = {**os.environ, "PYTHON": str(python), "TMPDIR": str(tmp_path)}
+    environment["GPU_ARGS"] = f"--size {SIZE} --minutes 60"
+    environment["PYTHONPATH"] = str(HERE)
+    command = ["sh", str(BENCHMARKS / "gpu_day.sh"), str(place), str(out)]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=550, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    names = [f"gpu-{part}.{kind}" for part in "ABCD" for kind in ("json", "md")]
+    assert sorted(path.name for path in out.iterdir()) == sorted([*names, "gpu-summary.md"])
+    for part in "ABCD":
+        results = json.loads((out / f"gpu-{part}.json").read_text())["results"]
+        facts = ["facts"] if part == "C" else []  # whether cuFile can be used is asked first
+        assert list(results) == [*facts, *gpu_check.steps(True, part)]
+        assert not [name for name, each in results.items() if {"skipped", "failed"} & set(each)]
+        lines = (out / f"gpu-{part}.md").read_text().count("\n")
+        assert lines == 2 + len(results)
+        if part == "C":
+            assert results["correctness gds"]["mode"] == "p2p"
+            assert results["train, gds"]["straight_to_the_device"]
+    told = (out / "gpu-summary.md").read_text()
+    assert told.count("**may go**") == len(gpu_check.CLAIMS) and "stays:" not in told
+    assert "Skipped: nothing." in told
+    assert "- passes through host memory / by gds, >= 1: " in told, "of parts B and C"
+    assert not list(place.iterdir())
 
-    def run_here(name: str, plan: Any, arguments: Any, directory: Path, limit: float) -> Any:
-        if name in OF_OTHERS:
-            return {"read": {"gb_per_s": 1.0, "cpu_s_per_gb": 1.0}}
-        if name in ASKS_TENSORS:
-            return {"checked": 0}
-        on_stand_in.take_back(waits=True)
-        room = (16 if name == "a full device" else 100) << 20
-        on_stand_in.limit_bytes = on_stand_in.in_use_bytes + room
-        return json.loads(json.dumps(plan.work(gpu_check.Step(directory, arguments.size, "cuda"))))
 
-    monkeypatch.setattr(gpu_check, "run_step", run_here)
-    # Torch calls the stand-in's tensors the CPU's, and so a copy of one is made there.
-    monkeypatch.setattr(gpu_check.correctness, "turned_is_right", lambda step, handle: True)
-    monkeypatch.setattr(gpu_check.common, "TURNS", 1)
-    size, page = str(64 * KIB_64), tmp_path / "summary.md"
-    arguments = ["--dir", str(tmp_path), "--size", size, "--minutes", "60"]
-    files = ["--json", str(report), "--table", str(table), "--summary", str(page)]
-    gpu_check.main([*arguments, *files])
-    written = json.loads(report.read_text())
-    assert set(written["results"]) == set(gpu_check.steps(True))
-    skipped = {name for name, result in written["results"].items() if "skipped" in result}
-    assert skipped == {name for name, plan in gpu_check.steps(True).items() if plan.needs_cufile}
-    assert "torch GdsFile" in skipped
-    assert {written["results"][name]["skipped"] for name in skipped} == {REFUSED}
-    assert table.read_text().count("\n") == 2 + len(written["results"])
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["gpu.json", "gpu.md", "summary.md"]
-    said = page.read_text()
-    assert said.count("**may go**") == len(gpu_check.CLAIMS) - 1
-    assert "stays: correctness gds, train, gds" in said
-
-
-def in_turn(gpu_check: Any, monkeypatch: pytest.MonkeyPatch, report: Path) -> list[Any]:
+def in_turn(
+    gpu_check: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    report: Path,
+    cufile: dict[str, Any] | None = None,
+) -> list[Any]:
     """Steps do nothing; what the report has when each begins."""
     seen: list[Any] = []
 
     def run_nothing(name: str, plan: Any, arguments: Any, directory: Path, limit: float) -> Any:
         seen.append(json.loads(report.read_text())["results"] if report.exists() else {})
         if name == "facts":
-            return {"cufile": {"usable": True}}
+            return {"cufile": cufile or {"usable": True}}
         return {"limit": limit}
 
     monkeypatch.setattr(gpu_check, "run_step", run_nothing)
@@ -164,6 +112,35 @@ def test_the_report_is_written_after_each_step(
     seen = in_turn(gpu_check, monkeypatch, report)
     gpu_check.main(["--dir", str(tmp_path), "--size", str(64 * KIB_64), "--json", str(report)])
     assert [len(results) for results in seen] == list(range(len(gpu_check.steps(True))))
+
+
+def test_a_cufile_that_cannot_be_used_is_not_asked_again(
+    gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's GdsFile was, and might hang for minutes."""
+    report = tmp_path / "gpu.json"
+    in_turn(gpu_check, monkeypatch, report, {"usable": False, "driver": "it does not open"})
+    gpu_check.main(["--dir", str(tmp_path), "--size", str(SIZE), "--json", str(report)])
+    results = json.loads(report.read_text())["results"]
+    skipped = {name: each["skipped"] for name, each in results.items() if "skipped" in each}
+    needing = [name for name, plan in gpu_check.steps(True).items() if plan.needs_cufile]
+    assert skipped == dict.fromkeys(needing, "it does not open")
+    assert "torch GdsFile" in skipped
+
+
+def test_the_summary_knows_of_parts_that_ran_before(
+    gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part alone is right about little of what docs say."""
+    in_turn(gpu_check, monkeypatch, tmp_path / "none")
+    reports, page = [tmp_path / f"{part}.json" for part in "AB"], tmp_path / "summary.md"
+    common = ["--dir", str(tmp_path), "--size", str(SIZE), "--summary", str(page)]
+    common += ["--with", *map(str, reports)]
+    gpu_check.main([*common, "--parts", "A", "--json", str(reports[0])])
+    assert "Skipped: nothing" in page.read_text()
+    reports[0].write_text(json.dumps({"results": {"facts": {"kernel": "7"}, "a": {"failed": "b"}}}))
+    gpu_check.main([*common, "--parts", "B", "--json", str(reports[1])])
+    assert "- kernel: 7" in page.read_text() and "- a: b" in page.read_text()
 
 
 def test_what_matters_most_comes_first_and_all_of_it_in_less_than_seven_minutes(

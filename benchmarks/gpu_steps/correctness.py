@@ -375,6 +375,7 @@ def user_streams(step: Step) -> dict[str, Any]:
                     kept = kept[-8:]  # memory goes back to the streams, and comes from them
             check(torch.equal(ours(x).cpu(), wanted), f"with {number + 1} streams")
             checked += 1
+        synchronize(step)  # they were filled by their own streams
         for number, tensor in enumerate(kept, 40 - len(kept)):
             check(bool((tensor.cpu() == number).all()), f"the memory of stream {number}")
     return {"checked": checked + len(kept)}

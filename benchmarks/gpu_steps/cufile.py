@@ -74,6 +74,7 @@ def compat(step: Step, folder: Path | None) -> dict[str, Any]:
     file = step.scratch if folder is None else folder / f"nvmeio-gpu-check-{os.getpid()}"
     nbytes = 4 * common.MIB
     data = expected(nbytes).to(step.device)
+    file.unlink(missing_ok=True)  # another step's may be longer
     try:
         with step.handle(True, allow_compat=True) as handle:
             handle.sync_pwrite(data, file)

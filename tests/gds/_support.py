@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -9,12 +10,14 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import nvmeio
+from nvmeio.engines.cufile import driver, engine
 from nvmeio.engines.cufile import library as library_module
 
 PAGE = 4096
@@ -64,6 +67,30 @@ class FakeCuFile:
         """Transfers: base, size, file offset, buffer offset."""
         raw = (_Noted * 256).in_dll(self._library, "noted")
         return [(n.base, n.size, n.file_offset, n.buffer_offset) for n in raw[: self.calls]]
+
+
+@contextlib.contextmanager
+def fake_cufile(library: Path, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[FakeCuFile]:
+    """A libcufile of its own (a copied file has its own variables), and a driver.
+
+    Args:
+        library: fakes/fake_cufile.c, compiled.
+        folder: Where the copy goes.
+        patch: Undoes it.
+    """
+    path = Path(shutil.copy(library, folder / "fake_cufile.so"))
+    modules = folder / "modules"
+    modules.touch()
+    patch.setenv("NVMEIO_CUFILE", str(path))
+    patch.setattr(driver, "MODULES", modules)
+    patch.setattr(driver, "NVIDIA_FS", folder / "no-nvidia-fs")
+    patch.setattr(engine, "DRIVER", driver._Driver())
+    made = FakeCuFile(path)
+    yield made
+    made.hold = made.open_hold = made.close_hold = 0
+
+
+ON_NVME = 1 << 4  # of the driver's status, and of its features: P2PDMA
 
 
 @functools.cache

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from fake_device import FakeDevice, fake_device
-from gds._support import FakeCuFile, compiled
+from gds._support import FakeCuFile, compiled, fake_cufile
 
 import nvmeio
-from nvmeio.engines.cufile import driver, engine
-from nvmeio.engines.cufile import driver as driver_module
 
 
 @pytest.fixture(scope="session")
@@ -31,17 +28,9 @@ def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fake(
     fake_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FakeCuFile]:
-    """A libcufile of this test's own (a copied file has its own variables), and a driver."""
-    path = Path(shutil.copy(fake_library, tmp_path / "fake_cufile.so"))
-    modules = tmp_path / "modules"
-    modules.touch()
-    monkeypatch.setenv("NVMEIO_CUFILE", str(path))
-    monkeypatch.setattr(driver_module, "MODULES", modules)
-    monkeypatch.setattr(driver_module, "NVIDIA_FS", tmp_path / "no-nvidia-fs")
-    monkeypatch.setattr(engine, "DRIVER", driver._Driver())
-    made = FakeCuFile(path)
-    yield made
-    made.hold = made.open_hold = made.close_hold = 0
+    """A libcufile of this test's own."""
+    with fake_cufile(fake_library, tmp_path, monkeypatch) as made:
+        yield made
 
 
 @pytest.fixture

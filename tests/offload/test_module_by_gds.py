@@ -9,17 +9,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_accelerator import EVERY_PACE, Accelerator, Pace, accelerator
-from gds._support import FakeCuFile, compiled
+from gds._support import ON_NVME, FakeCuFile, compiled, fake_cufile
 from support import spin_until
 from test_module_on_device import (
     LARGEST,
@@ -35,12 +34,9 @@ from test_training_on_device import train
 
 import nvmeio
 from nvmeio._residency.reader import Fill
-from nvmeio.engines.cufile import driver, engine, library
-from nvmeio.engines.cufile import driver as driver_module
+from nvmeio.engines.cufile import library
 from nvmeio.offload import SwappedModule, SwappedOptimizer, offload
 from nvmeio.offload._module import param_store as direct_module
-
-_ON_NVME = 1 << 4  # of the driver's status, and of its features: P2PDMA
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +49,9 @@ def cufile(
     fake_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FakeCuFile]:
     """A libcufile that reaches drives without host memory; others are for it to become."""
-    path = Path(shutil.copy(fake_library, tmp_path / "fake_cufile.so"))
-    modules = tmp_path / "modules"
-    modules.touch()
-    monkeypatch.setenv("NVMEIO_CUFILE", str(path))
-    monkeypatch.setattr(driver_module, "MODULES", modules)
-    monkeypatch.setattr(driver_module, "NVIDIA_FS", tmp_path / "no-nvidia-fs")
-    monkeypatch.setattr(engine, "DRIVER", driver._Driver())
-    made = FakeCuFile(path)
-    made.dstatus = made.fflags = _ON_NVME
-    yield made
-    made.hold = 0
+    with fake_cufile(fake_library, tmp_path, monkeypatch) as made:
+        made.dstatus = made.fflags = ON_NVME
+        yield made
 
 
 @contextlib.contextmanager
@@ -71,16 +59,7 @@ def device(
     patch: pytest.MonkeyPatch, compute: Pace = Pace.LAZY, copies: Pace = Pace.LAZY
 ) -> Iterator[Accelerator]:
     """An accelerator whose memory cuFile reaches."""
-    read, write = library.Library.read, library.Library.write
     with patch.context() as mine, accelerator(mine, compute, copies) as cuda:
-        for name, move in (("read", read), ("write", write)):
-
-            def reach(
-                self: Any, handle: Any, base: int, *rest: int, move: Callable[..., int] = move
-            ) -> int:
-                return move(self, handle, cuda.reached(base), *rest)
-
-            mine.setattr(library.Library, name, reach)
         yield cuda
 
 
@@ -158,6 +137,8 @@ def test_a_read_that_does_not_wait_for_computing_shows(
                 torch.equal(cuda.value(mine), theirs)
                 for mine, theirs in zip(found, losses, strict=True)
             )
+        told = cuda.forgive()
+        assert told and all("write by cuFile" in each for each in told)
 
 
 def test_compat_mode_takes_the_way_through_host_memory(

@@ -1,0 +1,105 @@
+"""Tensors of the stand-in's memory say that they are a CUDA device's, and are made and moved there.
+
+Torch believes that they are the CPU's: it is what asks them in Python that is answered otherwise
+(`device`, `is_cuda`, `is_cpu`), so code that decides by these goes the way it goes for a device.
+`to`, `cpu` and `cuda` move, and what makes a tensor on "cuda" makes it there (`fake_kernels`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+
+def tell_device(patch: pytest.MonkeyPatch, cuda: Any) -> None:
+    """From now on; `cuda` is the stand-in."""
+    base, tensors = torch._C.TensorBase, torch.Tensor
+    own = {name: vars(base)[name] for name in ("device", "is_cuda", "is_cpu", "get_device")}
+    own_to, own_tensor, own_as_tensor = tensors.to, torch.tensor, torch.as_tensor
+    own_place = vars(torch._C.StorageBase)["device"]
+
+    def device(tensor: torch.Tensor) -> torch.device:
+        found: torch.device = own["device"].__get__(tensor)
+        return cuda.place(tensor) if found.type == "cpu" and cuda.has(tensor) else found
+
+    def to(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        copies = options.pop("copy", False)
+        where: torch.device | None
+        if args and isinstance(args[0], torch.Tensor):
+            where, dtype, rest = device(args[0]), args[0].dtype, args[1:]
+            waits_not = rest[0] if rest else options.get("non_blocking", False)
+            memory_format = options.get("memory_format")
+        else:
+            parsed: Any = torch._C._nn._parse_to(*args, **options)
+            where, dtype, waits_not, memory_format = parsed
+        here = device(tensor)
+        dtype = dtype or tensor.dtype
+        where = here if where is None else where
+        if where.type == "cuda":
+            where = torch.device("cuda", cuda.index_of(where))
+        if where == here or "cuda" not in (where.type, here.type):
+            kept = {"memory_format": memory_format} if memory_format is not None else {}
+            given = {} if where == here else {"device": where}
+            return own_to(tensor, **given, dtype=dtype, copy=copies, **kept)
+        made = torch.empty_like(
+            tensor, device="meta", dtype=dtype, memory_format=torch.preserve_format
+        )
+        if where.type == "cpu":
+            there = torch.empty_strided(made.shape, made.stride(), dtype=dtype)
+        else:
+            with cuda.device(where):
+                there = cuda.like(made)
+        return there.copy_(tensor, non_blocking=waits_not) if tensor.numel() else there
+
+    def to_cuda(tensor: torch.Tensor, device: Any = None, **options: Any) -> torch.Tensor:
+        return to(tensor, torch.device("cuda", cuda.index_of(device)), **options)
+
+    def made_there(make: Any) -> Any:
+        def made(data: Any, *args: Any, device: Any = None, **options: Any) -> torch.Tensor:
+            if device is None or torch.device(device).type != "cuda":
+                if device is not None:
+                    options["device"] = device
+                return make(data, *args, **options)
+            needs = options.pop("requires_grad", False)
+            there = to(make(data, *args, **options), torch.device(device))
+            return there.requires_grad_(needs)
+
+        return made
+
+    def place(storage: torch.UntypedStorage) -> torch.device:
+        found: torch.device = own_place.__get__(storage)
+        there = found.type == "cpu" and cuda.is_inside(storage.data_ptr())
+        return cuda.place_at(storage.data_ptr()) if there else found
+
+    def storage_to(storage: torch.UntypedStorage, device: Any, **options: Any) -> Any:
+        where = torch.device(device)
+        if where.type == place(storage).type:
+            return storage
+        flat = torch.tensor([], dtype=torch.uint8).set_(storage)
+        return to(flat, where).untyped_storage()
+
+    def index_of(device: Any, optional: bool = False, allow_cpu: bool = False) -> int:
+        return int(cuda.index_of(device))
+
+    patch.setattr(tensors, "device", property(device))
+    patch.setattr(tensors, "is_cuda", property(lambda t: cuda.has(t) or own["is_cuda"].__get__(t)))
+    patch.setattr(
+        tensors, "is_cpu", property(lambda t: own["is_cpu"].__get__(t) and not cuda.has(t))
+    )
+    patch.setattr(
+        tensors, "get_device", lambda t: device(t).index if cuda.has(t) else own["get_device"](t)
+    )
+    patch.setattr(tensors, "to", to)
+    patch.setattr(tensors, "cpu", lambda t, **options: to(t, "cpu", **options))
+    patch.setattr(tensors, "cuda", to_cuda)
+    patch.setattr(torch, "tensor", made_there(own_tensor))
+    patch.setattr(torch, "as_tensor", made_there(own_as_tensor))
+    patch.setattr(torch.UntypedStorage, "device", property(place))
+    patch.setattr(torch.UntypedStorage, "is_cuda", property(lambda s: place(s).type == "cuda"))
+    patch.setattr(torch.UntypedStorage, "to", storage_to)
+    patch.setattr(torch.UntypedStorage, "cpu", lambda s: storage_to(s, "cpu"))
+    patch.setattr(torch.UntypedStorage, "cuda", lambda s: storage_to(s, "cuda"))
+    patch.setattr(torch.cuda._utils, "_get_device_index", index_of)
+    patch.setattr(torch.cuda, "_lazy_init", lambda: None)
