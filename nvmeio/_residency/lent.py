@@ -24,20 +24,8 @@ from nvmeio.pool import Lease, PinnedPool
 Unit = TypeVar("Unit", bound=Hashable)
 
 
-class LentSlot(Slot[Unit]):
-    """Memory that is free with the last tensor over `memory`.
-
-    `host` has the same bytes and counts for nothing: for reads, whose own references may last a
-    moment longer than they do.
-    """
-
-    def __init__(self, unit: Unit, memory: torch.Tensor, host: torch.Tensor) -> None:
-        super().__init__(unit, host)
-        self.memory: torch.Tensor | None = memory  # None: the slot has given up its share
-
-
 class LentPool:
-    """A `PinnedPool` whose leases are storages.
+    """A `PinnedPool` whose leases are storages: free with the last tensor over `Slot.memory`.
 
     One thread takes, or several in turn.
 
@@ -52,7 +40,7 @@ class LentPool:
         self._out: dict[int, tuple[weakref.ref[Any], Lease | None, int]] = {}
         self._apart_bytes = 0
 
-    def take(self, unit: Unit, nbytes: int) -> LentSlot[Unit] | None:
+    def take(self, unit: Unit, nbytes: int) -> Slot[Unit] | None:
         """Memory for a unit, page-aligned; None where it is not free now."""
         self._take_back()
         if self._apart_bytes and self.in_use_bytes + nbytes > self.budget_bytes:
@@ -62,7 +50,7 @@ class LentPool:
             return None
         return self._lend(unit, lent, lease)
 
-    def take_apart(self, unit: Unit, nbytes: int) -> LentSlot[Unit] | None:
+    def take_apart(self, unit: Unit, nbytes: int) -> Slot[Unit] | None:
         """Memory outside of the pool for a unit that finds its free bytes in pieces.
 
         It counts as the pool's; None where too few bytes are free, in pieces or not.
@@ -73,12 +61,12 @@ class LentPool:
         self._apart_bytes += nbytes
         return self._lend(unit, lent, None)
 
-    def _lend(self, unit: Unit, lent: torch.Tensor, lease: Lease | None) -> LentSlot[Unit]:
+    def _lend(self, unit: Unit, lent: torch.Tensor, lease: Lease | None) -> Slot[Unit]:
         room = memory_at(lent.data_ptr(), lent.nbytes, lent)
         # The arena stays mapped for as long as the storage lives, whatever is closed
         mark = weakref.ref(room, self._ended.put)
         self._out[id(mark)] = mark, lease, lent.nbytes
-        return LentSlot(unit, torch.frombuffer(room, dtype=torch.uint8), lent)
+        return Slot(unit, lent, torch.frombuffer(room, dtype=torch.uint8))
 
     def _take_back(self) -> None:
         while not self._ended.empty():

@@ -16,25 +16,30 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator
 from functools import partial
 from itertools import takewhile
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvmeio._memory import devices
 from nvmeio._memory.devices import Mark
-from nvmeio._residency.lent import LentSlot
 from nvmeio._residency.order import Limited, Order
 from nvmeio._residency.reader import Fill, Reader, Reads
 from nvmeio._residency.window import Keeper, Slot, Window
 from nvmeio.files import File
 from nvmeio.operation import Operation
 
-Unit = TypeVar("Unit", bound=Hashable)
+
+class SizedUnit(Hashable, Protocol):
+    """A unit that says how many bytes it takes."""
+
+    nbytes: int
+
+
+Unit = TypeVar("Unit", bound=SizedUnit)
 _AHEAD = 2
 
 
@@ -42,14 +47,12 @@ class DeviceSlot(Slot[Unit]):
     """A unit's memory on a device.
 
     Attributes:
-        memory: Its bytes, for as long as the slot has them.
         copied: When they are there, for streams of the device; None before the copy was begun.
         streams: That were let at them.
     """
 
     def __init__(self, unit: Unit, memory: torch.Tensor) -> None:
-        super().__init__(unit, memory.new_empty(0))
-        self.memory: torch.Tensor | None = memory
+        super().__init__(unit, memory.new_empty(0), memory)
         self.copied: Mark | None = None
         self.streams: list[Any] = []
 
@@ -166,34 +169,15 @@ class DevicePool:
         return sum(nbytes for _, nbytes in self._lent)
 
 
-@dataclass(frozen=True)
-class DeviceUnits(Generic[Unit]):
-    """What a window on a device asks of its units.
-
-    Attributes:
-        nbytes_of: How long one is.
-        bind: Lays parameters over a slot's memory.
-        unbind: Lets them show nothing again.
-        fill: Brings the bytes of one; of a window above another, that does.
-        explain: What is raised for one that failed.
-    """
-
-    nbytes_of: Callable[[Unit], int]
-    bind: Callable[[DeviceSlot[Unit]], None]
-    unbind: Callable[[DeviceSlot[Unit]], None]
-    fill: Callable[[DeviceSlot[Unit]], Fill]
-    explain: Callable[[DeviceSlot[Unit], BaseException], BaseException]
-
-
 class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
-    """Keeps units on a device."""
+    """Keeps the units of another keeper, in memory of a device."""
 
-    def __init__(self, pool: DevicePool, units: DeviceUnits[Unit]) -> None:
+    def __init__(self, pool: DevicePool, units: Keeper[Unit, Slot[Unit]]) -> None:
         self._pool = pool
         self._units = units
 
     def fill(self, slot: DeviceSlot[Unit]) -> Fill:
-        """As the units say, like `explain`, `bind` and `unbind`."""
+        """As the other says, like `explain`, `bind` and `unbind`."""
         return self._units.fill(slot)
 
     def explain(self, slot: DeviceSlot[Unit], error: BaseException) -> BaseException:
@@ -207,7 +191,7 @@ class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
 
     def take(self, unit: Unit) -> DeviceSlot[Unit] | None:
         """Memory of the budget."""
-        memory = self._pool.take(self._units.nbytes_of(unit))
+        memory = self._pool.take(unit.nbytes)
         return None if memory is None else DeviceSlot(unit, memory)
 
     def take_anyway(self, unit: Unit) -> DeviceSlot[Unit]:
@@ -217,7 +201,7 @@ class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
         slot = self.take(unit)
         if slot is not None:
             return slot
-        nbytes, pool = self._units.nbytes_of(unit), self._pool
+        nbytes, pool = unit.nbytes, self._pool
         if pool.refused is not None:
             raise MemoryError(
                 f"{pool.device} has no {nbytes} bytes for one more part, and device_bytes="
@@ -230,18 +214,14 @@ class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
             "tensors over parameters: raise device_bytes, or checkpoint smaller regions"
         )
 
-    def rest(self, slot: DeviceSlot[Unit]) -> bool:
-        """It stays until its room is needed."""
-        return False
-
     def give_back(self, slot: DeviceSlot[Unit]) -> None:
         """With the last tensor over it, if there is one."""
         fill = slot.fill
-        if slot.memory is not None and fill is not None and fill.on_device and not fill.whole:
+        if fill is not None and fill.on_device and not fill.whole:
             self._pool.forget(slot.memory)
         if slot.copied is not None and not slot.streams:
             self._pool.before_compute(slot.copied)  # in the memory's next user, maybe
-        slot.memory = None
+        super().give_back(slot)
 
 
 class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
@@ -261,7 +241,7 @@ class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
         reader: Reader,
         pool: DevicePool,
         order: Order[Unit],
-        units: DeviceUnits[Unit],
+        units: Keeper[Unit, Slot[Unit]],
         ahead_units: int,
         ahead_bytes: int = 0,
     ) -> None:
@@ -269,15 +249,20 @@ class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
         self._pool = pool
 
     def let_compute(self, slots: Iterable[DeviceSlot[Unit]], stream: Any) -> None:
-        """What a stream is asked from now on finds the bytes there. From any thread."""
+        """See `Window.let_compute`."""
         self._pool.used_by(stream)
         for slot in slots:
-            memory = slot.memory
-            if memory is not None and stream not in slot.streams:
+            memory = slot.memory  # which may go meanwhile
+            if memory.nbytes and stream not in slot.streams:
                 slot.streams.append(stream)
                 devices.record_use(memory, stream)
             if slot.copied is not None:
                 devices.come_after(stream, slot.copied)
+
+    def to_write(self, slot: DeviceSlot[Unit], stream: Any) -> torch.Tensor:
+        """See `Window.to_write`."""
+        devices.asked_of(stream).wait()
+        return slot.memory
 
     def close(self) -> None:
         """Let everything go, and wait until nothing is under way."""
@@ -299,22 +284,17 @@ class WindowAbove(DeviceWindow[Unit]):
 
     def __init__(
         self,
-        below: Window[Unit, LentSlot[Unit]],
+        below: Window[Unit, Slot[Unit]],
         pool: DevicePool,
         order: Order[Unit],
-        units: DeviceUnits[Unit],
+        units: Keeper[Unit, Slot[Unit]],
     ) -> None:
-        units = replace(units, fill=self._fill)
         limited = Limited(order, self._arrived_below)
         super().__init__(below.reader, pool, limited, units, _AHEAD)
         self._below = below
 
     def _arrived_below(self, upcoming: Iterator[Unit]) -> Iterator[Unit]:
-        return takewhile(lambda unit: self.has(unit) or self._below.arrived(unit), upcoming)
-
-    def has(self, unit: Unit) -> bool:
-        """Whether it is on the device, or its copy was begun. From any thread."""
-        return unit in self._slots
+        return takewhile(lambda unit: self.slot(unit) or self._below.arrived(unit), upcoming)
 
     def need(self, unit: Unit, computing: bool = True, backward: bool = False) -> DeviceSlot[Unit]:
         """See `Window.need`; `let_compute` says when it may be used."""
@@ -333,16 +313,22 @@ class WindowAbove(DeviceWindow[Unit]):
         below = self._below.need(slot.unit, computing=False).memory
         return Fill((), finished=partial(self._copy, slot, below))
 
-    def _copy(self, slot: DeviceSlot[Unit], below: torch.Tensor | None) -> None:
-        assert slot.memory is not None and below is not None
+    def _copy(self, slot: DeviceSlot[Unit], below: torch.Tensor) -> None:
         slot.copied = self._pool.upload(slot.memory, below)
 
-    def copy_again(self, slot: DeviceSlot[Unit]) -> None:
+    def read_now(self, slot: DeviceSlot[Unit]) -> int:
         """Have the bytes of the window below, which are others now, in the same memory."""
         self._pool.after_compute()
-        self._copy(slot, self._below.need(slot.unit, computing=False).memory)
-        assert slot.copied is not None
-        self._pool.before_compute(slot.copied)  # in a pass that goes on, nobody asks for it again
+        mark = self._pool.upload(slot.memory, self._below.need(slot.unit, computing=False).memory)
+        slot.copied = mark
+        self._pool.before_compute(mark)  # in a pass that goes on, nobody asks for it again
+        return 0
+
+    def to_write(self, slot: DeviceSlot[Unit], stream: Any) -> torch.Tensor:
+        """See `Window.to_write`: copied into the window below."""
+        host = self._below.need(slot.unit, computing=False).host
+        self._pool.download(host, slot.memory, stream)
+        return host
 
 
 class OrderedReads:

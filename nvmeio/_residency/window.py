@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import time
 from collections.abc import Hashable, Iterable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -30,15 +30,18 @@ class Slot(Generic[Unit]):
 
     Attributes:
         unit: Which one.
-        host: Its bytes, or, where they go on to a device, their way in.
+        host: Its bytes, or, where they go on to a device, their way in. Counts for nothing: for
+            reads, whose own references may last a moment longer than they do.
+        memory: Its bytes where they are computed with; none of them once they were given back.
         fill: The reads that are under way; None when they are done and checked.
         holds: How many hold it.
         bound: Whether its parameters lie over it.
     """
 
-    def __init__(self, unit: Unit, host: torch.Tensor) -> None:
+    def __init__(self, unit: Unit, host: torch.Tensor, memory: torch.Tensor) -> None:
         self.unit = unit
         self.host = host
+        self.memory = memory
         self.fill: Fill | None = None
         self.holds = 0
         self.bound = False
@@ -76,12 +79,12 @@ class Keeper(abc.ABC, Generic[Unit, SomeSlot]):
         """Let them show nothing again."""
 
     def rest(self, slot: SomeSlot) -> bool:
-        """Nobody holds it any more: whether it goes now. May unbind."""
+        """Nobody holds it any more, and its order lets it go: whether it does. May unbind."""
         return True
 
-    @abc.abstractmethod
     def give_back(self, slot: SomeSlot) -> None:
-        """Its memory is not used any more."""
+        """Its memory is not used any more but by tensors over it, with which it goes."""
+        slot.memory = slot.memory.new_empty(0)
 
 
 class Window(Generic[Unit, SomeSlot]):
@@ -163,8 +166,15 @@ class Window(Generic[Unit, SomeSlot]):
         """One that held these is done."""
         for slot in slots:
             slot.holds -= 1
-            if not slot.holds and self._slots.get(slot.unit) is slot and self._keeper.rest(slot):
-                self.drop(slot.unit)
+            if not slot.holds and self._slots.get(slot.unit) is slot:
+                self._rest(slot)
+
+    def _rest(self, slot: SomeSlot) -> bool:
+        """Drop what does not stay after its use; whether it was."""
+        if self._order.stays or not self._keeper.rest(slot):
+            return False
+        self.drop(slot.unit)
+        return True
 
     def blank(self, unit: Unit) -> SomeSlot:
         """Memory for a unit whose bytes are about to be made, bound."""
@@ -193,6 +203,13 @@ class Window(Generic[Unit, SomeSlot]):
             return None
         fill = slot.fill
         return slot if slot.bound or (fill is not None and fill.whole) else None
+
+    def let_compute(self, slots: Iterable[SomeSlot], stream: Any) -> None:
+        """What a stream is asked from now on finds the bytes there. From any thread."""
+
+    def to_write(self, slot: SomeSlot, stream: Any) -> torch.Tensor:
+        """Its bytes as a stream has left them, where they can be written from."""
+        return slot.host
 
     def note(self, unit: Unit, backward: bool = False) -> None:
         """A unit is used that was found by `arrived`; what comes next is begun."""
@@ -232,41 +249,58 @@ class Window(Generic[Unit, SomeSlot]):
                 self.mispredicted += 1
         else:
             return
-        if self._order.stays:
-            return
         for each in passed:
             found = self._slots.get(each)
-            if found is not None and not found.holds and self._keeper.rest(found):
-                self.dropped += 1
-                self.drop(each)
+            if found is not None and not found.holds:
+                self.dropped += self._rest(found)
 
     def _begin(self, unit: Unit, slot: SomeSlot) -> SomeSlot:
         self._slots[unit] = slot
         with on_error(self.drop, unit):
-            slot.fill = self._keeper.fill(slot)
+            slot.fill = self._fill(slot)
             self.reader.submit(slot.fill)
         self.units_read += 1
         self.bytes_read += slot.fill.nbytes
         return slot
 
+    def _fill(self, slot: SomeSlot) -> Fill:
+        return self._keeper.fill(slot)
+
     def _arrive(self, slot: SomeSlot) -> None:
-        fill = slot.fill
-        if fill is not None:
+        if slot.fill is not None:
             began = time.perf_counter()
-            self.reader.wait(fill)
+            self.reader.wait(slot.fill)
             self.waited_s += time.perf_counter() - began
             with on_error(self.drop, slot.unit):
-                if fill.error is not None:
-                    error = self._keeper.explain(slot, fill.error)
-                    if error is not fill.error:
-                        error.__cause__ = fill.error
-                    raise error
-                if not fill.whole:
-                    raise ClosedError("the reads were stopped: whoever they are for is closed")
-                self._keeper.check(slot)
-            slot.fill = None
+                self._check(slot)
         if not slot.bound:
             self._bind(slot)
+
+    def _check(self, slot: SomeSlot) -> None:
+        """Its reads have ended: raise if it must not be used."""
+        fill = slot.fill
+        assert fill is not None
+        if fill.error is not None:
+            error = self._keeper.explain(slot, fill.error)
+            if error is not fill.error:
+                error.__cause__ = fill.error
+            raise error
+        if not fill.whole:
+            raise ClosedError("the reads were stopped: whoever they are for is closed")
+        self._keeper.check(slot)
+        slot.fill = None
+
+    def read_now(self, slot: SomeSlot) -> int:
+        """Read into a slot past the order: one that is held, or that no window has.
+
+        Returns:
+            How many bytes.
+        """
+        slot.fill = fill = self._fill(slot)
+        self.reader.submit(fill)
+        self.reader.wait(fill)
+        self._check(slot)
+        return fill.nbytes
 
     def _bind(self, slot: SomeSlot) -> None:
         slot.bound = True

@@ -29,10 +29,10 @@ from nvmeio._formats.safetensors_set import header_of
 from nvmeio._io.handles import new_handle
 from nvmeio._memory.mappings import Mapping as MemoryMapping
 from nvmeio._pages import PAGE_BYTES, round_down, round_up
-from nvmeio._residency.lent import LentPool, LentSlot
+from nvmeio._residency.lent import LentPool
 from nvmeio._residency.order import Cyclic
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
-from nvmeio._residency.window import Keeper, Window
+from nvmeio._residency.window import Keeper, Slot, Window
 from nvmeio._storage.guarded import INDEX_BYTES, Unchanged, read_small
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.owner import OwnerThread
@@ -59,7 +59,7 @@ class _Place(NamedTuple):
     dtype: torch.dtype
 
 
-class _Reading(Keeper[str, LentSlot[str]]):
+class _Reading(Keeper[str, Slot[str]]):
     """Tensors on their way through a window; called by the thread that owns it.
 
     Args:
@@ -73,7 +73,7 @@ class _Reading(Keeper[str, LentSlot[str]]):
         self._unchanged = {place.file.path: Unchanged(place.file) for place in places.values()}
         self._pool = LentPool(budget_bytes)
         self._reader = Reader(handle)
-        self.window: Window[str, LentSlot[str]] = Window(self._reader, self, Cyclic(list(places)))
+        self.window: Window[str, Slot[str]] = Window(self._reader, self, Cyclic(list(places)))
 
     def get(self, name: str) -> torch.Tensor:
         """A tensor as it is stored, whose memory ends with it."""
@@ -82,7 +82,6 @@ class _Reading(Keeper[str, LentSlot[str]]):
             slot = self.window.need(name)
         place = self._places[name]
         memory = slot.memory
-        assert memory is not None
         self.window.drop(name)  # the tensor alone has it
         if not place.nbytes:
             return torch.empty(place.shape, dtype=place.stored)
@@ -100,17 +99,17 @@ class _Reading(Keeper[str, LentSlot[str]]):
 
     # What the window asks for
 
-    def take(self, unit: str) -> LentSlot[str] | None:
+    def take(self, unit: str) -> Slot[str] | None:
         """Pages of the window."""
         return self._pool.take(unit, _pages(self._places[unit]))
 
-    def take_anyway(self, unit: str) -> LentSlot[str]:
+    def take_anyway(self, unit: str) -> Slot[str]:
         """All of the window is in use: memory of its own."""
         nbytes = _pages(self._places[unit])
         memory = MemoryMapping(nbytes).tensor(0, (nbytes,), torch.uint8)
-        return LentSlot(unit, memory, memory)
+        return Slot(unit, memory, memory)
 
-    def fill(self, slot: LentSlot[str]) -> Fill:
+    def fill(self, slot: Slot[str]) -> Fill:
         """One read, of whole pages."""
         place = self._places[slot.unit]
         start = round_down(place.offset, PAGE_BYTES)
@@ -119,19 +118,15 @@ class _Reading(Keeper[str, LentSlot[str]]):
             [WantedBytes(place.file, start, slot.host[: end - start], 0)] * bool(place.nbytes)
         )
 
-    def check(self, slot: LentSlot[str]) -> None:
+    def check(self, slot: Slot[str]) -> None:
         """Raise if the file was written to."""
         self._unchanged[self._places[slot.unit].file.path].check(f"weight {slot.unit!r}")
 
-    def explain(self, slot: LentSlot[str], error: BaseException) -> BaseException:
+    def explain(self, slot: Slot[str], error: BaseException) -> BaseException:
         """The error with the name of the tensor."""
         if isinstance(error, TransferError):
             return with_context(error, f"weight {slot.unit!r}")
         return error
-
-    def give_back(self, slot: LentSlot[str]) -> None:
-        """Let go of the pages, which go back with the tensor, if there is one."""
-        slot.memory = None
 
 
 class NvmeWeights(Mapping[str, torch.Tensor]):

@@ -19,7 +19,7 @@ import torch
 from inference._models import gpt2, llama, loaded, mixtral, prompt, saved
 
 from nvmeio.errors import ClosedError
-from nvmeio.inference._stream.weights import Weights
+from nvmeio.inference._stream.uses import Uses
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -265,14 +265,14 @@ def test_what_is_looked_at_is_read_and_goes(base: Make, monkeypatch: pytest.Monk
     alive: list[Any] = []
     most = 0
 
-    def counted(*args: Any, real: Any = Weights.read_alone) -> Any:
+    def counted(*args: Any, real: Any = Uses.weight) -> Any:
         nonlocal most
         weight = real(*args)
         alive.append(weakref.ref(weight.untyped_storage()))
         most = max(most, sum(ref() is not None for ref in alive))
         return weight
 
-    monkeypatch.setattr(Weights, "read_alone", counted)
+    monkeypatch.setattr(Uses, "weight", counted)
     _, streamed = base()
     model = streamed()
     before = model.weight_stream.stats.bytes_read

@@ -23,7 +23,8 @@ class Units(Keeper[int, Slot[int]]):
         self.bound: list[int] = []
 
     def take(self, unit: int) -> Slot[int]:
-        return Slot(unit, nvmeio.empty_aligned(64 << 10, dtype=torch.uint8))
+        memory = nvmeio.empty_aligned(64 << 10, dtype=torch.uint8)
+        return Slot(unit, memory, memory)
 
     take_anyway = take
 

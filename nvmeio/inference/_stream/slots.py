@@ -54,9 +54,8 @@ class WeightSlot(window.Slot[Unit]):
     def __init__(
         self, unit: Unit, lease: Lease | None, host: torch.Tensor, memory: torch.Tensor
     ) -> None:
-        super().__init__(unit, host)
+        super().__init__(unit, host, memory)
         self.lease = lease
-        self.memory = memory
         self.files: set[int] = set()
         self.experts = bytearray(unit.experts.number if unit.experts else 0)
         self.event: Mark | None = None  # on a GPU, once all copies were begun: when they are made
@@ -207,7 +206,7 @@ class SlotPools:
             nbytes = unit.layout.nbytes
             # In like parts of the largest: layers whose sizes differ by pages leave no odd pieces.
             lent = self._lent.take(unit, self._largest // (self._largest // nbytes))
-            if lent is None or lent.memory is None:
+            if lent is None:
                 return None
             return WeightSlot(unit, None, lent.host[:nbytes], lent.memory[:nbytes])
         pool = self._resident if stays else self._window

@@ -19,6 +19,7 @@ from nvmeio._threads.closing import on_error
 from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio.errors import ClosedError
 from nvmeio.inference._plan.units import Partition, Unit
+from nvmeio.inference._stream.packed_weights import Packed
 from nvmeio.inference._stream.slots import WeightSlot
 from nvmeio.inference._stream.stand_ins import check, check_frozen, install, shows, uninstall
 from nvmeio.inference._stream.turns import CLOSED, Turns, Waiting
@@ -92,17 +93,11 @@ class Uses:
         """Bring what is always there."""
         if not self._fixed.weights:
             return
-        memory, reader = self.resources.memory, self.resources.reader
+        memory = self.resources.memory
         slot = memory.take(self._fixed, True)
         if slot is None:
             raise RuntimeError(f"no slot for {self._fixed!r}")
-        slot.fill = self._keeper.fill(slot)
-        reader.submit(slot.fill)
-        reader.wait(slot.fill)
-        if slot.fill.error is not None:
-            raise self._keeper.explain(slot, slot.fill.error) from slot.fill.error
-        slot.fill = None
-        self._keeper.check(slot)
+        self._window.read_now(slot)
         stream = devices.stream_here(memory.device)
         with devices.on_stream(stream):
             memory.ready(slot)
@@ -313,13 +308,21 @@ class Uses:
         """A copy of one weight. What stays is brought, and not read again."""
         if self.turns.closed:
             raise ClosedError(CLOSED)
+        memory = self.resources.memory
         with devices.on_stream(cuda_stream):
-            shown = None
+            alone = self._keeper.alone(unit, number)
             if unit.resident and unit.experts is None and not unit.converted_bytes:
                 slot = self._window.need(unit, computing=False)
-                self.resources.memory.ready(slot)
+                memory.ready(slot)
                 shown = slot.tensors[number]
-            return self._keeper.read_alone(unit, number, shown)
+                copy: torch.Tensor = memory.tensors(alone, keep=True)[0]
+                return copy.copy_(shown.widened() if isinstance(shown, Packed) else shown)
+            self._keeper.beside_bytes += self._window.read_now(alone)
+            if alone.event is not None:
+                alone.event.wait()  # its host memory goes
+            memory.ready(alone)
+            copy = memory.tensors(alone, keep=True)[0]
+            return copy
 
     def need_experts(self, unit: Unit, hit: Sequence[int], cuda_stream: Any) -> None:
         """Have those experts of the unit in use in place."""

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -23,7 +23,6 @@ from nvmeio.handle import AioHandle
 from nvmeio.inference._plan.slot_layout import FileExtent, Read
 from nvmeio.inference._plan.units import Unit
 from nvmeio.inference._ranks.rank_reader import RankReader, SharedFill
-from nvmeio.inference._stream.packed_weights import Packed
 from nvmeio.inference._stream.slots import SlotPools, WeightSlot
 from nvmeio.inference._stream.stand_ins import check_frozen, install, names_in, uninstall
 from nvmeio.operation import Operation
@@ -139,12 +138,7 @@ class Weights(Keeper[Unit, WeightSlot]):
             self.places[slot.work.untyped_storage().data_ptr()] = (slot.unit, True)
 
     def rest(self, slot: WeightSlot) -> bool:
-        """What streams goes. What stays remains in place, unless it is in room that all share.
-
-        Where backward comes, all stays until there is need of its room.
-        """
-        if self._trainable:
-            return False
+        """What streams goes. What stays remains in place, unless it is in room that all share."""
         if slot.bound and not self.settled(slot):
             slot.bound = False
             self.unbind(slot)
@@ -217,8 +211,8 @@ class Weights(Keeper[Unit, WeightSlot]):
             self._memory.copied(slot, read)
         self.beside_bytes += sum(read.end - read.start for read in reads)
 
-    def read_alone(self, unit: Unit, number: int, shown: Any) -> torch.Tensor:
-        """A copy of a weight, in memory of its own that lasts as long as it.
+    def alone(self, unit: Unit, number: int) -> WeightSlot:
+        """A slot for a copy of one weight, in memory of its own that lasts as long as it.
 
         It lies at the same offset in its page as in the window: kernels give other last bits at
         others.
@@ -226,32 +220,11 @@ class Weights(Keeper[Unit, WeightSlot]):
         Args:
             unit: Whose weight it is.
             number: Of its weights.
-            shown: The weight, where it is in memory; None reads it.
         """
-        memory = self._memory
         alone = Unit(unit.name)
         alone.weights = [unit.weights[number]._replace(compute=None)]
         alone.plan(self._checkpoint, unit.own_alignment)
-        slot = memory.apart(alone)
-        if shown is not None:
-            room: torch.Tensor = memory.tensors(slot, keep=True)[0]
-            return room.copy_(shown.widened() if isinstance(shown, Packed) else shown)
-        fill = memory.fill(slot, alone.layout.reads, self._checkpoint.files)
-        self._resources.reader.submit(fill)
-        self._resources.reader.wait(fill)
-        what = f"weight {alone.weights[0].name!r} of {unit.name}"
-        if isinstance(fill.error, TransferError):
-            raise with_context(fill.error, what) from fill.error
-        if fill.error is not None:
-            raise fill.error
-        for index in slot.files:
-            self._checkpoint.check(index, what)
-        if slot.event is not None:
-            slot.event.wait()  # its host memory goes
-        memory.ready(slot)
-        copy: torch.Tensor = memory.tensors(slot, keep=True)[0]
-        self.beside_bytes += fill.nbytes
-        return copy
+        return self._memory.apart(alone)
 
 
 class EmbeddingRows:

@@ -17,9 +17,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvmeio._io.drives import DriveHandles, ScratchFile
-from nvmeio._residency.lent import LentPool, LentSlot
+from nvmeio._residency.lent import LentPool
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
-from nvmeio._residency.window import Keeper, Window
+from nvmeio._residency.window import Keeper, Slot, Window
 from nvmeio._storage import crc32
 from nvmeio.errors import IntegrityError
 from nvmeio.operation import Operation
@@ -68,7 +68,7 @@ class LastSavedFirst(Generic[Saved]):
         """Nothing: passes do not follow from each other."""
 
 
-class ActivationReads(Keeper["SavedStorage", LentSlot["SavedStorage"]]):
+class ActivationReads(Keeper["SavedStorage", Slot["SavedStorage"]]):
     """The storages that are on the drive alone, and those of them that are being read.
 
     Args:
@@ -87,7 +87,7 @@ class ActivationReads(Keeper["SavedStorage", LentSlot["SavedStorage"]]):
         self._budget_bytes = budget_bytes
         self._pool: LentPool | None = None
         self._order: LastSavedFirst[SavedStorage] = LastSavedFirst()
-        self._window: Window[SavedStorage, LentSlot[SavedStorage]] = Window(
+        self._window: Window[SavedStorage, Slot[SavedStorage]] = Window(
             Reader(handles), self, self._order
         )
 
@@ -123,7 +123,6 @@ class ActivationReads(Keeper["SavedStorage", LentSlot["SavedStorage"]]):
             if alive is not None:
                 return alive
         memory = self._window.need(saved).memory
-        assert memory is not None
         self._window.drop(saved)
         self.read_bytes += saved.nbytes
         storage = memory.untyped_storage()
@@ -141,18 +140,18 @@ class ActivationReads(Keeper["SavedStorage", LentSlot["SavedStorage"]]):
 
     # What the window asks for
 
-    def take(self, unit: SavedStorage) -> LentSlot[SavedStorage] | None:
+    def take(self, unit: SavedStorage) -> Slot[SavedStorage] | None:
         """Memory of the budget."""
         if self._pool is None:
             self._pool = LentPool(self._budget_bytes)
         return self._pool.take(unit, unit.nbytes)
 
-    def take_anyway(self, unit: SavedStorage) -> LentSlot[SavedStorage]:
+    def take_anyway(self, unit: SavedStorage) -> Slot[SavedStorage]:
         """Memory beside it: backward cannot go on without."""
         memory = torch.empty(unit.nbytes, dtype=torch.uint8)
-        return LentSlot(unit, memory, memory)
+        return Slot(unit, memory, memory)
 
-    def fill(self, slot: LentSlot[SavedStorage]) -> Fill:
+    def fill(self, slot: Slot[SavedStorage]) -> Fill:
         return Fill(
             [
                 WantedBytes(
@@ -165,7 +164,7 @@ class ActivationReads(Keeper["SavedStorage", LentSlot["SavedStorage"]]):
             ]
         )
 
-    def check(self, slot: LentSlot[SavedStorage]) -> None:
+    def check(self, slot: Slot[SavedStorage]) -> None:
         saved = slot.unit
         found = saved.sum if saved.sum is None else crc32.of_tensor(slot.host)
         if found != saved.sum:
@@ -176,10 +175,6 @@ class ActivationReads(Keeper["SavedStorage", LentSlot["SavedStorage"]]):
                 expected=f"CRC-32 {saved.sum:08x}",
                 found=f"{found:08x}",
             )
-
-    def give_back(self, slot: LentSlot[SavedStorage]) -> None:
-        """With the last tensor over it, if there is one."""
-        slot.memory = None
 
 
 class SavedStorage:

@@ -178,7 +178,7 @@ class DeviceActivations:
 
         def fits() -> bool:
             slot = pool.take(None, nbytes)
-            if slot is not None and slot.memory is not None:
+            if slot is not None:
                 found.append(slot.memory)
             return bool(found)
 

@@ -27,18 +27,17 @@ from nvmeio._io.drives import DriveHandles
 from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
 from nvmeio._residency.calls import in_backward
-from nvmeio._residency.lent import LentPool, LentSlot, laid_over
+from nvmeio._residency.lent import LentPool, laid_over
 from nvmeio._residency.on_device import (
     DevicePool,
     DeviceSlot,
-    DeviceUnits,
     DeviceWindow,
     OrderedReads,
     WindowAbove,
 )
 from nvmeio._residency.order import Limited, ThereAndBack
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
-from nvmeio._residency.window import Keeper, Window
+from nvmeio._residency.window import Keeper, Slot, Window
 from nvmeio._threads.owner import Claim, OwnerThread, owned
 from nvmeio._threads.shutdown import Ending, open_owned
 from nvmeio.errors import ClosedError
@@ -63,7 +62,7 @@ _AHEAD = 2
 _AHEAD_BYTES = 64 << 20
 
 
-Slot = LentSlot[ParamUnit]
+ParamSlot = Slot[ParamUnit]  # a DeviceSlot on a device
 _ATTRIBUTE = "_nvmeio_param_store"
 
 
@@ -77,11 +76,11 @@ class Gathered(NamedTuple):
     """
 
     claim: Claim
-    slots: Sequence[Slot | DeviceSlot[ParamUnit]]
+    slots: Sequence[ParamSlot]
     written: list[bool]
 
 
-class ParamStore(Keeper[ParamUnit, Slot]):
+class ParamStore(Keeper[ParamUnit, ParamSlot]):
     """Keeps parameters on the drive.
 
     Args:
@@ -113,7 +112,7 @@ class ParamStore(Keeper[ParamUnit, Slot]):
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
         self._by_address: dict[int, ParamUnit] = {}
         self._absent = {unit: [absent(span, self.device) for span in unit.spans] for unit in units}
-        self._gathered_now: list[Sequence[Slot | DeviceSlot[ParamUnit]]] = []  # in blocks
+        self._gathered_now: list[Sequence[ParamSlot]] = []  # in blocks
         self._resources = contextlib.ExitStack()
         self._owner = OwnerThread("nvmeio-parameters", _CLOSED)
 
@@ -142,7 +141,7 @@ class ParamStore(Keeper[ParamUnit, Slot]):
         order: Limited[ParamUnit] | ThereAndBack[ParamUnit] = _new_order()
         if self.device_bytes:
             order = Limited(order, self._not_on_device)
-        self._window: Window[ParamUnit, Slot] = Window(reader, self, order, _AHEAD, _AHEAD_BYTES)
+        self._window = Window(reader, self, order, _AHEAD, _AHEAD_BYTES)
         return ending
 
     # The device
@@ -154,31 +153,16 @@ class ParamStore(Keeper[ParamUnit, Slot]):
             return
         self._window.drop_all()
         self._device_pool = pool = DevicePool(self.device, self.device_bytes)
-        units = DeviceUnits[ParamUnit](
-            nbytes_of=lambda unit: unit.nbytes,
-            bind=self._lay_over,
-            unbind=self._lay_over_nothing,
-            fill=self._fill_there,
-            explain=self.explain,
-        )
         if not self.direct:
-            self._on_device = WindowAbove(self._window, pool, _new_order(), units)
+            self._on_device = WindowAbove(self._window, pool, _new_order(), self)
             return
         self._pool.close()
         self.resident_bytes, self.locked = 0, False
-        self._on_device = DeviceWindow(
-            self._reader, pool, _new_order(), units, _AHEAD, _AHEAD_BYTES
-        )
+        self._on_device = DeviceWindow(self._reader, pool, _new_order(), self, _AHEAD, _AHEAD_BYTES)
 
     def _not_on_device(self, upcoming: Iterator[ParamUnit]) -> Iterator[ParamUnit]:
         there = self._on_device
-        if not isinstance(there, WindowAbove):
-            return upcoming
-        return (u for u in upcoming if not there.has(u))
-
-    def _let_compute(self, slots: Sequence[Slot | DeviceSlot[ParamUnit]], stream: Any) -> None:
-        if self._on_device is not None:
-            self._on_device.let_compute([s for s in slots if isinstance(s, DeviceSlot)], stream)
+        return (u for u in upcoming if there is None or there.slot(u) is None)
 
     @property
     def _top(self) -> Window[ParamUnit, Any]:
@@ -202,7 +186,7 @@ class ParamStore(Keeper[ParamUnit, Slot]):
         with self._failing():
             held = self._top.hold(units, backward=backward)
         claim = self._owner.claim(self._top.let_go, held)
-        self._let_compute(held, stream)
+        self._top.let_compute(held, stream)
         return claim
 
     def memory_of(self, unit: ParamUnit) -> torch.Tensor:
@@ -214,9 +198,9 @@ class ParamStore(Keeper[ParamUnit, Slot]):
         top, stream = self._top, devices.stream_here(self.device)
         slot = top.arrived(unit)
         if slot is not None:
-            self._let_compute([slot], stream)  # before its memory is taken, which may go meanwhile
-            memory: torch.Tensor | None = slot.memory
-            if memory is not None:
+            top.let_compute([slot], stream)  # before its memory is taken, which may go meanwhile
+            memory: torch.Tensor = slot.memory
+            if memory.nbytes:
                 self._owner.post(top.note, unit, backward)
                 return memory
         with profiled("wait", unit.stages[0].name):
@@ -224,11 +208,9 @@ class ParamStore(Keeper[ParamUnit, Slot]):
 
     def _memory_of(self, unit: ParamUnit, backward: bool, stream: Any) -> torch.Tensor:
         with self._failing():
-            slot = self._top.need(unit, backward=backward)
-        self._let_compute([slot], stream)
-        memory: torch.Tensor | None = slot.memory
-        assert memory is not None
-        return memory
+            slot: ParamSlot = self._top.need(unit, backward=backward)
+        self._top.let_compute([slot], stream)
+        return slot.memory
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -290,7 +272,7 @@ class ParamStore(Keeper[ParamUnit, Slot]):
         with self._failing():
             slots = self._top.hold(units, computing=False)
         gathered = self._gathered(slots)
-        self._let_compute(slots, stream)
+        self._top.let_compute(slots, stream)
         return gathered
 
     @owned
@@ -299,7 +281,7 @@ class ParamStore(Keeper[ParamUnit, Slot]):
         unit = self._unit_of[id(parameter)]
         return any(slot.unit is unit for slots in self._gathered_now for slot in slots)
 
-    def _gathered(self, slots: Sequence[Slot | DeviceSlot[ParamUnit]]) -> Gathered:
+    def _gathered(self, slots: Sequence[ParamSlot]) -> Gathered:
         written: list[bool] = []
         self._gathered_now.append(slots)
         return Gathered(self._owner.claim(self._scatter, slots, written), slots, written)
@@ -307,30 +289,23 @@ class ParamStore(Keeper[ParamUnit, Slot]):
     def write(self, gathered: Gathered) -> None:
         """Write what was gathered to where it lives."""
         stream = devices.stream_here(self.device)
-        self._owner.call(self._write, gathered.slots, gathered.written, stream)
+        self._owner.call(lambda: self._write(self._top, gathered.slots, gathered.written, stream))
 
     def _write(
-        self, slots: Sequence[Slot | DeviceSlot[ParamUnit]], written: list[bool], stream: Any
+        self,
+        window: Window[ParamUnit, Any],
+        slots: Sequence[ParamSlot],
+        written: list[bool],
+        stream: Any,
     ) -> None:
         for slot in slots:
-            host = slot.host
-            if isinstance(slot, DeviceSlot):
-                assert slot.memory is not None
-                if self.direct:
-                    devices.asked_of(stream).wait()
-                    self._move(slot.memory, slot.unit, writing=True)
-                    continue
-                host = self._window.need(slot.unit, computing=False).host
-                self._device_pool.download(host, slot.memory, stream)
-            self._move(host, slot.unit, writing=True)
+            memory = window.to_write(slot, stream)
+            moves = self._places.moves(slot.unit, writing=True)
+            with self._ordered.on_stream():
+                move_all(self._handles, memory, moves, writing=True)
         written.append(True)
 
-    def _move(self, memory: torch.Tensor, unit: ParamUnit, writing: bool) -> None:
-        """Between the drive and memory that no stream is at work in, awaited."""
-        with self._ordered.on_stream():
-            move_all(self._handles, memory, self._places.moves(unit, writing), writing)
-
-    def _scatter(self, slots: Sequence[Slot | DeviceSlot[ParamUnit]], written: list[bool]) -> None:
+    def _scatter(self, slots: Sequence[ParamSlot], written: list[bool]) -> None:
         """A block that changed units is over. If it failed they have the values of the drive."""
         self._gathered_now = [each for each in self._gathered_now if each is not slots]
         top = self._top
@@ -338,25 +313,15 @@ class ParamStore(Keeper[ParamUnit, Slot]):
         if written:
             return
         for slot in slots:
-            if isinstance(slot, DeviceSlot):
+            if top is not self._window:
                 self._window.drop(slot.unit)
             if slot.holds and top.slot(slot.unit) is slot:
                 try:
-                    self._read_again(slot)
+                    top.read_now(slot)
                     continue
                 except Exception:
                     slot.holds = 0  # whoever has it computes NaN
             top.drop(slot.unit)
-
-    def _read_again(self, slot: Slot | DeviceSlot[ParamUnit]) -> None:
-        if not isinstance(slot, DeviceSlot):
-            self._move(slot.host, slot.unit, writing=False)
-        elif isinstance(self._on_device, WindowAbove):
-            self._on_device.copy_again(slot)
-        else:
-            assert slot.memory is not None
-            self._device_pool.free().wait()
-            self._move(slot.memory, slot.unit, writing=False)
 
     def undo(self, gathered: Gathered) -> None:
         """End a block that failed; its units have the values of the drive when this returns."""
@@ -386,9 +351,9 @@ class ParamStore(Keeper[ParamUnit, Slot]):
                     if id(parameter) in given:
                         self._put(tensor, given[id(parameter)])
                         torch.autograd.graph.increment_version(parameter)
-            self._write(slots, written, None)
+            self._write(window, slots, written, None)
         finally:
-            self._loaded(slots, written)
+            self._loaded(window, slots, written)
 
     def _put(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         if not self.direct:
@@ -397,82 +362,71 @@ class ParamStore(Keeper[ParamUnit, Slot]):
             like = laid(value.to(tensor.dtype), strides_of(tensor))
             self._device_pool.upload(tensor, like).wait()
 
-    def _loaded(self, slots: Sequence[Slot], written: list[bool]) -> None:
-        if not isinstance(self._on_device, WindowAbove):
+    def _loaded(
+        self, window: Window[ParamUnit, Any], slots: Sequence[ParamSlot], written: list[bool]
+    ) -> None:
+        top = self._top
+        if window is top:
             self._scatter(slots, written)
             return
-        self._window.let_go(slots)
+        window.let_go(slots)
         for slot in slots:
             if not written:
-                self._window.drop(slot.unit)  # of its values and those of the drive, some of each
-            above = self._on_device.slot(slot.unit)
+                window.drop(slot.unit)  # of its values and those of the drive, some of each
+            above = top.slot(slot.unit)
             if above is not None and above.holds:
-                self._on_device.copy_again(above)
-            elif above is not None:
-                self._on_device.drop(slot.unit)
+                top.read_now(above)
+            else:
+                top.drop(slot.unit)
 
     # What the window asks for
 
-    def take(self, unit: ParamUnit) -> Slot | None:
+    def take(self, unit: ParamUnit) -> ParamSlot | None:
         """Memory of the budget."""
         return self._pool.take(unit, unit.nbytes)
 
-    def fill(self, slot: Slot) -> Fill:
+    def fill(self, slot: ParamSlot) -> Fill:
         """From where the parameters are now."""
-        return Fill(self._reads(slot.unit, slot.host))
-
-    def _fill_there(self, slot: DeviceSlot[ParamUnit]) -> Fill:
-        assert slot.memory is not None
-        return Fill(self._reads(slot.unit, slot.memory), after=self._device_pool.free())
-
-    def _reads(self, unit: ParamUnit, memory: torch.Tensor) -> list[WantedBytes]:
-        return [
+        memory, after = slot.host, None
+        if isinstance(slot, DeviceSlot):
+            memory, after = slot.memory, self._device_pool.free()
+        reads = [
             WantedBytes(
                 move.file,
                 move.file_offset,
                 memory[move.slot_offset : move.slot_offset + move.nbytes],
                 move.slot_offset,
             )
-            for move in self._places.moves(unit)
+            for move in self._places.moves(slot.unit)
         ]
+        return Fill(reads, after=after)
 
-    def explain(self, slot: Slot | DeviceSlot[ParamUnit], error: BaseException) -> BaseException:
+    def explain(self, slot: ParamSlot, error: BaseException) -> BaseException:
         """Say whose files they were that are closed."""
         if not isinstance(error, ClosedError) or self.closed:
             return error
         return ClosedError(_TAKEN_ALONG)
 
-    def bind(self, slot: Slot) -> None:
-        """Lay the parameters over their bytes, unless they are a device's."""
-        if self._on_device is None:
-            self._lay_over(slot)
-
-    def unbind(self, slot: Slot) -> None:
-        """Let them lie over nothing."""
-        if self._on_device is None:
-            self._lay_over_nothing(slot)
-
-    def _lay_over(self, slot: Slot | DeviceSlot[ParamUnit]) -> None:
-        assert slot.memory is not None
+    def bind(self, slot: ParamSlot) -> None:
+        """Lay the parameters over their bytes, where they are computed with."""
+        if not self._is_on_top(slot):
+            return
         self._by_address[slot.memory.data_ptr()] = slot.unit
         for parameter, tensor in zip(slot.unit.parameters, _over(slot), strict=True):
             lay(parameter, tensor)
 
-    def _lay_over_nothing(self, slot: Slot | DeviceSlot[ParamUnit]) -> None:
-        assert slot.memory is not None
+    def unbind(self, slot: ParamSlot) -> None:
+        """Let them lie over nothing."""
+        if not self._is_on_top(slot):
+            return
         self._by_address.pop(slot.memory.data_ptr(), None)
         for parameter, nothing in zip(slot.unit.parameters, self._absent[slot.unit], strict=True):
             lay(parameter, nothing)
 
-    def rest(self, slot: Slot) -> bool:
-        """It stays until its room is needed."""
-        return False
+    def _is_on_top(self, slot: ParamSlot) -> bool:
+        return self._on_device is None or isinstance(slot, DeviceSlot)
 
-    def give_back(self, slot: Slot) -> None:
-        """With the last tensor over it, if there is one."""
-        slot.memory = None
-
-    def take_anyway(self, unit: ParamUnit) -> Slot:
+    def take_anyway(self, unit: ParamUnit) -> ParamSlot:
         """What looks free may be held by a tensor in a cycle."""
         while self._on_device is not None and self._device_pool.wait_for_one():
             slot = self.take(unit)
@@ -564,8 +518,7 @@ def _new_order() -> ThereAndBack[ParamUnit]:
     return ThereAndBack(lambda unit: len(unit.stages) == 1)
 
 
-def _over(slot: Slot | DeviceSlot[ParamUnit]) -> list[torch.Tensor]:
+def _over(slot: ParamSlot) -> list[torch.Tensor]:
     """The parameters' tensors over the unit's memory."""
-    assert slot.memory is not None
     places = ((s.offset, s.dtype, s.shape, s.strides) for s in slot.unit.spans)
     return laid_over(slot.memory, places)
