@@ -52,16 +52,45 @@ def wrap(module: torch.nn.Module, around: Callable[..., Any]) -> None:
     setattr(module, _CALL, wrapped)
 
 
-class Running:
-    """Lives in a local of a call that has taken something, for as long as that is taken.
+def taking(
+    take: Callable[[], object],
+    origin_of: Callable[[int, int], Origin | None],
+    finished: Callable[[Any], Any] | None = None,
+) -> Callable[..., Any]:
+    """What calls functions with something taken, of which autograd keeps places.
 
-    A function that the call checkpoints (`torch.utils.checkpoint`, either kind) runs again in
-    backward, outside of the call: then `again` takes it once more.
+    A function that such a call checkpoints (`torch.utils.checkpoint`, either kind) runs again in
+    backward, outside of the call: then the same is taken once more.
 
     Args:
-        taken: What ends with this object.
-        again: Called with whether autograd keeps what is saved meanwhile, a function and its
-            arguments. Two calls that have one `again` have taken the same.
+        take: Takes it; what it returns gives it back when it ends.
+        origin_of: As for `saving`.
+        finished: What becomes of a result, before what was taken is given back.
+
+    Returns:
+        To be called with whether autograd keeps what is saved meanwhile, a function and its
+        arguments.
+    """
+
+    def again(saves: bool, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        running = _Running(take(), again)
+        try:
+            kept = saving(origin_of) if saves else None
+            try:
+                found = call(*args, **kwargs)
+                return found if finished is None else finished(found)
+            finally:
+                del kept
+        finally:
+            del running
+
+    return again
+
+
+class _Running:
+    """Lives in a local of a call that has taken something, for as long as that is taken.
+
+    Two calls that have one `again` have taken the same.
     """
 
     __slots__ = ("__weakref__", "again", "taken")
@@ -77,8 +106,8 @@ class Running:
 _here = threading.local()
 
 
-def _running() -> list[weakref.ref[Running]]:
-    found: list[weakref.ref[Running]] = getattr(_here, "running", [])
+def _running() -> list[weakref.ref[_Running]]:
+    found: list[weakref.ref[_Running]] = getattr(_here, "running", [])
     return found
 
 

@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn import functional
 
 from nvmeio._residency import calls
-from nvmeio._residency.calls import saving
 from nvmeio.errors import ClosedError
 from nvmeio.inference._plan import tiles
 from nvmeio.inference._plan.transformers import cache_among
@@ -113,7 +112,9 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
 def _with_weights(stream: WeightStream, unit: Unit) -> Callable[..., Any]:
     """What calls a function, given before its arguments, with the weights of a unit."""
     if stream.trainable:
-        return functools.partial(_training_with(stream, unit), True)
+        use = functools.partial(stream.use, unit)
+        own = functools.partial(_own, unit=unit)
+        return functools.partial(calls.taking(use, stream.origin_of, own), True)
     return functools.partial(_computing_with, stream, unit)
 
 
@@ -130,23 +131,6 @@ def _computing_with(
             del without
     finally:
         del use
-
-
-def _training_with(stream: WeightStream, unit: Unit) -> Callable[..., Any]:
-    """Autograd keeps places of weights in memory's stead; see `_residency.calls`."""
-
-    def again(saves: bool, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        running = calls.Running(stream.use(unit), again)
-        try:
-            kept = saving(stream.origin_of) if saves else None
-            try:
-                return _own(call(*args, **kwargs), unit)
-            finally:
-                del kept
-        finally:
-            del running
-
-    return again
 
 
 def _quietly(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

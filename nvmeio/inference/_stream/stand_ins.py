@@ -501,23 +501,27 @@ def uninstall(targets: Sequence[Target]) -> None:
 
 def check(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> None:
     """Raise where modules show something else than they should."""
-    for (module, attribute, is_buffer, *_), wanted in zip(targets, shown, strict=True):
-        now = (module._buffers if is_buffer else module._parameters).get(attribute)
-        if now is not wanted:
-            raise RuntimeError(
-                f"{attribute!r} of {an(type(module).__name__)} was replaced after its model was "
-                "streamed: the weights that are used are those of the checkpoint. Change them "
-                "there, and stream the model anew"
-            )
+    replaced = _replaced(targets, shown)
+    if replaced is not None:
+        raise RuntimeError(
+            f"{replaced.attribute!r} of {an(type(replaced.module).__name__)} was replaced after "
+            "its model was streamed: the weights that are used are those of the checkpoint. "
+            "Change them there, and stream the model anew"
+        )
 
 
 def shows(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> bool:
     """Whether `check` finds nothing."""
-    for (module, attribute, is_buffer, *_), wanted in zip(targets, shown, strict=True):
+    return _replaced(targets, shown) is None
+
+
+def _replaced(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> Target | None:
+    for target, wanted in zip(targets, shown, strict=True):
+        module, attribute, is_buffer, *_ = target
         tensors: dict[str, Any] = module._buffers if is_buffer else module._parameters
         if tensors.get(attribute) is not wanted:
-            return False
-    return True
+            return target
+    return None
 
 
 def names_in(unit: Unit, at: int, nbytes: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._residency import calls
-from nvmeio._residency.calls import saving
+from nvmeio._threads.owner import Claim
 from nvmeio.errors import ClosedError
 from nvmeio.offload._module.param_store import ParamStore, store_of
 from nvmeio.offload._module.stages import ParamUnit, Stage
@@ -165,19 +165,11 @@ def attach(store: ParamStore, stage: Stage) -> None:
             store, unit, parameter, 0 if parameter is None else parameter._version
         )
 
-    def again(saves: bool, call: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def take() -> Claim:
         store.check_open()
-        running = calls.Running(store.hold(units), again)
-        try:
-            kept = saving(origin_of) if saves else None
-            try:
-                return call(*args, **kwargs)
-            finally:
-                del kept
-        finally:
-            del running
+        return store.hold(units)
 
-    calls.wrap(stage.module, functools.partial(again, True))
+    calls.wrap(stage.module, functools.partial(calls.taking(take, origin_of), True))
 
 
 def _parameter_at(unit: ParamUnit, offset: int) -> torch.nn.Parameter | None:
