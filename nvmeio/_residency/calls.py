@@ -112,12 +112,12 @@ def _running() -> list[weakref.ref[_Running]]:
 
 
 def _takings() -> list[Callable[..., Any]]:
-    """What has been taken by calls that run on this thread, from the outermost on."""
+    """The `again` of each call that runs on this thread, the outermost first."""
     return [running.again for running in (ref() for ref in _running()) if running is not None]
 
 
 def _region(saves: bool, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is checkpointed: what is taken around it now is taken whenever it runs."""
+    """A checkpointed function, which runs with what is taken around it now, whenever it runs."""
     wanted = _takings()
 
     def region(*args: Any, **kwargs: Any) -> Any:
@@ -137,9 +137,9 @@ _WITHOUT_REENTRANT = "_checkpoint_without_reentrant_generator"
 
 @functools.cache
 def _follow_checkpoints() -> None:
-    """From now on a function that is checkpointed keeps what was taken around it.
+    """Have torch's checkpoints run functions with what was taken around them.
 
-    The function itself is what modules have imported long since, so it stays as it is.
+    Two internals of torch are wrapped: modules have imported `checkpoint` itself long since.
     """
     module: Any = torch.utils.checkpoint
     generator = getattr(module, _WITHOUT_REENTRANT, None)
@@ -165,7 +165,7 @@ def _follow_checkpoints() -> None:
 
 
 class Undone(list[Any]):
-    """Something done whose end undoes it; made by the functions below."""
+    """Undoes something when it is dropped; made by the functions below."""
 
 
 class _PopsHooks(weakref.ref):  # type: ignore[type-arg]
@@ -190,27 +190,27 @@ def saved_tensors_hooks(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]
 
 
 def saved_tensors_hooks_around() -> Any:
-    """The pair in force, or None: only the innermost is called, so that it calls those around."""
+    """The hooks in force, or None. torch calls the innermost only, so ours call these."""
     ask: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if ask is None else ask(True)
 
 
 def without_grad() -> Undone | None:
-    """`torch.no_grad` while this object lives; None where that is so already."""
+    """`torch.no_grad` while this object lives; None if autograd is off already."""
     if not torch.is_grad_enabled():
         return None
     return _done(functools.partial(torch._C._set_grad_enabled, False), _EnablesGrad)
 
 
 def with_grad() -> Undone | None:
-    """`torch.enable_grad` while this object lives; None where that is so already."""
+    """`torch.enable_grad` while this object lives; None if autograd is on already."""
     if torch.is_grad_enabled():
         return None
     return _done(functools.partial(torch._C._set_grad_enabled, True), _DisablesGrad)
 
 
 def quietly(call: Callable[Taken, Value]) -> Callable[Taken, Value]:
-    """The same, without autograd."""
+    """The same function, called without autograd."""
 
     @functools.wraps(call)
     def quiet(*args: Taken.args, **kwargs: Taken.kwargs) -> Value:
@@ -224,10 +224,10 @@ def quietly(call: Callable[Taken, Value]) -> Callable[Taken, Value]:
 
 
 def _done(do: Callable[[], object], mark: Any) -> Undone:
-    """Do it, and have it undone when the result is gone.
+    """Call `do`, and have `mark` undo it when the result is dropped.
 
-    Both happen in one call of a C function, so that no signal is served in between; so does the
-    undoing, whose chain of calls (weak reference, `methodcaller`, torch) has no Python in it.
+    Both happen in one call of a C function, so no signal is handled in between. The undoing (weak
+    reference, `methodcaller`, torch) runs no Python either.
     """
     made = Undone()
     try:
@@ -244,12 +244,12 @@ _called: Any = functools.partial.__call__
 
 
 class Origin(Protocol):
-    """Whose memory a tensor lies over."""
+    """The owner of the memory that a saved tensor lies over."""
 
     def memory(self) -> torch.Tensor:
-        """The memory, with the same bytes as then, brought back if need be.
+        """The memory with its bytes, read again if need be.
 
-        They stay what they are for as long as its storage lives.
+        They do not change for as long as its storage lives.
         """
 
 
@@ -271,7 +271,7 @@ class Place:
 
 
 class _Elsewhere:
-    """A tensor over memory that goes."""
+    """A saved tensor over memory that is given up meanwhile."""
 
     __slots__ = ("_origin", "_place", "_shown")
 
@@ -281,7 +281,7 @@ class _Elsewhere:
         self._shown: torch.Tensor | None = None  # has the version of what was given out, alone
 
     def get(self) -> torch.Tensor:
-        """The tensor, unless what an earlier backward got was changed by it."""
+        """The tensor; raises if an earlier backward changed what it got."""
         if self._shown is not None:
             check_unchanged(self._shown, 0, self._place.size)
         found = self._place.over(self._origin.memory().untyped_storage())
@@ -293,10 +293,10 @@ class _Elsewhere:
 
 
 class Kept:
-    """A tensor, as autograd keeps it without hooks.
+    """A tensor, kept as autograd does without hooks.
 
-    An output is kept without its history, which has this: a circle through C++ is never freed. And
-    torch itself looks for changes only where there are no hooks.
+    Without its history, which holds this object: a cycle through C++ is never freed. And torch
+    looks for changes only where there are no hooks, so `get` does.
     """
 
     __slots__ = ("_tensor", "_version")
@@ -306,13 +306,13 @@ class Kept:
         self._version = tensor._version
 
     def get(self) -> torch.Tensor:
-        """It, unless it was changed."""
+        """The tensor; raises if it was changed."""
         check_unchanged(self._tensor, self._version, tuple(self._tensor.shape))
         return self._tensor
 
 
 class _Foreign:
-    """What the hooks around ours keep of a tensor."""
+    """A tensor that the hooks around ours keep."""
 
     __slots__ = ("_unpack", "_value")
 
@@ -326,22 +326,22 @@ class _Foreign:
 
 
 def kept(tensor: torch.Tensor, around: Any) -> Kept | _Foreign:
-    """A tensor that is kept as it would be without our hooks; `get` gives it back.
+    """Keep a tensor as it would be kept without our hooks; `get` gives it back.
 
     Args:
-        tensor: Which.
+        tensor: What autograd saves.
         around: The hooks around ours; see `saved_tensors_hooks_around`.
     """
     return Kept(tensor) if around is None else _Foreign(around, tensor)
 
 
 def check_unchanged(tensor: torch.Tensor, version: int, shape: tuple[int, ...]) -> None:
-    """Refuse what was changed in place since it was kept, as torch does without hooks.
+    """Raise if a tensor was changed in place since it was kept, as torch does without hooks.
 
     Args:
-        tensor: It, or another one that shares its version.
-        version: Then.
-        shape: Of what was kept.
+        tensor: The tensor, or one that shares its version counter.
+        version: Its version when it was kept.
+        shape: Of the kept tensor, for the message.
     """
     if tensor._version != version:
         raise RuntimeError(
@@ -354,11 +354,11 @@ def check_unchanged(tensor: torch.Tensor, version: int, shape: tuple[int, ...]) 
 
 
 def saving(origin_of: Callable[[int, int], Origin | None]) -> Undone:
-    """Have autograd keep places, while what this returns lives.
+    """Have autograd keep places instead of memory, for as long as the result lives.
 
     Args:
-        origin_of: Asked of each tensor, with the address at which its storage begins and the byte
-            there at which the tensor does. None: it is kept as it is.
+        origin_of: Called for each tensor with the address of its storage and its byte offset there.
+            None: the tensor is kept as it is.
     """
     around = saved_tensors_hooks_around()
 
@@ -375,13 +375,13 @@ def saving(origin_of: Callable[[int, int], Origin | None]) -> Undone:
 
 
 def unpack(saved: Any) -> torch.Tensor:
-    """What backward gets of what was kept."""
+    """What backward gets for what was kept."""
     found: torch.Tensor = saved.get()
     return found
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether it is a tensor like any other, over memory that has an address."""
+    """Whether it is a plain tensor over memory with an address."""
     plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return plain and tensor.layout is torch.strided and not tensor.is_meta
 

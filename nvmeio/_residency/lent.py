@@ -25,7 +25,7 @@ Unit = TypeVar("Unit", bound=Hashable)
 
 
 class LentPool:
-    """A `PinnedPool` whose leases are storages: free with the last tensor over `Slot.memory`.
+    """A `PinnedPool` that lends storages: free again with the last tensor over `Slot.memory`.
 
     One thread takes, or several in turn.
 
@@ -51,9 +51,9 @@ class LentPool:
         return self._lend(unit, lent, lease)
 
     def take_apart(self, unit: Unit, nbytes: int) -> Slot[Unit] | None:
-        """Memory outside of the pool for a unit that finds its free bytes in pieces.
+        """Memory outside of the pool, for a unit that finds enough free bytes only in pieces.
 
-        It counts as the pool's; None where too few bytes are free, in pieces or not.
+        It counts against the budget; None if too few bytes are free.
         """
         if self.in_use_bytes + nbytes > self.budget_bytes:
             return None
@@ -113,12 +113,10 @@ def laid_over(
     memory: torch.Tensor,
     places: Iterable[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]],
 ) -> list[torch.Tensor]:
-    """Tensors over memory: from a byte on that suits a dtype, of a shape, with strides.
+    """Lay tensors over memory: each has its first byte, dtype, shape and strides there.
 
-    Strides of () are those of row-major order.
-
-    By one call of torch each: with every call a thread lets go of the interpreter's lock, and waits
-    for it again in the middle of the model's computation.
+    Strides of () are row-major order. Each takes one call of torch: with every call a thread gives
+    up the interpreter's lock, and waits for it again in the middle of the model's computation.
     """
     found: list[torch.Tensor] = []
     typed: dict[torch.dtype, torch.Tensor] = {}

@@ -47,8 +47,8 @@ class DeviceSlot(Slot[Unit]):
     """A unit's memory on a device.
 
     Attributes:
-        copied: When they are there, for streams of the device; None before the copy was begun.
-        streams: That were let at them.
+        copied: When its bytes are there, for streams of the device; None before the copy was begun.
+        streams: Those that compute with it.
     """
 
     def __init__(self, unit: Unit, memory: torch.Tensor) -> None:
@@ -58,11 +58,11 @@ class DeviceSlot(Slot[Unit]):
 
 
 class DevicePool:
-    """A budget of a device's memory; what was lent is free with the last tensor over it.
+    """A budget of a device's memory, which is free again with the last tensor over it.
 
-    It is torch's allocator that gives it to the next one then. So it is allocated for the stream
-    that computes with it, which may get it again at once; others have to be recorded
-    (`devices.record_use`). One thread takes and copies.
+    torch's allocator gives it to the next one then. So it is allocated on the stream that computes
+    with it, which may have it again at once; other streams are recorded (`devices.record_use`). One
+    thread takes and copies.
 
     Args:
         device: Whose.
@@ -82,7 +82,7 @@ class DevicePool:
         self._sources: deque[tuple[Mark, torch.Tensor]] = deque()  # host memory under way
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """Memory, which copies may go into; None where it is not free now."""
+        """Memory for copies to go into; None if none is free now."""
         self.take_back()
         if self.in_use_bytes + nbytes > self.budget_bytes:
             return None
@@ -100,59 +100,59 @@ class DevicePool:
         return memory
 
     def _home(self) -> Any:
-        """The stream whose memory it is: the last one that computed."""
+        """The stream that memory is allocated on: the last one that computed."""
         return self._streams[-1] if self._streams else devices.stream_here(self.device)
 
     def take_back(self) -> None:
-        """What nobody has any more: memory of the device, and of the host below."""
+        """Release what nobody uses any more: memory of the device, and sources of copies."""
         self._lent = [each for each in self._lent if not each[0].expired()]
         while self._sources and self._sources[0][0].done():
             self._sources.popleft()
 
     def forget(self, memory: torch.Tensor) -> None:
-        """Count memory no more that only a read has seen, which has ended.
+        """Stop counting memory that only a read has used, which has ended.
 
-        What is left of the read (an exception's traceback) may refer to it for a while.
+        An exception's traceback may refer to it for a while.
         """
         its: Any = StorageWeakRef
         mine = its(memory.untyped_storage())
         self._lent = [each for each in self._lent if each[0] != mine]
 
     def free(self) -> Mark:
-        """What streams were asked so far: memory that is taken now may be written to from then."""
+        """All that streams were asked so far: memory taken now may be written to after it."""
         self.after_compute()
         return self._copies.mark()
 
     def upload(self, memory: torch.Tensor, source: torch.Tensor) -> Mark:
-        """Begin to copy; the source is kept until that is done."""
+        """Begin a copy to the device; its source is kept until it is done."""
         self._copies.copy(memory, source)
         mark = self._copies.mark()
         self._sources.append((mark, source))
         return mark
 
     def download(self, target: torch.Tensor, memory: torch.Tensor, stream: Any) -> None:
-        """Copy to the host what a stream was asked to make of memory, and wait for that."""
+        """Copy to the host what a stream computes in memory, and wait."""
         self._copies.follow(stream)
         self._copies.copy(target, memory)
         self._copies.mark().wait()
 
     def used_by(self, stream: Any) -> None:
-        """A stream works on it from now on. From any thread."""
+        """Note that a stream works with the pool's memory. From any thread."""
         if stream not in self._streams:
             self._streams.append(stream)
 
     def after_compute(self) -> None:
-        """What is copied from now on comes after all that streams were asked."""
+        """Order copies from now on after all that streams were asked."""
         for stream in tuple(self._streams):
             self._copies.follow(stream)
 
     def before_compute(self, mark: Mark) -> None:
-        """What streams are asked from now on comes after a mark."""
+        """Order what streams are asked from now on after a mark."""
         for stream in (*self._streams, devices.stream_here(self.device)):
             devices.come_after(stream, mark)
 
     def wait_for_one(self) -> bool:
-        """Until the oldest copy that is under way is made, whose source is free then.
+        """Wait for the oldest copy under way, and release its source.
 
         Returns:
             Whether there was one.
@@ -195,7 +195,7 @@ class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
         return None if memory is None else DeviceSlot(unit, memory)
 
     def take_anyway(self, unit: Unit) -> DeviceSlot[Unit]:
-        """See there; `MemoryError` says which budget, or that the device has less."""
+        """See `Keeper.take_anyway`; the error says which budget, or that the device has less."""
         gc.collect()  # what looks free may be held by a tensor in a cycle
         self._pool.refused = None
         slot = self.take(unit)
@@ -215,7 +215,7 @@ class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
         )
 
     def give_back(self, slot: DeviceSlot[Unit]) -> None:
-        """With the last tensor over it, if there is one."""
+        """See `Keeper.give_back`."""
         fill = slot.fill
         if fill is not None and fill.on_device and not fill.whole:
             self._pool.forget(slot.memory)
@@ -276,7 +276,7 @@ class WindowAbove(DeviceWindow[Unit]):
     """Units on a device that come from a window in host memory.
 
     Args:
-        below: That window, whose order leaves out what `has` tells.
+        below: That window. Its order leaves out what is on the device.
         pool: The memory.
         order: Of their use; one of its own.
         units: How they are laid there.
@@ -317,7 +317,7 @@ class WindowAbove(DeviceWindow[Unit]):
         slot.copied = self._pool.upload(slot.memory, below)
 
     def read_now(self, slot: DeviceSlot[Unit]) -> int:
-        """Have the bytes of the window below, which are others now, in the same memory."""
+        """Copy a unit again from the window below, where it has changed, into the same memory."""
         self._pool.after_compute()
         mark = self._pool.upload(slot.memory, self._below.need(slot.unit, computing=False).memory)
         slot.copied = mark
@@ -334,8 +334,8 @@ class WindowAbove(DeviceWindow[Unit]):
 class OrderedReads:
     """Reads that wait for no stream: whoever asks for them has waited.
 
-    A handle has a transfer come after what the current stream was asked. Here that is a stream
-    which is asked nothing.
+    A handle orders a transfer after the work of the current stream. Here that is a stream without
+    any.
 
     Args:
         handle: Moves the bytes.
@@ -348,7 +348,7 @@ class OrderedReads:
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Transfers that are begun meanwhile wait for no stream either."""
+        """Transfers begun in this block wait for no stream either."""
         with devices.on_stream(self._stream):
             yield
 

@@ -20,7 +20,7 @@ _Used = tuple[Unit, "Phase"]
 
 
 class Order(Protocol[Unit]):
-    """What a window asks.
+    """What a window asks about the order of use.
 
     Attributes:
         stays: Whether a unit keeps its memory after its use, until there is need of it.
@@ -32,25 +32,25 @@ class Order(Protocol[Unit]):
         """A unit is used now."""
 
     def upcoming(self) -> Iterator[Unit]:
-        """What is expected, the next first; ends."""
+        """The units that are expected, the next first; finite."""
 
     def may_go(self, units: Iterable[Unit], expected: Unit | None) -> Sequence[Unit]:
-        """Of these, those that may go to make room, the first first.
+        """Which units may go to make room, the first to go first.
 
         Args:
-            units: That nobody holds.
-            expected: For which one; None for one that is needed now.
+            units: Units that nobody holds.
+            expected: The unit that room is made for; None if that is needed now.
         """
 
     def forget(self) -> None:
-        """The pass that was under way is over: what is used next does not follow from it."""
+        """The pass is over: what is used next does not follow from it."""
 
 
 class Cyclic(Generic[Unit]):
-    """Round and round; what followed a unit the last time follows it again.
+    """Round and round; after a unit comes what followed it the last time.
 
     Args:
-        units: In the order that is guessed before anything was seen.
+        units: In the order that is assumed at first.
     """
 
     stays = False
@@ -68,7 +68,7 @@ class Cyclic(Generic[Unit]):
         self._last = unit
 
     def upcoming(self) -> Iterator[Unit]:
-        """What followed, until that closes a circle."""
+        """What followed the last unit, and so on, until a unit comes twice."""
         unit = self._last
         seen = {unit}
         while unit is not None:
@@ -79,7 +79,7 @@ class Cyclic(Generic[Unit]):
             yield unit
 
     def may_go(self, units: Iterable[Unit], expected: Unit | None) -> Sequence[Unit]:
-        """Nothing: what was used went at once, and what is expected is kept for its turn."""
+        """Nothing: used units went at once, and expected ones are kept for their turn."""
         return ()
 
     def forget(self) -> None:
@@ -94,11 +94,11 @@ class Cyclic(Generic[Unit]):
 
 
 class ThereAndBack(Generic[Unit]):
-    """In the order of the first pass, and back.
+    """The order of the first pass, and back.
 
     Args:
-        tells: Whether a unit has one place in it. One that comes at several (tied weights) tells
-            nothing.
+        tells: Whether a unit has a single place in the order. One that comes at several (tied
+            weights) does not tell where the pass is.
     """
 
     stays = True
@@ -127,7 +127,7 @@ class ThereAndBack(Generic[Unit]):
             at += self._step
 
     def may_go(self, units: Iterable[Unit], expected: Unit | None) -> Sequence[Unit]:
-        """What lies behind, the farthest first; where one is needed, then what lies far ahead."""
+        """What lies behind, the farthest first; for a unit needed now, then what lies far ahead."""
         far = {unit: self._step * (self._at.get(unit, -1) - self._here) for unit in units}
         behind = sorted((u for u in far if far[u] < 0), key=lambda u: far[u])
         if expected is not None:
@@ -135,15 +135,15 @@ class ThereAndBack(Generic[Unit]):
         return behind + sorted((u for u in far if far[u] >= 0), key=lambda u: -far[u])
 
     def forget(self) -> None:
-        """Nothing: a pass that ended early has begun at the front as any other."""
+        """Nothing: every pass begins at the front."""
 
 
 class Limited(Generic[Unit]):
-    """Another order, which looks ahead less far.
+    """Another order that looks less far ahead.
 
     Args:
-        order: The other.
-        limit: What it is to tell of what the other expects.
+        order: The other one.
+        limit: Cuts short what the other expects.
     """
 
     def __init__(
@@ -155,12 +155,12 @@ class Limited(Generic[Unit]):
         self._limit = limit
 
     def upcoming(self) -> Iterator[Unit]:
-        """As far as the limit allows."""
+        """What the other expects, as far as the limit allows."""
         return self._limit(self._order.upcoming())
 
 
 class Phase(enum.Enum):
-    """What a unit is used in."""
+    """The phase of training that a unit is used in."""
 
     PLAIN = enum.auto()  # forward without autograd
     FORWARD = enum.auto()
@@ -168,7 +168,7 @@ class Phase(enum.Enum):
 
 
 class Remembered(Generic[Unit]):
-    """What followed two uses the last time follows them again; what is needed last goes first.
+    """After two uses comes what followed them the last time; what is needed last goes first.
 
     A use is a unit and its phase, so that evaluation does not undo what training taught. Before
     anything was seen: forward as given, backward in reverse, and round again.
@@ -205,11 +205,11 @@ class Remembered(Generic[Unit]):
         self._coming = None
 
     def upcoming(self) -> Iterator[Unit]:
-        """What followed, each once, until that says no more."""
+        """What is expected to follow, each unit once."""
         return iter(self._next_uses())
 
     def may_go(self, units: Iterable[Unit], expected: Unit | None) -> Sequence[Unit]:
-        """What is needed last, first; for one that is expected, only what is needed after it."""
+        """What is needed last goes first; for an expected unit, only what is needed after it."""
         coming = self._next_uses()
         never = len(coming)
         mine = [(coming.get(unit, never), unit) for unit in units if self._may_go(unit)]

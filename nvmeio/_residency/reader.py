@@ -50,7 +50,7 @@ CACHED_FLIGHT_BYTES = 64 << 20
 
 
 class WantedBytes(NamedTuple):
-    """Bytes from `start` of a file on, into a tensor that lies at byte `at` of the slot."""
+    """Bytes of a file from `start` on, and the tensor for them, at byte `at` of the slot."""
 
     file: File
     start: int
@@ -69,12 +69,11 @@ class Fill:
     """The reads of one unit.
 
     Args:
-        reads: What is read, in order; any lengths.
-        arrived: Called by the reader's thread with each chunk that has arrived, in order; for
-            copies on to a device.
-        finished: Called once by the reader's thread when all have.
-        ended: Called when nothing of it is under way any more, however it ended; must be brief.
-        after: Of a device's memory: the mark that it is free from.
+        reads: In order, of any length.
+        arrived: Called with each chunk that has arrived, in order; for copies to a device.
+        finished: Called once all have arrived.
+        ended: Called when nothing is under way any more, also after a failure; must be brief.
+        after: The mark from which a device's memory is free.
     """
 
     def __init__(
@@ -103,19 +102,19 @@ class Fill:
 
     @property
     def whole(self) -> bool:
-        """Whether all of it has arrived, noticed or not. From any thread."""
+        """Whether all of it has arrived, landed or not. From any thread."""
         if self.error is not None or self.cancelled:
             return False
         return self.done.is_set() or (self._has_ended and not any(map(_failed, self.operations)))
 
     @property
     def under_way(self) -> bool:
-        """Whether any of it is still to come. From any thread."""
+        """Whether some of it is still to come. From any thread."""
         return not (self.done.is_set() or self._has_ended)
 
     @property
     def _has_ended(self) -> bool:
-        """Whether all is read, of one that nobody has to see to."""
+        """Whether all reads have ended, of a fill that nobody has to attend to."""
         begun = tuple(self.operations)
         return (
             not self.attended and len(begun) == self._count and all(each.done() for each in begun)
@@ -129,7 +128,7 @@ class Reader:
         handle: Moves the bytes; stays open.
 
     Attributes:
-        served_bytes: Read for others.
+        served_bytes: Read for other ranks.
     """
 
     served_bytes = 0
@@ -158,7 +157,7 @@ class Reader:
             self._call_thread()
 
     def wait(self, fill: Fill) -> None:
-        """Block until a fill has ended, however."""
+        """Block until a fill has ended, successfully or not."""
         with self._condition:
             if fill.done.is_set():
                 return
@@ -179,7 +178,7 @@ class Reader:
                 self._call_thread()
 
     def cancel(self, fill: Fill) -> None:
-        """End a fill, finished or not; when this returns nobody touches its memory any more."""
+        """End a fill; when this returns nobody uses its memory any more."""
         with self._condition:
             fill.cancelled = True
             with contextlib.suppress(ValueError):
@@ -219,7 +218,7 @@ class Reader:
                 pass
 
     def _is_needed(self) -> bool:
-        """Whether there is work though nobody waits. With the condition held."""
+        """Whether the thread has work while nobody waits. With the condition held."""
         return bool(self._queue) or any(fill.attended for _, fill, _, _ in self._flying)
 
     def _call_thread(self) -> None:
@@ -227,7 +226,7 @@ class Reader:
             self._condition.notify()
 
     def _step(self, only_if_needed: bool = False) -> bool:
-        """Land one chunk; False, and the end of landing, where the thread has nothing to do."""
+        """Land one chunk. `only_if_needed`: stop landing, and return False, if there is no work."""
         with self._condition:
             self._fill()
             if only_if_needed and not self._is_needed():
@@ -274,7 +273,7 @@ class Reader:
                 self._conclude(fill)
 
     def _copy(self, fill: Fill, wanted: WantedBytes) -> BaseException | None:
-        """Bring a chunk from the page cache; by a read of its own where that does not work."""
+        """Copy a chunk from the page cache, or read it where that does not work."""
         try:
             opened = wanted.file.acquire(False)
             try:
@@ -287,7 +286,7 @@ class Reader:
             return failed
 
     def _land(self, fill: Fill, wanted: WantedBytes, error: BaseException | None) -> None:
-        """A chunk is there, or never will be."""
+        """Note that a chunk has arrived, or has failed."""
         if error is None and not fill.cancelled and fill.arrived is not None:
             try:
                 fill.arrived(wanted)
@@ -384,7 +383,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def _failed(operation: Operation) -> bool:
-    """Of one that has ended."""
+    """Whether an operation that has ended failed."""
     return operation.cancelled() or operation.exception() is not None
 
 

@@ -26,15 +26,15 @@ Unit = TypeVar("Unit", bound=Hashable)
 
 
 class Slot(Generic[Unit]):
-    """The memory of a unit while it has any.
+    """The memory of a unit, while it has any.
 
     Attributes:
-        unit: Which one.
-        host: Its bytes, or, where they go on to a device, their way in. Counts for nothing: for
-            reads, whose own references may last a moment longer than they do.
-        memory: Its bytes where they are computed with; none of them once they were given back.
-        fill: The reads that are under way; None when they are done and checked.
-        holds: How many hold it.
+        unit: Whose memory it is.
+        host: What is read into: its bytes, or their way to a device. It does not count as a use of
+            `memory`, since reads may refer to it for a moment longer.
+        memory: Its bytes where they are computed with; empty once it was given back.
+        fill: The reads under way; None when they are done and checked.
+        holds: How many callers hold it.
         bound: Whether its parameters lie over it.
     """
 
@@ -51,7 +51,7 @@ SomeSlot = TypeVar("SomeSlot", bound=Slot)  # type: ignore[type-arg]
 
 
 class Keeper(abc.ABC, Generic[Unit, SomeSlot]):
-    """Who keeps the units of a window; called by it."""
+    """What a window asks about its units: their memory, reads and parameters."""
 
     @abc.abstractmethod
     def take(self, unit: Unit) -> SomeSlot | None:
@@ -59,7 +59,7 @@ class Keeper(abc.ABC, Generic[Unit, SomeSlot]):
 
     @abc.abstractmethod
     def take_anyway(self, unit: Unit) -> SomeSlot:
-        """Memory for a unit that is needed and finds none; raises if there is no way."""
+        """Memory for a unit that is needed while none is free; raises if there is no way."""
 
     @abc.abstractmethod
     def fill(self, slot: SomeSlot) -> Fill:
@@ -79,11 +79,11 @@ class Keeper(abc.ABC, Generic[Unit, SomeSlot]):
         """Let them show nothing again."""
 
     def rest(self, slot: SomeSlot) -> bool:
-        """Nobody holds it any more, and its order lets it go: whether it does. May unbind."""
+        """Whether a unit goes that nobody holds, and whose order lets it go. May unbind."""
         return True
 
     def give_back(self, slot: SomeSlot) -> None:
-        """Its memory is not used any more but by tensors over it, with which it goes."""
+        """Release its memory, which is free with the last tensor over it."""
         slot.memory = slot.memory.new_empty(0)
 
 
@@ -127,13 +127,13 @@ class Window(Generic[Unit, SomeSlot]):
     # What computing asks for
 
     def need(self, unit: Unit, computing: bool = True, backward: bool = False) -> SomeSlot:
-        """Have a unit there, whole and bound; what comes next is begun.
+        """Have a unit in memory, whole and bound, and begin to read what comes next.
 
         Args:
             unit: Which one.
-            computing: It is the model's turn that wants it. False tells nothing of the order, and
+            computing: The model computes with it now. False does not count for the order, and
                 begins nothing else.
-            backward: In a backward pass.
+            backward: The use is in a backward pass.
         """
         slot = self._slots.get(unit)
         if computing:
@@ -153,7 +153,7 @@ class Window(Generic[Unit, SomeSlot]):
     def hold(
         self, units: Iterable[Unit], computing: bool = True, backward: bool = False
     ) -> list[SomeSlot]:
-        """The same for several at once, which stay until `let_go`."""
+        """`need` of several units, which stay until `let_go`."""
         held: list[SomeSlot] = []
         with on_error(self.let_go, held):
             for unit in units:
@@ -163,21 +163,21 @@ class Window(Generic[Unit, SomeSlot]):
         return held
 
     def let_go(self, slots: Iterable[SomeSlot]) -> None:
-        """One that held these is done."""
+        """One that holds these does so no more."""
         for slot in slots:
             slot.holds -= 1
             if not slot.holds and self._slots.get(slot.unit) is slot:
                 self._rest(slot)
 
     def _rest(self, slot: SomeSlot) -> bool:
-        """Drop what does not stay after its use; whether it was."""
+        """Drop a unit that does not stay after its use; returns whether it was dropped."""
         if self._order.stays or not self._keeper.rest(slot):
             return False
         self.drop(slot.unit)
         return True
 
     def blank(self, unit: Unit) -> SomeSlot:
-        """Memory for a unit whose bytes are about to be made, bound."""
+        """Memory for a unit whose bytes are about to be made; bound."""
         self.drop(unit)
         slot = self._slots[unit] = self._room(unit)
         self._bind(slot)
@@ -185,18 +185,18 @@ class Window(Generic[Unit, SomeSlot]):
 
     @property
     def there(self) -> list[SomeSlot]:
-        """What is in memory, or on its way."""
+        """The slots of all units in memory or on their way."""
         return list(self._slots.values())
 
     def slot(self, unit: Unit) -> SomeSlot | None:
-        """A unit's memory, if it has any."""
+        """The slot of a unit, if it has one."""
         return self._slots.get(unit)
 
     def arrived(self, unit: Unit) -> SomeSlot | None:
-        """A unit whose bytes are all there, bound or not; None if the owner must be asked.
+        """The slot of a unit whose bytes are all there, bound or not; None: ask the owner.
 
-        From any thread, of a keeper that checks nothing. It may go at any moment: only memory that
-        is not taken from under a tensor (`lent`) can be used then.
+        From any thread, for a keeper that checks nothing. The slot may go at any moment, so only
+        memory that is never taken from under a tensor (`lent`) can be used then.
         """
         slot = self._slots.get(unit)
         if slot is None:
@@ -205,14 +205,14 @@ class Window(Generic[Unit, SomeSlot]):
         return slot if slot.bound or (fill is not None and fill.whole) else None
 
     def let_compute(self, slots: Iterable[SomeSlot], stream: Any) -> None:
-        """What a stream is asked from now on finds the bytes there. From any thread."""
+        """Order a stream's work from now on after the arrival of these. From any thread."""
 
     def to_write(self, slot: SomeSlot, stream: Any) -> torch.Tensor:
-        """Its bytes as a stream has left them, where they can be written from."""
+        """The bytes that a stream has left in a slot, where they can be written from."""
         return slot.host
 
     def note(self, unit: Unit, backward: bool = False) -> None:
-        """A unit is used that was found by `arrived`; what comes next is begun."""
+        """Note the use of a unit that `arrived` found, and begin to read what comes next."""
         self._order.note(unit, backward)
         self._expected(unit, self._slots.get(unit))
         self.look_ahead()
@@ -239,7 +239,7 @@ class Window(Generic[Unit, SomeSlot]):
             nbytes += slot.fill.nbytes if slot.fill else 0
 
     def _expected(self, unit: Unit, slot: SomeSlot | None) -> None:
-        """Drop what was expected before this one: it does not come."""
+        """Drop what was expected before this unit: it is not used."""
         if unit in self._ahead:
             place = self._ahead.index(unit)
             passed, self._ahead = self._ahead[:place], self._ahead[place + 1 :]
@@ -277,7 +277,7 @@ class Window(Generic[Unit, SomeSlot]):
             self._bind(slot)
 
     def _check(self, slot: SomeSlot) -> None:
-        """Its reads have ended: raise if it must not be used."""
+        """Raise if a unit whose reads have ended must not be used."""
         fill = slot.fill
         assert fill is not None
         if fill.error is not None:
@@ -291,7 +291,7 @@ class Window(Generic[Unit, SomeSlot]):
         slot.fill = None
 
     def read_now(self, slot: SomeSlot) -> int:
-        """Read into a slot past the order: one that is held, or that no window has.
+        """Read into a slot outside of the order: one that is held, or that is in no window.
 
         Returns:
             How many bytes.
@@ -310,7 +310,7 @@ class Window(Generic[Unit, SomeSlot]):
     # Going
 
     def _room(self, unit: Unit) -> SomeSlot:
-        """Memory for a unit that is needed now, whatever has to go for it."""
+        """Memory for a unit that is needed now, whatever has to go."""
         slot = self._try_room(unit, needed=True)
         return self._keeper.take_anyway(unit) if slot is None else slot
 
@@ -327,7 +327,7 @@ class Window(Generic[Unit, SomeSlot]):
         return None
 
     def drop(self, unit: Unit) -> None:
-        """Let a unit go, whoever holds it; nothing is in flight into its memory then."""
+        """Drop a unit, whoever holds it; nothing is in flight into its memory then."""
         slot = self._slots.pop(unit, None)
         if slot is None:
             return
@@ -341,17 +341,17 @@ class Window(Generic[Unit, SomeSlot]):
         self._keeper.give_back(slot)
 
     def drop_idle(self) -> None:
-        """Let everything go that nobody holds."""
+        """Drop all units that nobody holds."""
         for unit in [slot.unit for slot in self._slots.values() if not slot.holds]:
             self.drop(unit)
 
     def drop_ahead(self) -> None:
-        """Let everything go that was begun and not needed yet."""
+        """Drop what was read ahead and not needed yet."""
         for unit in [each for each in self._ahead if not self._slots[each].holds]:
             self.drop(unit)
 
     def drop_all(self) -> None:
-        """Let everything go."""
+        """Drop all units."""
         self._order.forget()
         for unit in list(self._slots):
             self.drop(unit)

@@ -159,7 +159,7 @@ def _choose(
 
 
 def _that_may_stay(units: Sequence[Unit]) -> frozenset[int]:
-    """All but what tiles are read in the place of."""
+    """All units but those that are read as tiles."""
     return frozenset(number for number, unit in enumerate(units) if not unit.tiles)
 
 
@@ -179,7 +179,7 @@ def _shares(
 
 
 def _arena(nbytes: int) -> int:
-    """What a mapping of so many bytes takes; see `Mapping`."""
+    """Memory that a mapping of so many bytes takes; see `MemoryMapping`."""
     huge = huge_page_bytes()
     return nbytes if nbytes < 8 * huge else round_up(nbytes, huge)
 
@@ -235,7 +235,7 @@ def fit(
 
 
 def _finer(whole: Partition, cut_to: Callable[[int], Partition]) -> list[Partition]:
-    """Each partition that is another one than that before it."""
+    """Finer and finer partitions, each different from the one before."""
     found = [whole]
     most = max((unit.needed_bytes for unit in whole.units if unit.modules), default=0)
     while (most := int(most * _SHRINK)) >= LEAST_BYTES:

@@ -20,16 +20,16 @@ from nvmeio.inference._plan.slot_layout import Weight
 
 
 class CutSums:
-    """Notes what tiles have until all are known, and then holds each of them to that.
+    """The checksums of a tensor's tiles: noted until all are known, and compared from then on.
 
     Args:
         whole: CRC-32 of the tensor.
         sizes: Bytes of each tile, in the order of the tensor.
 
     Attributes:
-        failures: How often a tile was found to be, or to have been, another than what was packed.
-            Whoever uses several tiles one after the other compares it: one that he had used may
-            have been read anew by somebody else, and be right by now.
+        failures: How often a tile was wrong. Whoever uses several tiles one after the other
+            compares it before and after: a tile that was wrong may have been read again meanwhile
+            by somebody else.
     """
 
     def __init__(self, whole: int, sizes: Sequence[int]) -> None:
@@ -41,9 +41,9 @@ class CutSums:
         self._right: dict[int, int] | None = None
 
     def agrees(self, tile: int, found: int) -> bool:
-        """Whether what a tile has now may be what the whole is made of; one thread at a time.
+        """Whether a tile's checksum may be right; one thread at a time.
 
-        False of the last tile to arrive tells that one of them is wrong: all are noted anew.
+        False for the last tile to arrive means that one of them is wrong: all are noted anew.
         """
         if self._right is not None:
             return self._right[tile] == found
@@ -156,7 +156,7 @@ class Arriving:
         self._found: list[list[tuple[int, int, int]]] = [[] for _ in expected]
 
     def arrived(self, chunk: WantedBytes) -> None:
-        """Sum what has arrived, still warm from its way in."""
+        """Sum what has arrived, while it is in the CPU's caches."""
         first, last = chunk.at, chunk.at + chunk.memory.nbytes
         address = chunk.memory.data_ptr()
         for each, found in zip(self._expected, self._found, strict=True):

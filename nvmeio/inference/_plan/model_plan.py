@@ -117,7 +117,7 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
 
 
 def _left_packed(model: nn.Module, matched: Matched, compute: Compute) -> Matched:
-    """Quantised weights that are not widened: of modules which only multiply with them."""
+    """Leave quantised weights packed that modules only multiply with."""
     others = {
         id(parameter)
         for module in model.modules()
@@ -177,7 +177,7 @@ def _parts(
 
 
 def _set_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have a module want its weights in a dtype."""
+    """Convert a module's placeholders to a dtype."""
     if any(p.is_floating_point() and p.dtype != dtype for p in model.parameters()):
         model.to(dtype)
 

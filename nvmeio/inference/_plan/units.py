@@ -117,12 +117,12 @@ class Unit:
 
     @property
     def converted_bytes(self) -> int:
-        """Room that conversions need while it is used."""
+        """Room for its converted weights while it is used."""
         return sum(round_up(weight.converted_bytes, TENSOR_ALIGNMENT) for weight in self.weights)
 
     @property
     def needed_bytes(self) -> int:
-        """What it takes to use it, about: its bytes, and those that they are converted to."""
+        """About what its use takes: its bytes, and those they are converted to."""
         return sum(weight.nbytes + weight.converted_bytes for weight in self.weights)
 
     @property
@@ -264,7 +264,7 @@ def _share(layer: nn.Module, parts: Sequence[nn.Module], weights: dict[int, Weig
 
 
 def _beside(module: nn.Module, parts: Set[nn.Module]) -> Iterable[nn.Module]:
-    """A module, and what is in it otherwise than in some parts."""
+    """A module and what is in it, without some parts."""
     if module not in parts:
         yield module
         for child in module.children():
@@ -272,7 +272,7 @@ def _beside(module: nn.Module, parts: Set[nn.Module]) -> Iterable[nn.Module]:
 
 
 def _in_tiles(unit: Unit, fixed: Unit, weights: dict[int, Weight], most: int) -> Iterable[Unit]:
-    """A unit, and behind it its tiles if it is too large, and of linear layers alone."""
+    """A unit, followed by its tiles if it is too large and has linear layers only."""
     tiled = [module for module in unit.modules if can_be_tiled(module)]
     if unit.is_layer or not tiled or tiled != unit.modules or unit.needed_bytes <= most:
         return [unit]

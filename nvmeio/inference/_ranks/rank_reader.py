@@ -85,7 +85,7 @@ class SharedFill(Fill):
 
 
 class RankReader(Reader):
-    """As `Reader`, and what a `SharedFill` is.
+    """A `Reader` that also carries out `SharedFill`s.
 
     Args:
         handle: Moves the bytes of this rank.
@@ -190,7 +190,7 @@ class RankReader(Reader):
         fill.done.set()
 
     def leave_with_others(self) -> None:
-        """Wait until no other rank needs this one; an interrupt ends that at once.
+        """Wait until no other rank needs this one; an interrupt ends the waiting at once.
 
         Others that want nothing for the time limit do not count.
         """
@@ -225,7 +225,7 @@ class RankReader(Reader):
         self._ended.release()
 
     def _break(self, failed: BaseException) -> None:
-        """Nothing can be gathered any more."""
+        """Fail all fills, now and later: nothing can be gathered any more."""
         path = str(self._checkpoint.path)
         if not isinstance(failed, TransferError):
             detail = f"the ranks do not stream together any more ({failed})"
@@ -261,7 +261,7 @@ class RankReader(Reader):
         return True
 
     def _await_reason(self) -> None:
-        """Until this rank wants something, or others may not be kept waiting."""
+        """Wait until this rank wants something, or must not keep others waiting."""
         if self._wants or self._left:
             return
         if self._in_step():
@@ -379,7 +379,7 @@ class RankReader(Reader):
         return [WantedBytes(files[r.file], r.start, place(r), r.at) for r in reads]
 
     def _changed(self, number: int) -> BaseException | None:
-        """What is wrong with the files that this rank's part was read from."""
+        """What is wrong with the files of this rank's part, or None."""
         try:
             for index in {read.file for read in self.own_reads(number)}:
                 self._checkpoint.check(index, f"layer {self._names[number]!r}")

@@ -71,7 +71,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """What the body raises is told to the others, who wait for this rank."""
+        """Tell the other ranks, which wait for this one, what the block raises."""
         try:
             yield
         except BaseException as failed:
@@ -81,7 +81,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
-        """The stream is opened here, for the first time or once more; all ranks do as often."""
+        """Open the stream in this block, the first time or again; all ranks do so as often."""
         if self._exchange is None:
             self._times += 1
             self._messages = self._new_messages()
@@ -120,7 +120,7 @@ class Ranks:
         return min(int(each["budget"]) for each in heard)
 
     def connected(self) -> Exchange:
-        """What they send bytes through, for whoever ends it; anew where that was taken before.
+        """The exchange of the ranks, for its taker to end; a new one if it was taken before.
 
         Raises: As `meet`.
         """
@@ -131,7 +131,7 @@ class Ranks:
         return exchange
 
     def drop(self) -> None:
-        """Nobody has taken the connection, and nobody will; see `Exchange.end`."""
+        """End an exchange that nobody has taken; see `Exchange.end`."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.end(False)
@@ -143,7 +143,7 @@ def room_for_others(units: Sequence[Unit], ranks: int) -> int:
 
 
 def digest_of(opened: SafetensorsSet, units: Sequence[Unit], *settings: Any) -> str:
-    """What must be the same on all ranks: bytes, where they lie, and what is made of them.
+    """A digest of what must be the same on all ranks: bytes, their places, and their use.
 
     A packed model's index has its checksums. Of other files their ends tell different ones apart.
     """

@@ -37,7 +37,7 @@ from nvmeio.inference.stream import WeightStream
 
 
 class WeightSource:
-    """Where a weight is had; refers to the stream weakly, as it is kept with tensors.
+    """Reads a weight. Refers to the stream weakly, since tensors keep it.
 
     Args:
         stream: Reads it.
@@ -110,7 +110,7 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
 
 
 def _with_weights(stream: WeightStream, unit: Unit) -> Callable[..., Any]:
-    """What calls a function, given before its arguments, with the weights of a unit."""
+    """What calls a function (its first argument) with the weights of a unit."""
     if stream.trainable:
         use = functools.partial(stream.use, unit)
         own = functools.partial(_own, unit=unit)
@@ -145,7 +145,7 @@ def _quietly(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 def _begin(
     stream: WeightStream, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
-    """A hook, and no wrapper: a hook before it may have given the model its cache."""
+    """A hook and not a wrapper, so that a hook before it may set the model's cache."""
     stream.begin_pass(cache_among(named)[1])
 
 
@@ -177,7 +177,7 @@ def _check_grad(name: str, args: Any, kwargs: Any) -> None:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Those in arguments or outputs."""
+    """The tensors in arguments or outputs."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -188,7 +188,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _own(output: Any, unit: Unit) -> Any:
-    """The output, with a copy in the place of what is a view of a weight that is about to go."""
+    """The output, with copies in the place of views of weights that are about to go."""
     if unit.resident:
         return output
     shown = [t.module._parameters.get(t.attribute) for t in unit.targets if not t.is_buffer]
@@ -225,7 +225,7 @@ def _refuse(
     fn: Any,
     recurse: bool = True,
 ) -> nn.Module:
-    """`to`, `half`, `cuda` and the like: taken where they change nothing."""
+    """In place of `to`, `half`, `cuda` and the like: refused unless they change nothing."""
     for dtype in dtypes:
         probe = torch.empty(0, dtype=dtype, device=device)
         cause: Exception | None = None
@@ -289,7 +289,7 @@ def _attach_tiles(module: nn.Linear, unit: Unit, stream: WeightStream) -> None:
 
 
 def _check(unit: Unit, stream: WeightStream) -> None:
-    """What `WeightStream.use` looks at, of weights that are never there as a whole."""
+    """What `WeightStream.use` checks, for weights that are never in memory as a whole."""
     check_absent(unit.targets)
     if stream.trainable:
         check_frozen(unit.targets)
@@ -305,7 +305,7 @@ def _attach_experts(module: nn.Module, unit: Unit, stream: WeightStream) -> None
 
 
 def _leave_out(module: nn.Module, names: Set[str]) -> None:
-    """Have a module's state dict without weights that are the checkpoint's; none misses them."""
+    """Leave the checkpoint's weights out of a module's state dict; loading does not miss them."""
     prefixes: list[str] = []
 
     def saved(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:

@@ -47,8 +47,8 @@ class WeightSlot(window.Slot[Unit]):
         tensors: The weights, while they are bound.
         shown: What the modules show, for each target, while they are bound.
         work: Where converted weights are, if that is memory of its own.
-        streams: On a GPU: which were let at the weights since they were bound.
-        used: When those that were let at them before are done with them.
+        streams: On a GPU: those that compute with the weights since they were bound.
+        used: On a GPU: when streams of earlier uses are done with them.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class _WorkRoom:
             self._used = [devices.now(device)]  # by whoever had this memory before
 
     def take(self, slot: WeightSlot) -> torch.Tensor:
-        """Where a unit's weights may be converted to by what this thread asks from now on."""
+        """Room that this thread may convert a unit's weights into from now on."""
         if self._shared is not None:
             for mark in self._used:
                 devices.come_after(devices.stream_here(self._device), mark)
@@ -132,12 +132,12 @@ class _WorkRoom:
         return None if lent is None else lent.memory
 
     def used_by(self, stream: Any) -> None:
-        """A stream works there from now on."""
+        """Note that a stream works there from now on."""
         if self._there is not None:
             self._there.used_by(stream)
 
     def used_until(self, marks: Sequence[Mark]) -> None:
-        """Those that were let at what is shared are done with it."""
+        """Note until when streams use the shared room."""
         if self._shared is not None:
             self._used = [*_not_done(self._used), *marks]
 
@@ -283,7 +283,7 @@ class SlotPools:
     # Filling
 
     def fill(self, slot: WeightSlot, reads: Sequence[Read], files: Sequence[File]) -> Fill:
-        """The reads that fill a slot, with the copies to the device behind them."""
+        """The reads that fill a slot, followed by copies to the device."""
         wanted = [
             WantedBytes(files[r.file], r.start, slot.host[r.at : r.at + r.end - r.start], r.at)
             for r in reads
@@ -313,7 +313,7 @@ class SlotPools:
         return Fill(wanted, arrived, finished)
 
     def fill_together(self, slot: WeightSlot, number: int, ranks: RankReader) -> SharedFill:
-        """The same where other ranks read parts of it; checked and copied when all are there.
+        """`fill` with other ranks, which read parts of it; checked and copied once all are there.
 
         Args:
             slot: To fill, but for experts.
@@ -338,7 +338,7 @@ class SlotPools:
     # asked anything, so that a failure in between forgets none.
 
     def ready(self, slot: WeightSlot) -> None:
-        """Let what this thread computes begin after copies and conversions; does not block."""
+        """Order what this thread computes after copies and conversions; does not block."""
         if self._copies is None:
             return
         stream = devices.stream_here(self.device)
@@ -360,7 +360,7 @@ class SlotPools:
         return self._there is not None or slot.lease is None
 
     def converted(self, slot: WeightSlot) -> None:
-        """Let whoever uses it begin after its conversions too, which this thread has asked for."""
+        """Order its users after the conversions as well, which this thread has asked for."""
         if self._copies is not None and slot.unit.converted_bytes:
             slot.converted = devices.now(self.device)
 
@@ -369,7 +369,7 @@ class SlotPools:
         return slot.event is None or slot.event.done()
 
     def let_go(self, slot: WeightSlot) -> None:
-        """Its weights are shown to nobody any more; what streams were asked may still read them."""
+        """Note that its weights are not shown any more; streams may still read them."""
         streams, slot.streams, slot.converted = slot.streams, [], None
         marks = [devices.asked_of(stream) for stream in streams]
         slot.used = _not_done(slot.used) + marks

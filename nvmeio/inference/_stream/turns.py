@@ -1,4 +1,4 @@
-"""Whose turn it is to use the weights, who uses what needs none, and the pass that a thread makes.
+"""Turns at using the weights, uses that need no turn, and the pass that a thread makes.
 
 One caller at a time has the turn: a thread, for as long as it uses one unit, or a lockstep of
 micro-batches until all have ended. The others wait in the order in which they came, each on a lock
@@ -45,7 +45,7 @@ class Waiting(NamedTuple):
 
 
 def in_turn(owner: OwnerThread, ask: Callable[..., Value | Waiting], *args: Any) -> Value:
-    """Have the owner do `ask(waited, *args)` until that gives nothing more to wait for."""
+    """Call `ask(waited, *args)` by the owner until there is nothing more to wait for."""
     found: Any = None
     try:
         while True:
@@ -58,11 +58,11 @@ def in_turn(owner: OwnerThread, ask: Callable[..., Value | Waiting], *args: Any)
 
 
 class SharedUse(NamedTuple):
-    """A thread's uses of what stays in place.
+    """A thread's claim on what stays in place, for all of its uses.
 
     Attributes:
-        claim: Held by each of these, and for the next one.
-        times: How many there were; counted by that thread alone.
+        claim: Held during each use, and for the next one.
+        times: The number of uses; counted by that thread alone.
     """
 
     claim: Claim
@@ -70,13 +70,13 @@ class SharedUse(NamedTuple):
 
 
 class _SharedUses:
-    """Which threads have one. Refers neither to claims nor to the owner, whose claims refer here.
+    """Which threads have one. Refers to no claims and no owner, whose claims refer to this.
 
     Attributes:
-        barred: By how many that close.
-        ended: Uses of those that are over.
-        live: The caller, and the count of each.
-        gates: Of those that wait for their end.
+        barred: How many threads are closing the stream.
+        ended: Uses of claims that have ended.
+        live: The caller and the count of each claim.
+        gates: Locks of those that wait for claims to end.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class _SharedUses:
 
 
 class Turns:
-    """The state of these; of the owner's thread, but for `shared_use`.
+    """Who has the turn, and who waits; for the owner's thread, but for `shared_use`.
 
     Attributes:
         closed: Nobody gets the turn any more.
@@ -123,7 +123,7 @@ class Turns:
     # --- one at a time --------------------------------------------------------------------------
 
     def has(self, caller: Hashable) -> bool:
-        """Whether it is a caller's."""
+        """Whether a caller has the turn."""
         return self._turn == caller
 
     def take(self, caller: Hashable, waited: Waiting | None) -> Waiting | None:
@@ -152,7 +152,7 @@ class Turns:
         return Waiting(gate, self._owner.claim(self._withdraw, gate))
 
     def end(self, caller: Hashable) -> None:
-        """A caller's turn is over, if it is his."""
+        """End a caller's turn, if it has the turn."""
         if self._turn == caller:
             self._turn = None
             self._wake()
@@ -169,11 +169,11 @@ class Turns:
     # --- side by side ---------------------------------------------------------------------------
 
     def shared_use(self, caller: Hashable) -> SharedUse | None:
-        """A caller's own, while it has one; from any thread."""
+        """A caller's shared use, if it has one; from any thread."""
         return self._mine.get(caller)
 
     def share(self, caller: Hashable) -> bool:
-        """Let a caller use what stays without asking; False while somebody closes."""
+        """Let a caller use what stays without asking; False while the stream is being closed."""
         if self._shared.barred:
             return False
         if caller not in self._mine:
@@ -182,14 +182,14 @@ class Turns:
         return True
 
     def bar(self) -> Claim:
-        """Have everybody ask again, for as long as the claim lives."""
+        """Have all callers ask again, for as long as the claim lives."""
         self._shared.barred += 1
         barred = self._owner.claim(self._shared.unbar)
         self._mine.clear()
         return barred
 
     def await_shared(self, caller: int) -> Waiting | None:
-        """While others use what stays, something to wait on; after `bar`."""
+        """Something to wait on while others use what stays; called after `bar`."""
         if all(other == caller for other, _ in self._shared.live.values()):
             return None
         gate = _held_lock()
@@ -222,13 +222,13 @@ class PassCancelled(Exception):
 
 
 class PassMark:
-    """A pass that is under way, for as long as its frame has this."""
+    """Marks a pass as under way, for as long as its frame holds this."""
 
     __slots__ = ("__weakref__",)
 
 
 class OwnPass:
-    """The pass of whichever thread asks.
+    """The pass of the calling thread.
 
     Args:
         total_bytes: Of the weights that a pass streams.
@@ -245,7 +245,7 @@ class OwnPass:
         self._spoilt: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def begin(self, cache: Any) -> None:
-        """It begins; `ready` has to follow.
+        """Begin a pass; `ready` has to follow.
 
         Args:
             cache: Of past keys and values, or None.
@@ -261,7 +261,7 @@ class OwnPass:
             )
 
     def ready(self, cache: Any) -> None:
-        """Nothing is in its way: from now on its failure spoils the cache."""
+        """The pass begins to compute: from now on its failure spoils the cache."""
         self._here.cache = None
         self._here.done_bytes = 0
         if self.progress is not None:
@@ -287,29 +287,29 @@ class OwnPass:
         return any(mark() is not None for mark in list(self._marks.values()))
 
     def end(self) -> bool:
-        """It is over, and not interrupted; whether it has waited for anything."""
+        """End a pass that was not interrupted; returns whether it has waited for a unit."""
         self._here.cache = None
         asked = getattr(self._here, "asked", False)
         self._here.asked = False
         return asked
 
     def waits(self) -> None:
-        """It is about to wait for a unit."""
+        """Note that the pass waits for a unit."""
         self._here.asked = True
 
     def stop_with(self, stop: threading.Event) -> None:
-        """Passes of this thread stop at their next layer once this is set."""
+        """Stop passes of this thread at their next layer once `stop` is set."""
         self._here.stop = stop
 
     def check(self) -> None:
-        """Raise PassCancelled if it is to stop."""
+        """Raise PassCancelled if the pass is to stop."""
         stop = getattr(self._here, "stop", None)
         if stop is not None and stop.is_set():
             self.spoil()
             raise PassCancelled
 
     def note(self, unit: Unit) -> None:
-        """It has a unit's weights: tell how far it is."""
+        """Report progress: the pass has a unit's weights."""
         progress = self.progress
         if progress is None:
             return
@@ -322,7 +322,7 @@ class OwnPass:
             raise
 
     def spoil(self) -> None:
-        """It has failed: its cache is refused from now on."""
+        """The pass has failed: refuse its cache from now on."""
         reference = getattr(self._here, "cache", None)
         cache = None if reference is None else reference()
         if cache is not None:

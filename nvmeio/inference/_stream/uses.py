@@ -1,8 +1,8 @@
-"""Who uses the weights, and what is in memory for it: the state of a stream while it is open.
+"""The state of an open stream: who uses which weights, and what is in memory.
 
-All of it belongs to one thread (`OwnerThread`). Callers take turns (`turns`); what they get are
-claims, so that a unit goes whose use is interrupted. After a failure nothing is in flight and
-nothing is kept that was on its way.
+All of it belongs to one thread (`OwnerThread`). Callers take turns (`turns`) and get
+claims, so that a unit is released when its use is interrupted. After a failure nothing is in
+flight, and what was on its way is dropped.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class GradMode(NamedTuple):
     """What the autograd of a caller does.
 
     Attributes:
-        recording: Backward will come.
-        backward: It is there.
+        recording: It records a graph for backward.
+        backward: It is in backward.
     """
 
     recording: bool
@@ -90,7 +90,7 @@ class Uses:
         self.units_used = self.experts_read = 0
 
     def open(self) -> None:
-        """Bring what is always there."""
+        """Read the weights that are always in memory."""
         if not self._fixed.weights:
             return
         memory = self.resources.memory
@@ -106,7 +106,7 @@ class Uses:
         self._fixed_slot = slot
 
     def close(self) -> None:
-        """Take all weights away."""
+        """Take all weights away from the modules."""
         self._settled.clear()
         self._use = self._kept = None
         self.resources.memory.settle()  # streams that had no need to ask may still compute
@@ -119,7 +119,7 @@ class Uses:
     # --- what stays in place --------------------------------------------------------------------
 
     def settled_use(self, unit: Unit, caller: int) -> Claim | None:
-        """Use a unit that stays in place; None if the owner must be asked. In the caller's thread.
+        """Use a unit that stays in place; None: ask the owner. In the caller's thread.
 
         Args:
             unit: Which one.
@@ -144,7 +144,7 @@ class Uses:
             self._settled[slot.unit] = slot.shown
 
     def bar(self) -> Claim:
-        """Have everybody ask who uses what stays, for as long as the claim lives."""
+        """Have users of what stays ask the owner, for as long as the claim lives."""
         barred = self.turns.bar()
         self._settled.clear()
         return barred
@@ -228,7 +228,7 @@ class Uses:
         return self._keeper.places.get(address)
 
     def lent(self, unit: Unit, converted: bool) -> torch.Tensor | None:
-        """`lend` where it is there; from any thread."""
+        """`lend` of a unit that is in memory; None: ask the owner. From any thread."""
         slot = self._window.slot(unit)
         if slot is None or not slot.shown:
             return None
@@ -237,7 +237,7 @@ class Uses:
         return memory if memory is not None and memory.nbytes else None  # it may go at any moment
 
     def note_lent(self, unit: Unit) -> None:
-        """That it was, without asking."""
+        """Note that `lent` found a unit."""
         if self._lent is not unit and not self.turns.closed:
             self._lent = unit
             self._window.note(unit, True)
@@ -283,7 +283,7 @@ class Uses:
             self._end_turn(caller)
 
     def _put_away(self, unit: Unit | None) -> None:
-        """Let go of another unit: kept for micro-batches, or of a pass whose end was not told."""
+        """Release another unit: kept for micro-batches, or left by a pass that was interrupted."""
         left, self._use = self._use, None
         if left is not None:
             self._window.let_go([left[0]])
@@ -305,7 +305,7 @@ class Uses:
     # --- experts --------------------------------------------------------------------------------
 
     def weight(self, unit: Unit, number: int, cuda_stream: Any) -> torch.Tensor:
-        """A copy of one weight. What stays is brought, and not read again."""
+        """A copy of one weight: of what stays, or else read."""
         if self.turns.closed:
             raise ClosedError(CLOSED)
         memory = self.resources.memory
@@ -325,7 +325,7 @@ class Uses:
             return copy
 
     def need_experts(self, unit: Unit, hit: Sequence[int], cuda_stream: Any) -> None:
-        """Have those experts of the unit in use in place."""
+        """Read those experts of a unit in use that are missing."""
         slot = self._window.slot(unit)
         experts = unit.experts
         if experts is None or slot is None:

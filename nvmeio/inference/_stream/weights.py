@@ -1,4 +1,4 @@
-"""What a stream's weights are read from and where they are shown: units, experts, one alone, rows.
+"""Reads a stream's weights and shows them: units, experts, single weights, rows.
 
 `Weights` keeps the units of the stream's window: their memory, reads, checks, and what shows them.
 Rows of an embedding that stays in its file come by themselves: those that a pass asks for.

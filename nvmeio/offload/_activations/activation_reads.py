@@ -31,8 +31,8 @@ class LastSavedFirst(Generic[Saved]):
     """The order in which backward wants what was saved; an `Order`.
 
     Attributes:
-        saved: What is below, by number: the last saved has the highest.
-        here: The number that backward has come to.
+        saved: What has to be brought, by number: the last saved has the highest.
+        here: The number that backward has reached.
     """
 
     stays = True
@@ -54,22 +54,22 @@ class LastSavedFirst(Generic[Saved]):
         self.here = unit.number
 
     def upcoming(self) -> Iterator[Saved]:
-        """What was saved before that, the last first, but for what somebody still has."""
+        """What was saved before that and nobody has, the last saved first."""
         for at in range(bisect.bisect_left(self.saved, self.here, key=_number) - 1, -1, -1):
             saved = self.saved[at]
             if saved.out is None or saved.out.expired():
                 yield saved
 
     def may_go(self, units: Iterable[Saved], expected: Saved | None) -> Sequence[Saved]:
-        """What was saved first, for what is wanted now."""
+        """What was saved first goes first, and only for what is wanted now."""
         return () if expected is not None else sorted(units, key=_number)
 
     def forget(self) -> None:
-        """Nothing: passes do not follow from each other."""
+        """Nothing: no pass follows from another."""
 
 
 class ActivationReads(Keeper["SavedStorage", Slot["SavedStorage"]]):
-    """The storages that are on the drive alone, and those of them that are being read.
+    """The storages that are on the drive alone, and the reads that bring them back.
 
     Args:
         file: Where they are.
@@ -92,12 +92,12 @@ class ActivationReads(Keeper["SavedStorage", Slot["SavedStorage"]]):
         )
 
     def add(self, saved: SavedStorage) -> None:
-        """Its bytes are on the drive alone, from now on."""
+        """A storage's bytes are on the drive alone from now on."""
         self.nbytes += saved.nbytes
         self._order.add(saved)
 
     def remove(self, saved: SavedStorage) -> None:
-        """Nobody wants its bytes any more; its place in the file is free."""
+        """Free a storage's place in the file: nobody wants its bytes any more."""
         self._window.drop(saved)
         self._order.remove(saved)
         self.nbytes -= saved.nbytes
@@ -112,7 +112,7 @@ class ActivationReads(Keeper["SavedStorage", Slot["SavedStorage"]]):
                 self._pool.close()
 
     def bring(self, saved: SavedStorage) -> torch.UntypedStorage:
-        """Its bytes in memory: those that somebody still has, or read.
+        """A storage's bytes in memory, as somebody still has them or as read.
 
         Raises:
             TransferError: They could not be read.
@@ -147,7 +147,7 @@ class ActivationReads(Keeper["SavedStorage", Slot["SavedStorage"]]):
         return self._pool.take(unit, unit.nbytes)
 
     def take_anyway(self, unit: SavedStorage) -> Slot[SavedStorage]:
-        """Memory beside it: backward cannot go on without."""
+        """Memory beside the budget: backward cannot go on without."""
         memory = torch.empty(unit.nbytes, dtype=torch.uint8)
         return Slot(unit, memory, memory)
 
@@ -210,7 +210,7 @@ class SavedStorage:
         self.out: Any = None  # of what was handed out
 
     def is_alone(self) -> bool:
-        """Whether nobody else has the storage, so that its bytes cannot change any more."""
+        """Whether nobody else has the storage, so that its bytes cannot change."""
         storage = self.storage
         if storage is None:
             return False
@@ -223,7 +223,7 @@ def _number(saved: SavedStorage) -> int:
 
 
 def _references_of_one_alone() -> int:
-    """What `sys.getrefcount` says in `is_alone`."""
+    """What `sys.getrefcount` says in `is_alone` where nobody else has it."""
 
     class Holder:
         storage: Any

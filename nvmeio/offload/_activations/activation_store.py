@@ -115,7 +115,7 @@ class ActivationStore:
 
     @property
     def owner(self) -> OwnerThread:
-        """Whose all of this is."""
+        """The thread that all of this belongs to."""
         return self._owner
 
     @property
@@ -129,11 +129,11 @@ class ActivationStore:
         return self.resident_bytes - self._most
 
     def above(self, close: Callable[[], None]) -> None:
-        """There is a level above, which is closed before this."""
+        """Have the level above closed before this."""
         self._above.append(close)
 
     def next_number(self) -> int:
-        """Of what is saved now: the last saved has the highest."""
+        """A number for what is saved now, higher than all before."""
         self._numbers += 1
         return self._numbers
 
@@ -142,7 +142,7 @@ class ActivationStore:
         return saved.storage is not None or self._reads.arrived(saved)
 
     def write_until(self, fits: Callable[[], bool]) -> None:
-        """Have the oldest written until something fits, or nothing is left that can be.
+        """Write the oldest until something fits, or nothing is left to write.
 
         Raises:
             TransferError: It could not be.
@@ -163,7 +163,7 @@ class ActivationStore:
     def keep(
         self, storage: torch.UntypedStorage, number: int | None = None
     ) -> tuple[SavedStorage, Claim]:
-        """`save`, of what was saved when a number was the next one; None: now."""
+        """`save`, in the owner's thread; `number` is from an earlier `next_number`, or None."""
         key = storage._cdata
         saved = self._in_memory.pop(key, None)
         number = self.next_number() if number is None else number
@@ -182,10 +182,10 @@ class ActivationStore:
         return saved, claim
 
     def _make_room(self) -> None:
-        """Begin to write what is too much, and wait while it is far too much.
+        """Begin to write what is above `_enough`, and wait while it is above `_most`.
 
-        What cannot be written stays, and is tried again by the next call: that is an error only
-        where it does not fit.
+        What cannot be written stays in memory, and is tried again by the next call. That is an
+        error only where it does not fit.
         """
         self._round += 1
         self._failed = None
@@ -207,7 +207,7 @@ class ActivationStore:
         self._written(oldest)
 
     def _begin_writes(self, enough: int) -> TransferError | None:
-        """What there was no room for on the drive, as an error."""
+        """Begin to write the oldest; returns the error where the drive has no room."""
         for saved in self._in_memory.values():
             if self._memory_bytes - self._writing_bytes <= enough:
                 return None
@@ -248,7 +248,7 @@ class ActivationStore:
             operation.add_done_callback(partial(_tell, self._owner, self._end_write, saved))
 
     def _end_write(self, saved: SavedStorage) -> None:
-        """A part of it is written: what waits is begun, if nothing is wrong."""
+        """A part of it is written: begin the next writes, unless one has failed."""
         self._written(saved)
         if self._failed is None and not self.closed:
             with contextlib.suppress(Exception):  # the next forward meets it, if there is one
@@ -340,12 +340,12 @@ class ActivationStore:
 
     @property
     def in_memory_bytes(self) -> int:
-        """Of what was saved, as forward has left it."""
+        """What is saved and in memory."""
         return self._owner.call(lambda: self._memory_bytes)
 
     @property
     def on_drive_bytes(self) -> int:
-        """Of what was saved, on the drive alone."""
+        """What is saved and on the drive alone."""
         return self._owner.call(lambda: self._reads.nbytes)
 
     @property
@@ -364,7 +364,7 @@ def _tell(owner: OwnerThread, work: Callable[..., object], saved: Any, _: Operat
 
 
 def _ended(operation: Operation) -> BaseException | None:
-    """Wait for it; what went wrong. None if it was cancelled."""
+    """Wait for an operation; its error, or None, also where it was cancelled."""
     try:
         return operation.exception()
     except concurrent.futures.CancelledError:

@@ -59,7 +59,7 @@ class DeviceStorage(SavedStorage):
 
 
 class DeviceActivations:
-    """Keeps what autograd saved of devices within a budget.
+    """Keeps what autograd saved on devices within a budget.
 
     Args:
         store: Of host memory.
@@ -103,7 +103,7 @@ class DeviceActivations:
 
     @property
     def nbytes(self) -> int:
-        """Of what was saved, on devices as forward has left it."""
+        """What is saved and on devices."""
         return self._store.owner.call(self._settled_bytes)
 
     def _settled_bytes(self) -> int:
@@ -135,7 +135,7 @@ class DeviceActivations:
         return saved, claim
 
     def _make_room(self) -> None:
-        """Begin to copy down what is too much, and wait while it is far too much."""
+        """Begin to copy down what is above `_enough`, and wait while it is above `_most`."""
         self._round += 1
         self._failed = None
         self._settle()
@@ -168,7 +168,7 @@ class DeviceActivations:
                 self._begin_copy(saved, host)
 
     def _host(self, nbytes: int) -> torch.Tensor | None:
-        """Page-locked memory; None where what is under way has to end first."""
+        """Page-locked memory; None if something under way has to end first."""
         if self._pool is None:
             self._pool = LentPool(self._store.saving_bytes)
         pool = self._pool
@@ -196,7 +196,7 @@ class DeviceActivations:
         self._down_bytes += saved.nbytes
 
     def _settle(self) -> None:
-        """What came down is the store's; what came up needs its source no more."""
+        """Hand what came down to the store, and release the sources of what came up."""
         while self._under_way and self._under_way[0][0].done():
             self._end_copy_up()
         while self._down and self._down[0].copied is not None and self._down[0].copied.done():
@@ -329,7 +329,7 @@ class DeviceActivations:
             self._end_copy_up()
 
     def _lane(self, device: torch.device) -> tuple[Beside, Beside]:
-        """Copies down and up: the bus has two directions."""
+        """Streams for copies down and up: the bus has two directions."""
         if device not in self._lanes:
             self._lanes[device] = (
                 devices.beside(device, "activations down"),

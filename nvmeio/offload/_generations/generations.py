@@ -123,11 +123,11 @@ class Generations:
     # Generations
 
     def prepare(self) -> None:
-        """To be called before anything is written: the place that is not current loses its value.
+        """Give up the generation before the current one; called before anything is written.
 
-        Not before every rank has made what is current durable. Then its manifest goes, durably. So
-        whatever comes of what is about to be written, also after a loss of power, no manifest says
-        that it is there; that includes one of a commit that was interrupted.
+        First every rank makes the current one durable; then the manifest of the other one goes,
+        durably. So no manifest speaks of what is about to be written, also after a loss of power or
+        a commit that was interrupted.
 
         Raises:
             TransferError: The drive of this or of another rank lost the last generation, or
@@ -139,7 +139,7 @@ class Generations:
         manifests.drop(self._directory.path, self.generation + 1, durable=self._durable)
 
     def commit(self, change: Change, groups: list[dict[str, Any]]) -> None:
-        """What was written since `prepare` is current from now on.
+        """Make what was written since `prepare` current.
 
         Args:
             change: What that is.
@@ -190,17 +190,17 @@ class Generations:
             self._ranks.join()
 
     def stay(self) -> None:
-        """The optimizer is made; until then other ranks count on nothing that is here."""
+        """Count the optimizer as made; until then other ranks rely on nothing here."""
         if self._ranks is not None:
             self._ranks.stay()
 
     def undo_stay(self) -> None:
-        """It is not, after all; to be closed next."""
+        """Take `stay` back; the optimizer is closed next."""
         if self._ranks is not None:
             self._ranks.undo_stay()
 
     def revert(self) -> None:
-        """Let the last commit not have been; only until the next `prepare`, and once.
+        """Undo the last commit; once, and only before the next `prepare`.
 
         Raises:
             TransferError: The drive refuses; the commit stands.
@@ -338,7 +338,7 @@ class Generations:
                 self._begun = None
 
     def _sync(self, manifest: Manifest) -> None:
-        """Data first, then the manifest: it must not promise what a power cut could take."""
+        """Make data durable, then the manifest: it must not promise what a power cut could take."""
         try:
             for file in self.files.opened(self._unsynced):
                 self._sync_file(file)
@@ -409,7 +409,7 @@ class Generations:
 def _laid(
     spans: dict[str, SlotSpan], strides: Mapping[str, tuple[int, ...]] | None
 ) -> dict[str, SlotSpan]:
-    """Spans of which some are laid otherwise."""
+    """Spans, some of them with other strides."""
     if not strides:
         return spans
     return {
@@ -420,7 +420,7 @@ def _laid(
 def _strides_of(
     spans_of_pieces: Iterable[Mapping[str, SlotSpan]],
 ) -> dict[int, dict[str, tuple[int, ...]]]:
-    """By number of the piece and name of the span, where they are not in row-major order."""
+    """The strides by number of the piece and name of the span, where not row-major."""
     strides = {
         number: {name: span.strides for name, span in spans.items() if span.strides}
         for number, spans in enumerate(spans_of_pieces)
@@ -429,7 +429,7 @@ def _strides_of(
 
 
 def _tell_of(unusable: Sequence[UnusableGeneration], resumed: Manifest) -> None:
-    """Say that a newer generation is there, or may be, and could not be gone on from."""
+    """Log that a newer generation is there, or may be, and could not be resumed."""
     last = resumed.generation
     for path, generation, why in unusable:
         if generation > last:

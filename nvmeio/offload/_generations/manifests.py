@@ -79,7 +79,7 @@ class Manifest:
 
 
 def _counts(value: Any) -> bool:
-    """Whether it is a step counter, of which most optimizers have one in their state."""
+    """Whether it is a step counter; most optimizers keep one in their state."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not devices.is_device(value)
     return isinstance(value, (int, float))
@@ -128,7 +128,7 @@ def mark_durable(directory: str, manifest: Manifest) -> None:
 
 
 def drop(directory: str, generation: int, durable: bool = False) -> None:
-    """Let a generation, and whatever is in its place, never have been.
+    """Remove a generation, and whatever else is in its place.
 
     Raises:
         TransferError: It is there still.
@@ -153,7 +153,7 @@ def _empty(path: str) -> None:
 
 
 def place(directory: str, generation: int) -> str:
-    """The file that a generation is in, if it is there."""
+    """The file of a generation."""
     return os.path.join(directory, NAMES[generation % 2])
 
 
@@ -296,7 +296,7 @@ def _plain(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> Any:
-    """A scheduler that computes with numpy leaves numpy's numbers behind."""
+    """Python's number for one of numpy's, which schedulers leave behind."""
     foreign = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
     return value.item() if foreign else value
 
@@ -311,7 +311,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _decode(data: bytes, path: str) -> Manifest | None:
-    """None where it is torn."""
+    """The manifest in a file's bytes; None if it is torn."""
     if not data.startswith(_MAGIC):
         return None
     mark = data[_DURABLE_AT : _DURABLE_AT + 1]
@@ -385,7 +385,7 @@ def _columns(
 
 
 def _stacked(values: list[torch.Tensor]) -> torch.Tensor:
-    """On the host: with one copy where all of them are on a device."""
+    """Scalars as one tensor on the host, by one copy if all are on a device."""
     if all(devices.is_device(value) for value in values):
         return devices.on_host(torch.stack(values))
     return torch.stack([devices.on_host(value) for value in values])

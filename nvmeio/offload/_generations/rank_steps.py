@@ -25,10 +25,10 @@ from nvmeio.offload._generations.manifests import Manifest, UnusableGeneration
 
 @dataclasses.dataclass
 class Made:
-    """How many optimizers of several ranks were made; all ranks make them in the same order.
+    """Counts the optimizers of several ranks; all ranks make them in the same order.
 
-    One that is refused while it is made has no number: the others may have made theirs, and it is
-    with them when it is made again.
+    One that is refused while it is made is not counted: when it is made again it belongs to those
+    that the other ranks have made already.
     """
 
     count: int = 0
@@ -80,7 +80,7 @@ class DurableSteps:
                 self._store.add(f"durable/{self._told}", 1)
 
     def _withdraw(self) -> None:
-        """As if this rank had not joined: of what it has told, nothing will be."""
+        """Take back `join`, and what this rank has told since."""
         if self._joined:
             self._joined = False
             if self._told >= 0:
@@ -88,11 +88,11 @@ class DurableSteps:
             self._store.add("joined", -1)
 
     def stay(self) -> None:
-        """The optimizer is made: what is made next is another one."""
+        """Count the optimizer: the next one is another."""
         self._is_made, self._made.count = True, self._number + 1
 
     def undo_stay(self) -> None:
-        """It is not, after all: it is made again, or nothing."""
+        """Take `stay` back."""
         if self._is_made and self._made.count == self._number + 1:
             self._is_made, self._made.count = False, self._number
 
@@ -103,11 +103,11 @@ class DurableSteps:
             self._told = generation
 
     def lose(self, generation: int, why: str) -> None:
-        """This rank could not make a generation durable: who waits for it is told. Never raises."""
+        """Tell ranks that wait that a generation could not be made durable. Never raises."""
         self._store.fail("lost", why, generation=generation)
 
     def leave(self) -> None:
-        """This rank takes no further steps, or was refused the optimizer; never raises."""
+        """Take no further steps, or give up an optimizer that was refused. Never raises."""
         with contextlib.suppress(TransferError):
             if not self._is_made:
                 self._withdraw()
@@ -118,7 +118,7 @@ class DurableSteps:
             self._store.add("left", 1)
 
     def wait(self, generation: int) -> None:
-        """Until every rank has made a generation durable.
+        """Wait until every rank has made a generation durable.
 
         Raises:
             TransferError: A rank could not (EIO), or has not in time (ETIMEDOUT).
@@ -155,10 +155,10 @@ class DurableSteps:
             self._store.delete(f"durable/{generation - 2}")
 
     def _follow(self, generation: int) -> None:
-        """Before the first step: go where the others are, where they have closed what is here.
+        """Before the first step, follow ranks that have closed this optimizer and made another.
 
-        A rank that was refused made its optimizer again, and the others did the same, who had
-        closed one that this rank had not. It may have come before they closed it.
+        Where one rank is refused, all make theirs again; this one may be here before the others
+        have closed theirs.
         """
         while self._joined:
             joined = self._store.add("joined", 0)
@@ -173,11 +173,11 @@ class DurableSteps:
             self.stay()
 
     def _past(self) -> int:
-        """The last generation that nobody counts any more: all that had joined by then had it."""
+        """The last generation whose count was deleted: every rank has it."""
         return int(self._store.get("past")) if self._store.check(["past"]) else 0
 
     def _left_before(self, generation: int) -> int:
-        """How many ranks took their leave without having made a generation durable."""
+        """How many ranks left before they had made a generation durable."""
         if not self._store.add("left", 0):
             return 0
         keys = [f"left/{rank}" for rank in range(self._store.size)]

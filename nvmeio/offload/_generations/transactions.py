@@ -28,7 +28,7 @@ class RolledBack(Exception):
 
 
 class Transaction:
-    """One change, as who makes it sees it."""
+    """One change, as the work that makes it sees it."""
 
     def __init__(self) -> None:
         self.unwanted = False
@@ -36,20 +36,20 @@ class Transaction:
         self._undo: Callable[[], object] | None = None
 
     def check(self) -> None:
-        """To be called where everything can still be left as it was.
+        """Raise if nobody wants the change any more; called where it can still be left undone.
 
         Raises:
-            RolledBack: It should be.
+            RolledBack: Nobody wants it.
         """
         if self.unwanted:
             raise RolledBack
 
     def on_rollback(self, undo: Callable[[], object]) -> None:
-        """The change is made; `undo` would unmake it."""
+        """Note that the change is made, and what undoes it."""
         self._undo = undo
 
     def roll_back(self) -> None:
-        """Unmake the change, if it was made and can be unmade."""
+        """Undo the change, if it was made and can be undone."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
@@ -139,7 +139,7 @@ class Transactions:
 
 
 def _as_here(work: Callable[[Transaction], Value], transaction: Transaction) -> Callable[[], Value]:
-    """The same for another thread, with what torch keeps for each thread as it is in this one."""
+    """The same work for another thread, with what torch sets for each thread as it is here."""
     flushes = _TINY * 1.0 == 0.0
 
     def there() -> Value:

@@ -25,7 +25,7 @@ from nvmeio.offload._swap_files.tensors import is_absent, local
 
 
 def watch(module: torch.nn.Module) -> None:
-    """Let the module, and those within it, answer for parameters that are swapped."""
+    """Have the module, and those within it, answer for swapped parameters."""
     every: list[Any] = list(module.modules())
     for each in every:
         each._apply = types.MethodType(_applied, each)
@@ -43,7 +43,7 @@ def watch(module: torch.nn.Module) -> None:
 def _values_of(
     module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    """In the place of what is NaN, tensors over the files; what a block gathered is there."""
+    """Put tensors over the files in the place of NaN; what a block gathered has its values."""
     for name, parameter in module._parameters.items():
         if parameter is None or prefix + name not in state_dict:
             continue
@@ -100,13 +100,13 @@ def _pickled(self: torch.nn.Parameter, protocol: Any) -> Any:
 
 
 def _let_be(parameter: torch.nn.Parameter) -> None:
-    """It is swapped no more, and has values: an ordinary one."""
+    """Make it an ordinary parameter: it is swapped no more, and has values."""
     for name in ("__deepcopy__", "__reduce_ex__", "_typed_storage"):
         parameter.__dict__.pop(name, None)
 
 
 def _sent(self: torch.nn.Parameter) -> Any:
-    """What torch.multiprocessing puts into shared memory; it does not ask for `__reduce_ex__`."""
+    """In place of what torch.multiprocessing calls; it does not ask for `__reduce_ex__`."""
     _check_copying(self)
     storage: Any = type(self)._typed_storage
     return storage(self)
@@ -141,7 +141,7 @@ class _SavedParameter(NamedTuple):
     version: int  # of the parameter, then
 
     def memory(self) -> torch.Tensor:
-        """It, unless the parameter was changed."""
+        """The unit's memory; raises if the parameter was changed."""
         if self.parameter is not None and self.parameter._version != self.version:
             raise RuntimeError(
                 f"a parameter of shape {tuple(self.parameter.shape)} was changed (by a step, "
@@ -152,7 +152,7 @@ class _SavedParameter(NamedTuple):
 
 
 def attach(store: ParamStore, stage: Stage) -> None:
-    """Let a stage's parameters come before its call and be free to go after it."""
+    """Bring a stage's parameters before its call, and release them after it."""
     mine = {id(p) for p in stage.parameters}
     units = [unit for unit in store.units if mine & {id(p) for p in unit.parameters}]
 

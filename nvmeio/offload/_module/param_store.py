@@ -70,7 +70,7 @@ class Gathered(NamedTuple):
     """Units that a block changes.
 
     Attributes:
-        claim: Ends the block. What was not written by then has the values of the drive again.
+        claim: Ends the block. What was not written by then gets the values of the drive again.
         slots: Their memory.
         written: Not empty once they were.
     """
@@ -148,7 +148,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
 
     @owned
     def go_on_device(self) -> None:
-        """All parameters were made, in host memory: from now on they are the device's."""
+        """Have parameters on the device from now on; all were made in host memory."""
         if not self.device_bytes:
             return
         self._window.drop_all()
@@ -190,9 +190,9 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         return claim
 
     def memory_of(self, unit: ParamUnit) -> torch.Tensor:
-        """A unit's bytes; they stay what they are for as long as this storage lives.
+        """A unit's bytes, which do not change for as long as the storage lives.
 
-        Where they have arrived the owner is told, and not waited for.
+        If they have arrived, the owner is told and not waited for.
         """
         backward = in_backward()
         top, stream = self._top, devices.stream_here(self.device)
@@ -214,9 +214,9 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Where a unit cannot be brought, what was read ahead may have failed with it.
+        """Drop what was read ahead if a unit cannot be read: those reads may have failed as well.
 
-        It is read again when it is needed, and whoever makes the call again is told nothing old.
+        They are made again when needed, so that a retry meets no old error.
         """
         try:
             yield
@@ -231,13 +231,13 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
 
     @owned
     def evict(self) -> None:
-        """Let go of all copies in memory that are not in use."""
+        """Drop all copies in memory that are not in use."""
         self._top.drop_idle()
         self._window.drop_idle()
 
     @owned
     def make_way(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Let go of all copies in memory that are not in use: these change on the drive.
+        """Drop all copies in memory that are not in use, before these change on the drive.
 
         Raises:
             RuntimeError: A block gathered some of them.
@@ -254,7 +254,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
 
     @owned
     def first(self, unit: ParamUnit) -> Gathered:
-        """Memory for a unit that was never on the drive, with its values where it has some."""
+        """Memory for a unit that is not on the drive yet, with the values that it has."""
         values = [local(p) for p in unit.parameters]
         slot = self._window.blank(unit)
         slot.holds += 1
@@ -277,7 +277,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
 
     @owned
     def is_gathered(self, parameter: torch.Tensor) -> bool:
-        """Whether a block has it in memory, to be changed."""
+        """Whether a block of `gather` has it in memory."""
         unit = self._unit_of[id(parameter)]
         return any(slot.unit is unit for slots in self._gathered_now for slot in slots)
 
@@ -306,7 +306,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         written.append(True)
 
     def _scatter(self, slots: Sequence[ParamSlot], written: list[bool]) -> None:
-        """A block that changed units is over. If it failed they have the values of the drive."""
+        """End a block that changes units. Those not written get the values of the drive."""
         self._gathered_now = [each for each in self._gathered_now if each is not slots]
         top = self._top
         top.let_go(slots)
@@ -324,7 +324,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
             top.drop(slot.unit)
 
     def undo(self, gathered: Gathered) -> None:
-        """End a block that failed; its units have the values of the drive when this returns."""
+        """End a failed block; its units have the values of the drive when this returns."""
         gathered.claim.end()
         self._owner.drain()
 
@@ -402,7 +402,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         return Fill(reads, after=after)
 
     def explain(self, slot: ParamSlot, error: BaseException) -> BaseException:
-        """Say whose files they were that are closed."""
+        """Say whose files were closed."""
         if not isinstance(error, ClosedError) or self.closed:
             return error
         return ClosedError(_TAKEN_ALONG)
@@ -460,7 +460,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         self._owner.call(self._places.relocate, parameter, locate)
 
     def on_file(self, parameter: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        """The parameter over the file, unread, with the rows of others below its own."""
+        """The parameter as a tensor over the file, unread, followed by the rows of others."""
         try:
             return self._places.on_file(parameter, *rest)
         except ClosedError as closed:
@@ -492,13 +492,13 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
     @property
     @owned
     def held(self) -> list[ParamUnit]:
-        """What somebody holds."""
+        """The units that somebody holds."""
         return [slot.unit for slot in self._top.there if slot.holds]
 
     @property
     @owned
     def in_use_bytes(self) -> int:
-        """What is taken of the budget, by units and by tensors that outlive them."""
+        """What units, and tensors that outlive them, take of the budget."""
         return self._pool.in_use_bytes
 
     @property

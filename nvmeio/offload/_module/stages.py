@@ -128,7 +128,7 @@ def find_units(
 
 
 def unit_nbytes(parameters: Sequence[torch.nn.Parameter]) -> int:
-    """What a unit of these takes."""
+    """Bytes of a unit of these parameters."""
     return _laid_out(parameters, {})[1]
 
 
@@ -231,7 +231,7 @@ class ParamPlaces:
 
 
 def _follows(last: Move, move: Move, limit: int) -> bool:
-    """Whether two moves are one: neighbours in file and memory, with the same gap below a limit."""
+    """Whether two moves can be one, with the same small gap in file and memory."""
     gap = move.file_offset - (last.file_offset + last.nbytes)
     return (
         last.file is move.file

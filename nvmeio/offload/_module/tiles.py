@@ -53,7 +53,7 @@ class WholeParameter(NamedTuple):
 
 
 class _Shown(NamedTuple):
-    """What stands in the place of a parameter, as it was when it was put there."""
+    """What a layer shows in the place of a parameter, as it was put there."""
 
     tensor: torch.Tensor
     version: int
@@ -69,7 +69,7 @@ class _Shown(NamedTuple):
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often it was written to, as far as torch counts that."""
+    """Changes in place as torch counts them; 0 where it does not."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -124,7 +124,7 @@ class TiledLayers:
         layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]
 
     def undo(self) -> None:
-        """Make them whole again, with the parameters that they had; they can be cut anew."""
+        """Make the layers whole again, with the parameters that they had."""
         for layer, parameters, hooks in self._whole:
             layer.__dict__.pop("forward", None)
             layer.__dict__.pop(_SHOWN, None)
@@ -138,7 +138,7 @@ class TiledLayers:
         self._whole.clear()
 
     def keep(self) -> None:
-        """They stay cut, and the memory of what they had goes with their tiles'."""
+        """Leave the layers cut; the memory of their parameters goes with the tiles'."""
         for _, parameters, _ in self._whole:
             for parameter in parameters.values():
                 if parameter is not None and not parameter.is_meta:
@@ -147,7 +147,7 @@ class TiledLayers:
 
 
 def whole_parameters(root: nn.Module) -> dict[str, WholeParameter]:
-    """What the tiles of cut layers have together, by the names that it has in a state dict."""
+    """The whole parameters of cut layers, by their names in a state dict."""
     found = {}
     for name, layer in root.named_modules(remove_duplicate=False):
         if not _is_cut(layer):
@@ -189,7 +189,7 @@ def _layers(root: nn.Module) -> list[nn.Linear]:
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """Whether it has nothing that its tiles would not have."""
+    """Whether its tiles lack nothing of it: it has no class, gradient or hooks of its own."""
     hooks: Any = (
         parameter._backward_hooks,
         getattr(parameter, "_post_accumulate_grad_hooks", None),
@@ -233,7 +233,7 @@ def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
 
 
 def _check_nothing_given(layer: nn.Linear) -> None:
-    """Refuse what somebody gave the layer itself, or changed there: its tiles would not see it."""
+    """Refuse what was given to the layer itself or changed there: its tiles do not see it."""
     given = [name for name, parameter in layer._parameters.items() if parameter is not None]
     for name, shown in layer.__dict__[_SHOWN].items():
         if not shown.is_as_it_was(layer.__dict__.get(name)):
@@ -351,7 +351,7 @@ def needed(root: torch.nn.Module, stages: Sequence[Stage], units: Sequence[Param
 
 
 def _is_saved(unit: ParamUnit) -> bool:
-    """Whether autograd keeps some of it for backward: of a table of embeddings it needs none."""
+    """Whether autograd saves some of it for backward; embeddings are not saved."""
     return not all(type(stage.module) is torch.nn.Embedding for stage in unit.stages)
 
 

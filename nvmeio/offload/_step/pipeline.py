@@ -229,7 +229,7 @@ class Pipeline:
         return times
 
     def _write(self, computed: _Computed, filled: _Filled, times: Times) -> None:
-        """Begin a turn's writes, and look at what is written meanwhile; nothing once stopped."""
+        """Begin a turn's writes, and seal what is written meanwhile; nothing once stopped."""
         if filled.stopped:
             return
         turn, slot, moves, mark = computed
@@ -248,7 +248,7 @@ class Pipeline:
 
 
 def new_helper(name: str) -> OwnerThread | None:
-    """A thread that only helps; None where no thread can be had."""
+    """A thread that helps; None if no thread can be had."""
     helper = OwnerThread(name)
     try:
         helper.call(bool)  # it has begun
@@ -279,11 +279,11 @@ def _asked(device: DeviceTurns, turn: SlotTurn, slot: torch.Tensor) -> _Computed
 
 
 class _Stopped(Exception):
-    """There are no more slots, since writing what was computed failed."""
+    """A write failed, so no more slots come."""
 
 
 class _Filled:
-    """The slots as the turns' reads fill them, one after the other; ahead where a helper does it.
+    """Fills slots with the turns' reads, one after the other; ahead of time with a helper.
 
     Attributes:
         written: Slots whose turn is over, with the writes that are under way in them.
@@ -322,7 +322,7 @@ class _Filled:
         self.written.put(None)
 
     def end(self) -> BaseException | None:
-        """Wait until nothing is in flight; the first failure of a write that nobody was told of."""
+        """Wait until nothing is in flight; returns the first failure that nobody was told of."""
         self.stop()
         if self._helper is not None:
             self._helper.drain()
@@ -496,7 +496,7 @@ def started(
 
 
 def failure_of(operation: Operation) -> BaseException | None:
-    """Wait for an operation; why it did not do what it should, or None."""
+    """Wait for an operation; returns its error, or None."""
     try:
         return operation.exception()
     except concurrent.futures.CancelledError as cancelled:

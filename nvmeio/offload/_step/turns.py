@@ -75,7 +75,7 @@ class Swapped:
         return self.gradients is not None or any(param.stores_rounded for param in self.params)
 
     def make_buffers(self) -> None:
-        """Have buffers for the largest subgroup; a line in the log where they hold all of it."""
+        """Make buffers for the largest subgroup; log it if they hold all state."""
         swapped = [each for each in self.subgroups if not each.resident]
         need = max((each.slot_nbytes(self.with_grads) for each in swapped), default=0)
         self.pipeline.make(need, len(swapped))
@@ -96,12 +96,12 @@ class Swapped:
         return self.params[piece.param]
 
     def evict_params(self) -> None:
-        """What is in memory of parameters that live on the drive is of the past."""
+        """Drop what is in memory of parameters that live on the drive: it is out of date."""
         for store in self._param_stores():
             store.evict()
 
     def make_way(self) -> None:
-        """What is in memory of parameters that live on the drive is about to be of the past.
+        """Drop what is in memory of parameters that live on the drive, before they change there.
 
         Raises:
             RuntimeError: A block of `SwappedModule.gather` would write them back.
@@ -132,7 +132,7 @@ class Swapped:
         groups: list[dict[str, Any]],
         check: Callable[[], None] | None = None,
     ) -> None:
-        """Take parameters as they are now for the weights on the drive: a generation of its own.
+        """Write the parameters as they are now to the drive, as a generation of its own.
 
         Args:
             subgroups: Those of the parameters.
@@ -165,7 +165,7 @@ class Swapped:
         self.store.commit(change, groups)
 
     def _can_differ(self, piece: Piece) -> bool:
-        """Whether the parameter can differ from the drive: one that lives there does not."""
+        """Whether the parameter can differ from the drive; one that lives there does not."""
         param = self.param_of(piece)
         return param.param_store is None or param.stores_rounded or not self.store.generation
 
@@ -188,21 +188,21 @@ class Swapped:
     def to_params(
         self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
     ) -> list[Move]:
-        """Bring weights of a slot into their parameters; what is to be written for that."""
+        """Copy weights of a slot into their parameters; returns what is to be written for that."""
         for piece in pieces:
             weights_out(subgroup, piece, self.param_of(piece), slot)
         return self.param_writes(subgroup, pieces)
 
 
 def weights_out(subgroup: Subgroup, piece: Piece, param: SwappedParam, slot: torch.Tensor) -> None:
-    """From the slot into the parameter, or, rounded, to where its store is written from."""
+    """Copy weights from the slot into the parameter, or, rounded, beside them for its store."""
     outside = _outside(subgroup, piece, param, slot)
     if outside is not None:
         outside.copy_(view(slot, piece.spans[WEIGHTS]))
 
 
 def weights_in(subgroup: Subgroup, piece: Piece, param: SwappedParam, slot: torch.Tensor) -> None:
-    """From the parameter (or what was read of its store) into the slot."""
+    """Copy weights from the parameter, or from what was read of its store, into the slot."""
     outside = _outside(subgroup, piece, param, slot)
     if outside is not None:
         view(slot, piece.spans[WEIGHTS]).copy_(outside)
@@ -211,7 +211,7 @@ def weights_in(subgroup: Subgroup, piece: Piece, param: SwappedParam, slot: torc
 def _outside(
     subgroup: Subgroup, piece: Piece, param: SwappedParam, slot: torch.Tensor
 ) -> torch.Tensor | None:
-    """A piece's weights as the parameter has them; None where those are the ones in the slot."""
+    """A piece's weights as the parameter has them; None if those are the slot's."""
     if param.param_store is None:
         return part(local(param.parameter), piece.start, piece.stop, piece.shape)
     if param.stores_rounded and piece.grad is not None:
@@ -220,7 +220,7 @@ def _outside(
 
 
 def _param_moves(subgroup: Subgroup, piece: Piece, param: SwappedParam) -> list[Move]:
-    """Between a parameter's store and the slot: into the weights, or, rounded, beside them."""
+    """The moves between a parameter's store and the slot: its weights, or, rounded, beside them."""
     if param.param_store is None or piece.grad is None:
         return []
     base = subgroup.grads_at + piece.grad.offset
@@ -340,7 +340,7 @@ class Step:
         return param.number in self._grads
 
     def _reads(self, subgroup: Subgroup, pieces: list[Piece]) -> list[Move]:
-        """State, weights where the step works on them, gradients where they are on the drive."""
+        """The moves of state, weights that are stepped in the slot, and gradients on the drive."""
         staged = [piece for piece in pieces if piece.staged]
         plain = [piece for piece in pieces if not piece.staged]
         files = self._swapped.files
@@ -504,7 +504,7 @@ class StateLoad:
     def _take_state(
         self, piece: Piece, entry: dict[str, Any], slot: torch.Tensor
     ) -> dict[str, Any]:
-        """Copy what is swapped into the slot; what is not."""
+        """Copy swapped state into the slot; returns the rest."""
         small: dict[str, Any] = {}
         strides = self.change.strides[piece.number] = {}
         for name, value in entry.items():
