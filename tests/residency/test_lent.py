@@ -52,7 +52,7 @@ def test_lent_memory_is_free_with_the_last_tensor_over_it() -> None:
     slot = pool.take("unit", 4096)
     assert slot is not None and slot.memory is not None
     (kept,) = laid_over(slot.memory, [(128, torch.float32, (8,), ())])
-    slot.memory = None
+    slot.memory = torch.empty(0, dtype=torch.uint8)
     assert pool.take("another", 4096) is None
     del kept
     assert pool.take("another", 4096) is not None
@@ -74,7 +74,7 @@ def test_a_unit_that_finds_the_free_bytes_in_pieces_gets_as_many_of_its_own() ->
     assert pool.in_use_bytes == 4 * 4096
     assert pool.take("one more", 4096) is None
     assert pool.take_apart("one more", 4096) is None
-    large.memory = None
+    large.memory = torch.empty(0, dtype=torch.uint8)
     assert pool.in_use_bytes == 4096
-    middle.memory = None
+    middle.memory = torch.empty(0, dtype=torch.uint8)
     pool.close()
