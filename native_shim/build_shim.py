@@ -17,6 +17,7 @@ FILES = (
     "copy_crc32",
     "packed",
     "hold",
+    "write_protection",
     "copy_on_write",
     "own_fds",
     "request",

@@ -1,4 +1,5 @@
-/* Copies memory and computes its CRC-32 (that of zip files) on the way, as fast as memcpy copies.
+/* Copies memory and computes its CRC-32 (that of zip files) on the way, as fast as memcpy copies. Where
+ * both places are one, nothing is stored: the memory may be write-protected.
  *
  * 64 bytes at a time are folded by carry-less products into four remainders of 128 bits, these into
  * one, and that is reduced after Barrett. Source: Gopal and others, Fast CRC Computation for Generic
@@ -34,30 +35,32 @@ FOLDING static inline __m128i fold(__m128i remainder, __m128i by, __m128i next) 
   return _mm_xor_si128(_mm_xor_si128(low, high), next);
 }
 
-FOLDING static inline __m128i moved(char *to, const char *from, int streamed) {
+enum store { NOT, PLAIN, PAST_CACHES };
+
+FOLDING static inline __m128i moved(char *to, const char *from, enum store store) {
   __m128i bytes = _mm_loadu_si128((const __m128i *)from);
-  if (streamed)
+  if (store == PAST_CACHES)
     _mm_stream_si128((__m128i *)to, bytes);
-  else
+  else if (store == PLAIN)
     _mm_storeu_si128((__m128i *)to, bytes);
   return bytes;
 }
 
 /* Of whole blocks, at least one. */
 FOLDING static inline __attribute__((always_inline)) uint32_t
-copy_each(char *to, const char *from, uint64_t nbytes, uint32_t state, int streamed) {
+copy_each(char *to, const char *from, uint64_t nbytes, uint32_t state, enum store store) {
   const __m128i by_block = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4);
   const __m128i by_16 = _mm_set_epi64x(0x00ccaa009e, 0x01751997d0);
-  __m128i a = _mm_xor_si128(moved(to, from, streamed), _mm_cvtsi32_si128((int)state));
-  __m128i b = moved(to + 16, from + 16, streamed);
-  __m128i c = moved(to + 32, from + 32, streamed);
-  __m128i d = moved(to + 48, from + 48, streamed);
+  __m128i a = _mm_xor_si128(moved(to, from, store), _mm_cvtsi32_si128((int)state));
+  __m128i b = moved(to + 16, from + 16, store);
+  __m128i c = moved(to + 32, from + 32, store);
+  __m128i d = moved(to + 48, from + 48, store);
   for (uint64_t at = BLOCK; at < nbytes; at += BLOCK) {
     _mm_prefetch(from + at + AHEAD, _MM_HINT_T0); /* past the end it does nothing */
-    a = fold(a, by_block, moved(to + at, from + at, streamed));
-    b = fold(b, by_block, moved(to + at + 16, from + at + 16, streamed));
-    c = fold(c, by_block, moved(to + at + 32, from + at + 32, streamed));
-    d = fold(d, by_block, moved(to + at + 48, from + at + 48, streamed));
+    a = fold(a, by_block, moved(to + at, from + at, store));
+    b = fold(b, by_block, moved(to + at + 16, from + at + 16, store));
+    c = fold(c, by_block, moved(to + at + 32, from + at + 32, store));
+    d = fold(d, by_block, moved(to + at + 48, from + at + 48, store));
   }
   a = fold(fold(fold(a, by_16, b), by_16, c), by_16, d);
   /* 128 bits to 64, to 32. */
@@ -74,9 +77,10 @@ copy_each(char *to, const char *from, uint64_t nbytes, uint32_t state, int strea
 }
 
 FOLDING static uint32_t copy_blocks(char *to, const char *from, uint64_t nbytes, uint32_t state) {
-  if (nbytes < STREAMED || to == from || (uintptr_t)to % sizeof(__m128i))
-    return copy_each(to, from, nbytes, state, 0);
-  state = copy_each(to, from, nbytes, state, 1);
+  if (to == from) return copy_each(to, from, nbytes, state, NOT);
+  if (nbytes < STREAMED || (uintptr_t)to % sizeof(__m128i))
+    return copy_each(to, from, nbytes, state, PLAIN);
+  state = copy_each(to, from, nbytes, state, PAST_CACHES);
   _mm_sfence(); /* whoever is told of the bytes sees them */
   return state;
 }
@@ -89,7 +93,7 @@ int nv_can_copy_crc32(void) {
 #define BLOCK 64
 
 static uint32_t copy_blocks(char *to, const char *from, uint64_t nbytes, uint32_t state) {
-  memcpy(to, from, nbytes);
+  if (to != from) memcpy(to, from, nbytes);
   return bit_by_bit((const unsigned char *)from, nbytes, state);
 }
 
@@ -102,6 +106,6 @@ uint32_t nv_copy_crc32(uint64_t to_address, uint64_t from_address, uint64_t nbyt
   uint64_t whole = nbytes / BLOCK * BLOCK;
   uint32_t state = ~crc;
   if (whole) state = copy_blocks(to, from, whole, state);
-  memcpy(to + whole, from + whole, nbytes - whole);
+  if (to != from) memcpy(to + whole, from + whole, nbytes - whole);
   return ~bit_by_bit((const unsigned char *)to + whole, nbytes - whole, state);
 }

@@ -11,7 +11,8 @@
  *
  * The reader asks nobody before it reads a LIVE cell. It looks afterwards whether the cell was LIVE
  * until then (a writer goes on only after that has changed), and else reads again, from aside. So no
- * writer ever waits for a reader.
+ * writer ever waits for a reader. A drive that reads memory where it lies is such a reader too: when it
+ * is through, nv_snapshot_settle looks, and what was written to meanwhile is written again.
  *
  * Handlers take no lock of Python's and allocate nothing: the writer may hold the GIL, or malloc's lock.
  * Where there is no memory left aside, a cell goes into an unlinked file instead.
@@ -23,9 +24,7 @@
  * protected until then. Memory that is given away by its address (madvise with MADV_DONTNEED, munmap,
  * mremap) loses its bytes and its protection unseen: whoever copies a cell asks the page tables
  * afterwards whether it was protected until then (PAGEMAP_SCAN, Linux 6.7; before it, nobody asks).
- *
- * Source: Documentation/admin-guide/mm/userfaultfd.rst and pagemap.rst, include/uapi/linux/userfaultfd.h
- * and fs.h. What is needed of the headers is repeated here, for wheels are built with older ones. */
+ */
 #include "internal.h"
 
 #include <errno.h>
@@ -35,9 +34,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/ioctl.h>
-#include <sys/prctl.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #define PAGE ((uint64_t)4096)
@@ -48,54 +44,6 @@
  * in the end walks over the pages' entries twice: 0.13 s for 1.6 GB on small pages, for 0.06. */
 #define LET_GO (8 * CELL)
 #define MOST_HANDLERS 4
-#define GET_MEMORY_MERGE 68 /* linux/prctl.h, since Linux 6.4 */
-
-/* --- linux/userfaultfd.h -------------------------------------------------------------------- */
-
-struct api {
-  uint64_t api, features, ioctls;
-};
-struct range {
-  uint64_t start, nbytes;
-};
-struct registration {
-  struct range range;
-  uint64_t mode, ioctls;
-};
-struct protection {
-  struct range range;
-  uint64_t mode;
-};
-struct message {
-  uint8_t event, reserved[7];
-  uint64_t flags, address, thread; /* of a fault */
-};
-#define API_VERSION 0xAAu
-#define UFFD_API _IOWR(0xAA, 0x3F, struct api)
-#define UFFD_REGISTER _IOWR(0xAA, 0x00, struct registration)
-#define UFFD_UNREGISTER _IOR(0xAA, 0x01, struct range)
-#define UFFD_WAKE _IOR(0xAA, 0x02, struct range)
-#define UFFD_WRITEPROTECT _IOWR(0xAA, 0x06, struct protection)
-#define UFFD_NEW _IO(0xAA, 0x00) /* of /dev/userfaultfd */
-#define EVENT_FAULT 0x12
-#define MODE_WRITEPROTECT 2
-#define USER_MODE_ONLY 1
-/* Write faults are told of, and so are those of pages that do not exist yet (Linux 6.4). */
-#define FEATURES ((1u << 0) | (1u << 13))
-
-/* --- linux/fs.h ------------------------------------------------------------------------------ */
-
-struct region {
-  uint64_t start, end, categories;
-};
-struct scan {
-  uint64_t size, flags, start, end, walk_end, regions, count, most_pages;
-  uint64_t inverted, all_of, any_of, told;
-};
-#define PAGEMAP_SCAN _IOWR('f', 16, struct scan)
-#define IS_WRITTEN (1u << 1) /* no write protection is on it */
-#define IS_PRESENT (1u << 3)
-#define IS_SWAPPED (1u << 4) /* or it is noted that its first write has to be seen */
 
 /* --- structures ----------------------------------------------------------------------------- */
 
@@ -137,15 +85,10 @@ static unsigned generation;
 
 /* --- the descriptor -------------------------------------------------------------------------- */
 
-static int is_ours(int fd) {
-  struct range nowhere = {0, 0};
-  return ioctl(fd, UFFD_WAKE, &nowhere) < 0 && errno == EINVAL;
-}
-
 /* With the mutex held: whether there is one. Where the program has closed it, all snapshots fail. The
  * kernel lets those go on who wait to write, once no handler waits for them any more. */
 static int check_descriptor(void) {
-  if (descriptor < 0 || is_ours(descriptor)) return descriptor >= 0;
+  if (descriptor < 0 || nv_wp_is_open(descriptor)) return descriptor >= 0;
   if (errno != EBADF && errno != ENOTTY) close(descriptor); /* a filter of system calls forbids it */
   descriptor = -1;
   handlers = 0; /* they end when they look */
@@ -161,7 +104,7 @@ static int check_descriptor(void) {
  * locked before the fork: another library's handler may wait there for a thread that writes, which
  * waits for ours. So what the parent's threads were changing may be half done: it is all made anew. */
 static void after_fork_in_child(void) {
-  if (descriptor >= 0 && is_ours(descriptor)) {
+  if (descriptor >= 0 && nv_wp_is_open(descriptor)) {
     close(descriptor);
     close(page_tables);
   }
@@ -176,66 +119,6 @@ static void after_fork_in_child(void) {
 
 __attribute__((constructor)) static void watch_forks(void) {
   pthread_atfork(NULL, NULL, after_fork_in_child);
-}
-
-/* --- the kernel's calls ---------------------------------------------------------------------- */
-
-static int protect(uint64_t low, uint64_t high) {
-  struct protection wanted = {{low, high - low}, 1};
-  return ioctl(descriptor, UFFD_WRITEPROTECT, &wanted) ? -errno : 0;
-}
-
-/* Whoever waits to write there goes on. */
-static void lift(uint64_t low, uint64_t high) {
-  struct protection wanted = {{low, high - low}, 0};
-  if (!ioctl(descriptor, UFFD_WRITEPROTECT, &wanted)) return;
-  ioctl(descriptor, UFFD_WAKE, &wanted.range); /* it is not registered any more: they try again */
-}
-
-/* Nothing there is protected any more, and whoever waits to write goes on. */
-static void unregister(uint64_t low, uint64_t high) {
-  struct range range = {low, high - low};
-  ioctl(descriptor, UFFD_UNREGISTER, &range);
-}
-
-/* Whether all of it has been protected until now. Where the kernel cannot say it, it has. */
-static int is_protected(uint64_t low, uint64_t high) {
-  struct region region = {0};
-  struct scan scan = {.size = sizeof scan, .start = low, .end = high, .count = 1};
-  scan.regions = (uintptr_t)&region;
-  scan.inverted = scan.all_of = scan.told = IS_WRITTEN;
-  scan.any_of = IS_PRESENT | IS_SWAPPED;
-  int found = ioctl(page_tables, PAGEMAP_SCAN, &scan);
-  return found < 0 || (found == 1 && region.start == low && region.end == high);
-}
-
-/* KSM (mm/ksm.c, replace_page) forgets the protection of a page that it merges. */
-static int is_merging(void) { return prctl(GET_MEMORY_MERGE, 0, 0, 0, 0) == 1; }
-
-static int open_descriptor(int which) {
-  int fd = -1;
-  if (is_merging()) return -ENOTUNIQ;
-  if (which == NV_SNAPSHOT_DEVICE) {
-    int device = open("/dev/userfaultfd", O_RDWR | O_CLOEXEC);
-    if (device < 0) return -errno;
-    fd = ioctl(device, UFFD_NEW, O_CLOEXEC | O_NONBLOCK);
-    if (fd < 0) fd = -errno;
-    close(device);
-  } else {
-#ifdef SYS_userfaultfd
-    int only = which == NV_SNAPSHOT_USER_MODE ? USER_MODE_ONLY : 0;
-    fd = (int)syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK | only);
-    if (fd < 0) fd = -errno;
-#else
-    fd = -ENOSYS;
-#endif
-  }
-  struct api api = {API_VERSION, FEATURES, 0};
-  if (fd >= 0 && ioctl(fd, UFFD_API, &api)) { /* EINVAL: a kernel without one of the features */
-    close(fd);
-    fd = -EOPNOTSUPP;
-  }
-  return fd;
 }
 
 /* --- cells ----------------------------------------------------------------------------------- */
@@ -356,7 +239,7 @@ static void give_up(nv_snapshot *snapshot, nv_area *area, uint64_t cell) {
       memcpy(snapshot->arena + place, memory, high - low);
     else if (!error)
       error = move_spilled(snapshot->spill_fd, 1, memory, high - low, place);
-    if (!error && !is_protected(low, high)) error = EBADFD;
+    if (!error && !nv_wp_is_kept(page_tables, low, high)) error = EBADFD;
     pthread_mutex_lock(&mutex);
     area->places[cell] = place;
     area->states[cell] = in_arena ? ASIDE : SPILLED;
@@ -366,7 +249,7 @@ static void give_up(nv_snapshot *snapshot, nv_area *area, uint64_t cell) {
     pthread_cond_broadcast(&changed);
   }
   pthread_mutex_unlock(&mutex);
-  lift(low, high);
+  nv_wp_lift(descriptor, low, high);
   pthread_mutex_lock(&mutex);
   check_descriptor();
   if (copy) snapshot->counters.held_ns += now_ns() - began;
@@ -386,18 +269,17 @@ static void *handle_faults(void *opened) {
     int goes_on = fd == descriptor && check_descriptor();
     pthread_mutex_unlock(&mutex);
     if (!goes_on) return NULL;
-    struct message message;
-    ssize_t n = read(fd, &message, sizeof message);
-    if (n != sizeof message || message.event != EVENT_FAULT) continue; /* another handler's */
+    uint64_t address;
+    if (!nv_wp_read_fault(fd, &address)) continue; /* another handler's */
     nv_snapshot *snapshot = NULL;
     pthread_mutex_lock(&mutex);
-    uint64_t at = message.address;
+    uint64_t at = address;
     nv_area *area = protector(&at, at + 1, &snapshot);
     if (area) {
       give_up(snapshot, area, cell_at(area, at));
     } else { /* the snapshot has ended. Nobody else may protect it meanwhile: with the mutex */
-      uint64_t page = message.address / PAGE * PAGE;
-      lift(page, page + PAGE);
+      uint64_t page = address / PAGE * PAGE;
+      nv_wp_lift(descriptor, page, page + PAGE);
     }
     pthread_mutex_unlock(&mutex);
   }
@@ -424,7 +306,7 @@ static int start_handlers(void) {
 /* With the mutex held: which is open, or -errno. */
 static int ensure_open(int which) {
   if (check_descriptor()) return kind;
-  int result = descriptor = open_descriptor(which);
+  int result = descriptor = nv_wp_open(which);
   if (descriptor < 0) return result;
   if (page_tables < 0) page_tables = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
   result = start_handlers();
@@ -487,17 +369,14 @@ nv_snapshot *nv_snapshot_new(uint32_t count, const uint64_t *addresses, const ui
   snapshot->next = snapshots;
   snapshots = snapshot;
   atomic_fetch_add(&active, 1);
-  int refused = is_merging() ? -ENOTUNIQ : kind ? ensure_open(kind) : -ENODEV;
+  int refused = nv_wp_is_merging() ? -ENOTUNIQ : kind ? ensure_open(kind) : -ENODEV;
   for (uint32_t i = 0; i < count; i++) {
     nv_area area;
     uint64_t reached = snapshot->count ? snapshot->areas[snapshot->count - 1].end : 0;
     int result = addresses[i] < reached ? -EBUSY : area_init(&area, addresses[i], sizes[i]);
     if (!result && refused < 0) result = refused;
     if (!result && is_taken(&area)) result = -EBUSY;
-    if (!result) {
-      struct registration wanted = {{area.low, area.high - area.low}, MODE_WRITEPROTECT, 0};
-      if (ioctl(descriptor, UFFD_REGISTER, &wanted)) result = -errno;
-    }
+    if (!result) result = nv_wp_register(descriptor, area.low, area.high);
     if (!result)
       snapshot->areas[snapshot->count++] = area;
     else if (addresses[i] >= reached)
@@ -516,7 +395,7 @@ int nv_snapshot_protect(nv_snapshot *snapshot, uint64_t arena, uint64_t arena_nb
   snapshot->arena_nbytes = arena_nbytes;
   pthread_mutex_unlock(&mutex);
   for (nv_area *area = snapshot->areas; area < snapshot->areas + snapshot->count; area++) {
-    if (!failure) failure = protect(area->low, area->high);
+    if (!failure) failure = nv_wp_protect(descriptor, area->low, area->high);
     if (failure) break;
     uint64_t head = area->low - area->start;
     memcpy(area->edges, (char *)(uintptr_t)area->start, head);
@@ -543,7 +422,7 @@ void nv_snapshot_end(nv_snapshot *snapshot) {
     atomic_fetch_sub(&active, 1);
     for (uint32_t i = 0; i < snapshot->count; i++) { /* what is left */
       nv_area *area = &snapshot->areas[i];
-      if (area->held < area->high) unregister(area->held, area->high);
+      if (area->held < area->high) nv_wp_unregister(descriptor, area->held, area->high);
     }
     check_descriptor(); /* for the others */
     if (snapshot->spill_fd >= 0) close(snapshot->spill_fd); /* its room is the file system's again */
@@ -570,11 +449,26 @@ void nv_snapshot_count(nv_snapshot *snapshot, nv_snapshot_counters *counters) {
 
 /* --- reading --------------------------------------------------------------------------------- */
 
+/* To NULL: it is summed only. */
 static void take(char *to, const char *from, uint64_t nbytes, uint32_t *crc) {
   if (crc)
-    *crc = nv_copy_crc32((uintptr_t)to, (uintptr_t)from, nbytes, *crc);
-  else
+    *crc = nv_copy_crc32((uintptr_t)(to ? to : from), (uintptr_t)from, nbytes, *crc);
+  else if (to)
     memcpy(to, from, nbytes);
+}
+
+static int take_spilled(int fd, char *to, uint64_t nbytes, uint64_t place, uint32_t *crc) {
+  char buffer[16384]; /* where it is summed only */
+  while (nbytes) {
+    uint64_t step = to || nbytes < sizeof buffer ? nbytes : sizeof buffer;
+    char *at = to ? to : buffer;
+    int error = move_spilled(fd, 0, at, step, place);
+    if (error) return error;
+    if (crc) take(NULL, at, step, crc);
+    nbytes -= step;
+    place += step;
+  }
+  return 0;
 }
 
 /* With the mutex held, which is let go of meanwhile: a cell of the area is done. */
@@ -585,12 +479,26 @@ static void let_go(nv_area *area) {
   if (to <= from || (to - from < LET_GO && to < area->high)) return;
   area->held = to;
   pthread_mutex_unlock(&mutex);
-  unregister(from, to);
+  nv_wp_unregister(descriptor, from, to);
   pthread_mutex_lock(&mutex);
   check_descriptor();
 }
 
-/* [from, until) of a cell; 0 or -errno. */
+/* With the mutex held, which is let go of meanwhile: a cell was read to its end. */
+static void end_cell(nv_snapshot *snapshot, nv_area *area, uint64_t cell, uint64_t nbytes) {
+  while (area->states[cell] == COPYING) pthread_cond_wait(&changed, &mutex);
+  if (area->states[cell] == ASIDE && nbytes == CELL)
+    snapshot->free_cells[snapshot->nfree++] = area->places[cell];
+  area->states[cell] = DONE;
+  let_go(area);
+}
+
+/* Whether the whole pages around [from, until) have been protected until now. */
+static int is_kept(uint64_t from, uint64_t until) {
+  return nv_wp_is_kept(page_tables, from / PAGE * PAGE, (until + PAGE - 1) / PAGE * PAGE);
+}
+
+/* [from, until) of a cell; 0 or -errno. To NULL: it is summed, and is still to be read. */
 static int read_cell(nv_snapshot *snapshot, nv_area *area, uint64_t from, uint64_t until, char *to,
                      uint32_t *crc) {
   uint64_t low, high, cell = cell_at(area, from), nbytes = until - from;
@@ -610,25 +518,16 @@ static int read_cell(nv_snapshot *snapshot, nv_area *area, uint64_t from, uint64
       take(to, (char *)(uintptr_t)from, nbytes, crc ? &sum : NULL);
     else if (!result && state == ASIDE)
       take(to, snapshot->arena + at, nbytes, crc ? &sum : NULL);
-    else if (!result) {
-      result = -move_spilled(snapshot->spill_fd, 0, to, nbytes, at);
-      if (!result && crc) take(to, to, nbytes, &sum);
-    }
-    int done = !result && until == high;
-    int right = state != LIVE || is_protected(from / PAGE * PAGE, (until + PAGE - 1) / PAGE * PAGE);
+    else if (!result)
+      result = -take_spilled(snapshot->spill_fd, to, nbytes, at, crc ? &sum : NULL);
+    int right = !to || state != LIVE || is_kept(from, until);
     pthread_mutex_lock(&mutex);
     /* COPYING: what was read is right, for whoever wants to write still waits. */
     again = !result && state == LIVE && area->states[cell] > COPYING;
     if (again) continue;
     if (!right && !snapshot->error) snapshot->error = EBADFD;
-    while (done && area->states[cell] == COPYING) pthread_cond_wait(&changed, &mutex);
     if (crc) *crc = sum;
-    if (!done) continue;
-    int was = area->states[cell];
-    area->states[cell] = DONE;
-    if (was == ASIDE && high - low == CELL)
-      snapshot->free_cells[snapshot->nfree++] = area->places[cell];
-    let_go(area);
+    if (to && !result && until == high) end_cell(snapshot, area, cell, high - low);
   } while (again);
   if (snapshot->error) result = -snapshot->error;
   if (!--snapshot->busy) pthread_cond_broadcast(&changed);
@@ -660,8 +559,48 @@ int nv_snapshot_read(nv_snapshot *snapshot, uint64_t address, uint64_t nbytes, u
       failure = read_cell(snapshot, area, address, until, to, crc);
     }
     if (failure) return failure;
-    to += until - address;
+    if (to) to += until - address;
     address = until;
+  }
+  return 0;
+}
+
+/* Whether [from, until) of a cell is as it was at the moment of protection: then it was read where it
+ * lies. Or -errno. */
+static int settle_cell(nv_snapshot *snapshot, nv_area *area, uint64_t from, uint64_t until) {
+  uint64_t low, high, cell = cell_at(area, from);
+  bounds(area, cell, &low, &high);
+  pthread_mutex_lock(&mutex);
+  snapshot->busy++;
+  pthread_mutex_unlock(&mutex);
+  int kept = is_kept(from, until);
+  pthread_mutex_lock(&mutex);
+  int right = area->states[cell] <= COPYING; /* whoever wants to write still waits */
+  if (right && !kept && !snapshot->error) snapshot->error = EBADFD;
+  if (right && until == high) end_cell(snapshot, area, cell, high - low);
+  int result = snapshot->error ? -snapshot->error : right;
+  if (!--snapshot->busy) pthread_cond_broadcast(&changed);
+  pthread_mutex_unlock(&mutex);
+  return result;
+}
+
+int nv_snapshot_settle(nv_snapshot *snapshot, uint64_t *address, uint64_t *nbytes) {
+  if (snapshot->generation != generation) return -ENODEV;
+  nv_area *area = first_area(snapshot, *address);
+  uint64_t end = *address + *nbytes;
+  if (area == snapshot->areas + snapshot->count || *address < area->low || end > area->high)
+    return -EINVAL;
+  for (*nbytes = 0; *address < end;) {
+    uint64_t low, high;
+    bounds(area, cell_at(area, *address), &low, &high);
+    if (high > end) high = end;
+    int right = settle_cell(snapshot, area, *address, high);
+    if (right < 0) return right;
+    if (!right) {
+      *nbytes = high - *address;
+      break;
+    }
+    *address = high;
   }
   return 0;
 }

@@ -182,7 +182,8 @@ int nv_fds_close(nv_fds *); /* whatever is open; -errno of this or an earlier ca
 /* Copies between memory of ours and memory that may not be there; 0 or -EFAULT. */
 int nv_copy_foreign(char *ours, char *theirs, uint64_t nbytes, int into);
 
-/* Copies, and goes on with the CRC-32 `crc` by what was copied; slow where the CPU cannot. */
+/* Copies, and goes on with the CRC-32 `crc` by what was copied; slow where the CPU cannot. From a place to
+ * itself: stores nothing. */
 uint32_t nv_copy_crc32(uint64_t to, uint64_t from, uint64_t nbytes, uint32_t crc);
 int nv_can_copy_crc32(void);
 
@@ -219,9 +220,14 @@ nv_snapshot *nv_snapshot_new(uint32_t count, const uint64_t *addresses, const ui
 /* From now on what was registered is as it is now. After an error it has ended. */
 int nv_snapshot_protect(nv_snapshot *, uint64_t arena, uint64_t arena_nbytes);
 /* Copies bytes of one range, and goes on with their CRC-32 unless it is NULL; each but once, in order.
+ * To 0: they are summed only, and are still to be read.
  * 0 or -errno: why a write could not be copied aside; -ESTALE: they were read before; -EBADFD: the
  * memory lost its protection, by something else in this process. */
 int nv_snapshot_read(nv_snapshot *, uint64_t address, uint64_t nbytes, uint64_t to, uint32_t *crc);
+/* Somebody else has read whole pages where they lie, in order. Those that nobody wrote to before now are
+ * as read; the first others are left in [*address, *address + *nbytes), and have to be read. Errors as
+ * above. */
+int nv_snapshot_settle(nv_snapshot *, uint64_t *address, uint64_t *nbytes);
 void nv_snapshot_end(nv_snapshot *); /* nothing is protected any more */
 void nv_snapshot_free(nv_snapshot *);
 void nv_snapshot_count(nv_snapshot *, nv_snapshot_counters *);

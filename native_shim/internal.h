@@ -25,6 +25,18 @@ struct nv_kaio {
   char path[512];
 };
 
+/* --- write_protection.c ------------------------------------------------------------------ */
+
+int nv_wp_open(int which);
+int nv_wp_is_open(int fd);
+int nv_wp_register(int fd, uint64_t low, uint64_t high);
+int nv_wp_protect(int fd, uint64_t low, uint64_t high);
+void nv_wp_lift(int fd, uint64_t low, uint64_t high);
+void nv_wp_unregister(int fd, uint64_t low, uint64_t high);
+int nv_wp_read_fault(int fd, uint64_t *address);
+int nv_wp_is_kept(int page_tables, uint64_t low, uint64_t high);
+int nv_wp_is_merging(void);
+
 /* --- requests ---------------------------------------------------------------------------- */
 
 enum { NV_READ = 0, NV_WRITE = 1, NV_FSYNC = 2, NV_FDATASYNC = 3 };

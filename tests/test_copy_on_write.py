@@ -175,6 +175,29 @@ def test_a_crc_goes_on_with_what_is_read() -> None:
         tensor.copy_(kept)
 
 
+@pytest.mark.parametrize("arena", [0, 64 * MIB], ids=["file", "memory"])
+def test_who_reads_where_it_lies_is_told_what_changed(arena: int, tmp_path: Path) -> None:
+    from nvmeio._storage import crc32
+
+    if not crc32.CAN_COPY:
+        pytest.skip("this processor has no instruction for it")
+    tensor = Mapping(8 * MIB).tensor(0, (8 * MIB,), torch.uint8).copy_(numbers(8 * MIB))
+    before = tensor.clone()
+    start = tensor.data_ptr()
+    protection = protect(tensor, arena=arena, directory=tmp_path)
+    crc = protection.read(start, 3 * MIB, 0, 0)
+    tensor[3 * MIB] ^= 1
+    assert protection.read(start + 3 * MIB, 5 * MIB, 0, crc) == crc32.of_tensor(before)
+    assert protection.settle(start, 4 * MIB) == [(start + 2 * MIB, 2 * MIB)]
+    copy = torch.empty(2 * MIB, dtype=torch.uint8)
+    protection.read(start + 2 * MIB, 2 * MIB, copy.data_ptr(), None)
+    assert torch.equal(copy, before[2 * MIB : 4 * MIB])
+    assert protection.settle(start + 4 * MIB, 3 * MIB) == []
+    tensor.zero_()  # what is settled is free; of the last cell half is not
+    assert protection.aside_bytes == 4 * MIB
+    assert protection.settle(start + 7 * MIB, MIB) == [(start + 7 * MIB, MIB)]
+
+
 def test_bytes_are_read_once() -> None:
     tensor = numbers(4 * MIB)
     protection = protect(tensor)

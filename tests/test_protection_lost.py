@@ -71,6 +71,17 @@ def test_memory_that_is_given_away_fails_the_reader(then_written: bool, pages: s
     tensor.copy_(before)
 
 
+def test_memory_that_is_given_away_fails_who_reads_where_it_lies() -> None:
+    if not page_tables_tell():
+        pytest.skip("before Linux 6.7 nobody can tell")
+    tensor = tensor_on("huge", 8 * MIB)
+    protection = protect(tensor)
+    give_away(tensor[4 * MIB + PAGE_BYTES :][: MIB // 2])
+    assert protection.settle(tensor.data_ptr(), 4 * MIB) == []
+    with pytest.raises(nvmeio.TransferError, match="lost its protection"):
+        protection.settle(tensor.data_ptr() + 4 * MIB, 4 * MIB)
+
+
 CLOSED = """
 import ctypes, os, sys, threading, torch, nvmeio
 from nvmeio._memory.copy_on_write import WriteProtection

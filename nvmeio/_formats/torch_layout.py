@@ -41,7 +41,27 @@ DEFAULT_PROTOCOL = 2  # torch.save's
 
 
 class ReadOnce(Protocol):
-    """Bytes that can be copied from where they are kept, each once and in order."""
+    """Bytes that can be copied from where they are kept, each once and in order.
+
+    Or they are written from there, and `settle` says afterwards which have to be written again.
+    """
+
+    @property
+    def in_place(self) -> torch.Tensor | None:
+        """All of them, for a transfer of whole pages; None where they are to be copied."""
+        ...
+
+    def sum(self, offset: int, nbytes: int, crc: int) -> int:
+        """The CRC-32 of bytes that are still to be read or settled, going on from `crc`."""
+        ...
+
+    def settle(self, offset: int, nbytes: int) -> Sequence[tuple[int, int]]:
+        """A transfer of bytes of `in_place` is over.
+
+        Returns:
+            The offset and the size of each part that changed meanwhile, and is to be read.
+        """
+        ...
 
     def read(self, offset: int, nbytes: int, to: int, crc: int | None) -> int:
         """Copy bytes to an address.

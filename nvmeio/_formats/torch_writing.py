@@ -23,6 +23,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -259,6 +260,8 @@ class _Writer:
         self._crcs: dict[int, Crc] = {}  # by record: of the piece from this part's start on
         self._known: list[int] = []
         self._stagings: dict[int, Stagings] = {}  # by size
+        # Parts of records that somebody wrote to while the drive read them.
+        self._changed: deque[tuple[StorageRecord, ReadOnce, int, int]] = deque()
 
     def know(self, crcs: list[int]) -> None:
         """The CRCs of all records are known; none is computed."""
@@ -283,18 +286,26 @@ class _Writer:
             position = high
         self.write_gathered(position, end)
         self._flight.drain()
+        while self._changed:
+            self._write_changed()
+            self._flight.drain()
         return [self._crcs[index] for index in sorted(self._crcs)]
 
     @staticmethod
     def _is_gathered(record: StorageRecord) -> bool:
         data = record.data
-        return is_gathered(data) if isinstance(data, torch.Tensor) else not callable(data)
+        if isinstance(data, torch.Tensor):
+            return is_gathered(data)
+        return not callable(data) and data.in_place is None
 
     # Bodies
 
     def _write_body(self, index: int, record: StorageRecord, low: int, high: int) -> None:
         for start in range(low, high, CHUNK_BYTES):
             nbytes = min(CHUNK_BYTES, high - start)
+            if not (isinstance(record.data, torch.Tensor) or callable(record.data)):
+                self._write_in_place(index, record, record.data, start, nbytes)
+                continue
             data = _part_of(record, start - record.offset, nbytes)
             staging = None
             if not data.is_cpu:
@@ -302,6 +313,32 @@ class _Writer:
                 data = staging[:nbytes].copy_(data)
             self._start(data, start, staging)
             self._sum(index, record, start, data)
+
+    def _write_in_place(
+        self, index: int, record: StorageRecord, data: ReadOnce, start: int, nbytes: int
+    ) -> None:
+        """Write bytes from where they lie; once more, from aside, what changed meanwhile."""
+        assert data.in_place is not None
+        offset = start - record.offset
+
+        def settle() -> None:
+            self._changed += ((record, data, *part) for part in data.settle(offset, nbytes))
+
+        self._start(data.in_place[offset : offset + nbytes], start, done=settle)
+        if self._checksum and not self._known:
+            before = self._crcs.get(index) or Crc(index, offset, 0, 0)
+            crc = data.sum(offset, nbytes, before.crc)
+            self._crcs[index] = before._replace(nbytes=before.nbytes + nbytes, crc=crc)
+        self._write_changed()
+
+    def _write_changed(self) -> None:
+        while self._changed:
+            record, data, offset, nbytes = self._changed.popleft()
+            for at in range(offset, offset + nbytes, STAGING_BYTES):
+                size = min(STAGING_BYTES, offset + nbytes - at)
+                staging = self._staging(STAGING_BYTES, STAGINGS, torch.device("cpu"))
+                data.read(at, size, staging.data_ptr(), None)
+                self._start(staging[:size], record.offset + at, staging)
 
     def _sum(
         self, index: int, record: StorageRecord, start: int, data: torch.Tensor, to: int = 0
@@ -402,7 +439,13 @@ class _Writer:
 
     # What is in flight
 
-    def _start(self, data: torch.Tensor, offset: int, staging: torch.Tensor | None) -> None:
+    def _start(
+        self,
+        data: torch.Tensor,
+        offset: int,
+        staging: torch.Tensor | None = None,
+        done: Callable[[], None] | None = None,
+    ) -> None:
         def begin() -> Operation:
             while True:
                 try:
@@ -412,7 +455,6 @@ class _Writer:
                         raise
                     self._handle = self._another()
 
-        done = None
         if staging is not None:
             done = partial(self._stagings[staging.nbytes].give_back, staging)
         self._flight.start(begin, data.nbytes, done)

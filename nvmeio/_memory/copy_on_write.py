@@ -147,7 +147,7 @@ class WriteProtection:
         Args:
             address: Of the first, within one range.
             nbytes: How many.
-            to: The address that they are copied to.
+            to: The address that they are copied to; 0 to have them summed, and still to be read.
             crc: A CRC-32 that is to go on with them, where `crc32.CAN_COPY`; None for no sum.
 
         Returns:
@@ -165,21 +165,32 @@ class WriteProtection:
         failed = lib.nv_snapshot_read(
             self._raw, address, nbytes, to, ffi.NULL if crc is None else total
         )
-        if failed == -errno.ESTALE:
-            raise IntegrityError("bytes of a snapshot were read twice", expected=1, found=2)
-        if failed == -errno.EBADFD:
-            raise TransferError(
-                errno.EBADFD,
-                operation="protect",
-                path="userfaultfd",
-                detail="the memory of what is being saved lost its protection: something in this "
-                "process closed a descriptor of nvmeio's (os.closerange does), or gave memory of "
-                "a tensor away by its address (madvise with MADV_DONTNEED, munmap). Keep it from "
-                "that until the save is durable, or take snapshot='copy'",
-            )
-        if failed:
-            raise OSError(-failed, os.strerror(-failed))
+        _check(failed)
         return int(total[0])
+
+    def settle(self, address: int, nbytes: int) -> list[tuple[int, int]]:
+        """Somebody else has read whole pages where they lie: which of them are still to be read.
+
+        A range is settled in order, as it is read. What nobody has written to until now was read as
+        it was at the moment of `protect`, and is let go of.
+
+        Returns:
+            The address and the size of each part that somebody wrote to: `read` has its bytes.
+
+        Raises:
+            OSError: As for `read`.
+            TransferError: As for `read`.
+        """
+        left = ffi.new("uint64_t[2]")
+        again = []
+        end = address + nbytes
+        while address < end:
+            left[0], left[1] = address, end - address
+            _check(lib.nv_snapshot_settle(self._raw, left, left + 1))
+            address = int(left[0] + left[1])
+            if left[1]:
+                again.append((int(left[0]), int(left[1])))
+        return again
 
     def end(self) -> None:
         """Protect nothing any more. Idempotent, from any thread."""
@@ -214,3 +225,20 @@ def give_up(address: int, nbytes: int) -> None:
 def whole_pages(address: int, nbytes: int) -> int:
     """How many bytes of a range lie in whole pages."""
     return max((address + nbytes) // PAGE_BYTES * PAGE_BYTES - round_up(address, PAGE_BYTES), 0)
+
+
+def _check(failed: int) -> None:
+    if failed == -errno.ESTALE:
+        raise IntegrityError("bytes of a snapshot were read twice", expected=1, found=2)
+    if failed == -errno.EBADFD:
+        raise TransferError(
+            errno.EBADFD,
+            operation="protect",
+            path="userfaultfd",
+            detail="the memory of what is being saved lost its protection: something in this "
+            "process closed a descriptor of nvmeio's (os.closerange does), or gave memory of "
+            "a tensor away by its address (madvise with MADV_DONTNEED, munmap). Keep it from "
+            "that until the save is durable, or take snapshot='copy'",
+        )
+    if failed:
+        raise OSError(-failed, os.strerror(-failed))

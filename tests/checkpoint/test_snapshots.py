@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import threading
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from support import PATIENCE_S, HeldEngine, needs_protection, run_python, thread
 
 import nvmeio
 from nvmeio.checkpoint._snapshot import protected
+from nvmeio.checkpoint._snapshot.protected import ProtectedBytes
 from nvmeio.offload import SwappedOptimizer
 
 pytestmark = [needs_protection, pytest.mark.usefixtures("little_staging")]
@@ -252,6 +254,36 @@ def test_a_write_behind_the_reader_costs_nothing(new: Any, training: Training) -
     done = checkpointer.wait_sync()
     assert done.moved_bytes == 0 and done.step_held_s == 0 < done.protected_bytes
     check(checkpointer, 1, wanted)
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 64 * MIB])
+def test_memory_on_huge_pages_is_written_from_where_it_lies(
+    memory_bytes: int | None, new: Any, engine_held: HeldEngine, new_handle: Any, monkeypatch: Any
+) -> None:
+    """And once more what changed before the drive was through with it, from aside."""
+    found: list[int] = []
+
+    class Recorded(ProtectedBytes):
+        def settle(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
+            changed = super().settle(offset, nbytes)
+            found.append(sum(size for _, size in changed) * 100 // nbytes)
+            return changed
+
+    monkeypatch.setattr(protected, "ProtectedBytes", Recorded)
+    held = new(handle=new_handle(engine_held, block_size=MIB), memory_bytes=memory_bytes)
+    state = [torch.empty(0), *(nvmeio.empty_aligned(size) for size in (3, 10 * MIB, 2 * MIB + 77))]
+    for tensor in state:
+        tensor.copy_(torch.arange(tensor.numel()))
+
+    def write() -> None:
+        state[2][100_000] = -1.0
+        state[2][4 * MIB : 9 * MIB].zero_()
+
+    done = save_and_write(held, engine_held, state, write)
+    assert 0 < done.moved_bytes < done.protected_bytes
+    assert 0 in found and 100 in found and len({*found} - {0, 100}) > 0
+    with zipfile.ZipFile(done.path) as archive:
+        assert archive.testzip() is None
 
 
 def test_the_file_is_that_of_a_save_with_a_copy(new: Any, directory: Path) -> None:

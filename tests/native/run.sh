@@ -29,7 +29,7 @@ build() { # name, flags ...
     fi
     "$cc" -std=c11 -D_GNU_SOURCE -g -O1 -fno-omit-frame-pointer -Wall -Wextra \
         -Wno-unused-parameter "$@" -I"$shim" -o "$work/$name" "$here/drive_shim.c" \
-        "$shim/kaio.c" "$shim/file_facts.c" "$shim/copy.c" "$shim/hold.c" "$shim/copy_on_write.c" "$shim/copy_crc32.c" "$shim/own_fds.c" "$shim/request.c" \
+        "$shim/kaio.c" "$shim/file_facts.c" "$shim/copy.c" "$shim/hold.c" "$shim/write_protection.c" "$shim/copy_on_write.c" "$shim/copy_crc32.c" "$shim/own_fds.c" "$shim/request.c" \
         "$shim/rows.c" "$shim/rows_request.c" "$shim/batch.c" "$shim/lane.c" "$shim/engine.c" -ldl -lpthread
     "$cc" -std=c11 -O1 -shared -fPIC -o "$work/faulty.so" "$here/../fakes/faulty_libaio.c" -lpthread
 }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import zlib
 
+import numpy
 import pytest
 import torch
 from support import random_bytes
@@ -53,6 +55,16 @@ def test_much_is_copied_past_the_caches(nbytes: int, at: int) -> None:
     found = target.numpy().tobytes()
     assert found == b"x" * at + data + b"x" * (200 - at)
     assert crc32.copy(source.data_ptr(), source.data_ptr(), nbytes) == zlib.crc32(data)
+
+
+def test_memory_that_nobody_may_write_to_is_summed_where_it_lies() -> None:
+    """From a place to itself nothing is stored: it may be write-protected."""
+    if not crc32.CAN_COPY:
+        pytest.skip("this processor has no instruction for it")
+    with mmap.mmap(-1, 1 << 20, prot=mmap.PROT_READ) as zeros:
+        address = numpy.frombuffer(zeros, dtype=numpy.uint8).ctypes.data
+        for nbytes in (1, 63, 64, 1000, 1 << 20):
+            assert crc32.copy(address, address, nbytes, 5) == zlib.crc32(bytes(nbytes), 5)
 
 
 def test_a_new_length_makes_no_class() -> None:

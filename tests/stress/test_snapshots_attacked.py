@@ -49,6 +49,13 @@ OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
 ]
 
 
+def aligned(value: Any) -> Any:
+    """A tensor in nvmeio's memory, unless it is small."""
+    if not isinstance(value, torch.Tensor) or value.numel() < 2:
+        return value
+    return nvmeio.empty_aligned(value.shape, dtype=value.dtype).copy_(value)
+
+
 class Trial:
     """A model, an optimizer and who writes; all by chance."""
 
@@ -62,6 +69,12 @@ class Trial:
         self.weights = [torch.nn.Parameter(torch.randn(side, 600)) for side in sides]
         self.optimizer = chance.choice(OPTIMIZERS)(self.weights)
         self.step()
+        self.on_huge_pages = chance.random() < 0.5
+        if self.on_huge_pages:  # the drive reads it where it lies
+            for weight in self.weights:
+                weight.data = aligned(weight.data)
+            for values in self.optimizer.state.values():
+                values.update((name, aligned(value)) for name, value in values.items())
 
     def state(self) -> dict[str, Any]:
         return {"weights": list(self.weights), "optimizer": self.optimizer.state_dict()}
@@ -137,11 +150,12 @@ def test_every_file_is_the_moment_of_its_save(
     monkeypatch.setattr(torch_writing, "STAGINGS", 2)  # more would take in all of a small state
     seed = random.randrange(1 << 30)
     chance = random.Random(seed)
-    moved = saves = moving = 0
+    moved = saves = moving = in_place = 0
     for number in range(trials):
         staging = chance.choice([64 << 10, 256 << 10, 8 * MIB])
         monkeypatch.setattr(torch_writing, "STAGING_BYTES", staging)
         rate = chance.choice([20, 60, 150]) * MIB
+        monkeypatch.setattr(torch_writing, "BODY_BYTES", chance.choice([64 << 10, MIB]))
         trial = Trial(chance)
         engine = FakeEngine(delay_s=lambda kind, offset, nbytes, rate=rate: nbytes / rate)
         memory_bytes = chance.choice([None, None, 64 * MIB])
@@ -161,6 +175,7 @@ def test_every_file_is_the_moment_of_its_save(
                 moved += report.moved_bytes
                 saves += 1
                 moving += report.moved_bytes > 0
+                in_place += report.moved_bytes > 0 and trial.on_huge_pages
                 path = folder / f"step-{step:08d}.pt"
                 loaded = torch.load(path)
                 pairs = list(zip(loaded["weights"], wanted["weights"], strict=True))
@@ -172,7 +187,8 @@ def test_every_file_is_the_moment_of_its_save(
                 with zipfile.ZipFile(path) as archive:
                     assert archive.testzip() is None
     assert moved > 0
-    what = f"{moved / MIB:.0f} MiB copied aside in {moving} of {saves} saves"
+    what = f"{moved / MIB:.0f} MiB copied aside in {moving} of {saves} saves, "
+    what += f"{in_place} of them from huge pages"
     print(f"{trials} trials, {what}, 0 wrong, {seed=}")
 
 

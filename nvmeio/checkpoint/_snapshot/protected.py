@@ -12,14 +12,17 @@ the kernel does not stop.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Sequence
 
 from nvmeio import buffers
+from nvmeio._formats.torch_layout import StorageRecord
 from nvmeio._memory import holds, mappings, system
 from nvmeio._memory.copy_on_write import LEAST_BYTES, MOST_RANGES, WriteProtection, whole_pages
 from nvmeio._memory.mappings import Mapping
+from nvmeio._pages import PAGE_BYTES
 from nvmeio._storage import crc32
 from nvmeio.checkpoint._snapshot.copies import Aside, RecordSpan, tensor_of
 from nvmeio.errors import naming
@@ -112,7 +115,7 @@ class Protected:
             record: The record.
             aside: Bytes of it that are wanted a second time.
         """
-        return ProtectedBytes(self, tensor_of(record[0]).data_ptr(), aside)
+        return ProtectedBytes(self, record[0], aside)
 
     def read(self, address: int, nbytes: int, to: int, crc: int | None) -> int:
         """See `WriteProtection.read`.
@@ -120,14 +123,22 @@ class Protected:
         Raises:
             TransferError: There was no room for what had to be copied aside.
         """
-        with naming(
+        with self._naming():
+            return self._protection.read(address, nbytes, to, crc)
+
+    def settle(self, address: int, nbytes: int) -> list[tuple[int, int]]:
+        """See `WriteProtection.settle`; raises as `read`."""
+        with self._naming():
+            return self._protection.settle(address, nbytes)
+
+    def _naming(self) -> contextlib.AbstractContextManager[None]:
+        return naming(
             "write",
             self._directory,
             "training changed what was not saved yet; the memory for what is copied "
             "out of its way was used up, and so it had to go into a file here. Give "
             "the Checkpointer more memory_bytes, or wait() before the state changes",
-        ):
-            return self._protection.read(address, nbytes, to, crc)
+        )
 
     def end(self) -> None:
         """Nobody reads it any more: its owner may do with it what he likes. Idempotent."""
@@ -155,12 +166,29 @@ class Protected:
 
 
 class ProtectedBytes:
-    """The bytes of one record; see `torch_layout.ReadOnce`."""
+    """The bytes of one record; see `torch_layout.ReadOnce`.
 
-    def __init__(self, protected: Protected, address: int, aside: Aside) -> None:
+    On huge pages they are written from where they lie, if that is on the same place of its page as
+    in the file: 0.16 s of CPU time for 1.6 GB in place of 0.24. On small pages the kernel needs as
+    much to find them one by one as the copy does.
+    """
+
+    def __init__(self, protected: Protected, record: StorageRecord, aside: Aside) -> None:
+        data = tensor_of(record)
         self._protected = protected
-        self._address = address
+        self._address = address = data.data_ptr()
         self._aside = aside
+        may = crc32.CAN_COPY and mappings.on_huge_pages(address, data.nbytes)
+        self.in_place = data if may and (address - record.offset) % PAGE_BYTES == 0 else None
+
+    def sum(self, offset: int, nbytes: int, crc: int) -> int:
+        """The CRC-32 of bytes that are not read yet; nothing is copied."""
+        return self._protected.read(self._address + offset, nbytes, 0, crc)
+
+    def settle(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        """These were written from where they lie: which of them have to be written again."""
+        again = self._protected.settle(self._address + offset, nbytes)
+        return [(address - self._address, size) for address, size in again]
 
     def read(self, offset: int, nbytes: int, to: int, crc: int | None) -> int:
         """Copy bytes to an address, and give their CRC-32."""
