@@ -1,4 +1,4 @@
-"""SGLang with layers on NVMe: an offloader that plugs in through SGLang's own plugin framework.
+r"""SGLang with layers on NVMe: an offloader that plugs in through SGLang's own plugin framework.
 
 SGLang loads the entry points of the group ``sglang.srt.plugins``; nvmeio has one, `register`, which
 does nothing unless a configuration is named (`read_settings` says what is in it)::

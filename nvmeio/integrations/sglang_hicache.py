@@ -1,4 +1,4 @@
-"""KV caches of SGLang on the drive: a storage backend for its hierarchical cache.
+r"""KV caches of SGLang on the drive: a storage backend for its hierarchical cache.
 
 ::
 
