@@ -1,15 +1,17 @@
-"""The error hierarchy: every failure says what, where and how to fix it.
+"""Every error says what failed, where, and how to fix it.
 
-NvmeioError
-├ ClosedError                            you closed it (or forked away from it)
-├ AlignmentError(ValueError)             address, file_offset, nbytes, required
-├ TransferError(OSError)                 errno, operation, path, file_offset, nbytes, transferred
-│  ├ ShortTransferError                  requested, transferred
-│  ├ RowsError                           row, rows, whole, mask()
-│  ├ BatchError                          item, items, whole, failures
-│  └ CuFileError                         cufile_status, cuda_status
-├ BackendUnavailableError(RuntimeError)  attempts = [(name, reason), …], remedy
-└ IntegrityError                         expected, found
+The classes, and what each has beside its message:
+
+    NvmeioError
+    ├ ClosedError                           you closed it, or it is the parent's of this fork
+    ├ AlignmentError(ValueError)            address, file_offset, nbytes, required
+    ├ TransferError(OSError)                errno, operation, path, file_offset, nbytes, transferred
+    │  ├ ShortTransferError                 requested, transferred
+    │  ├ RowsError                          row, rows, whole, mask()
+    │  ├ BatchError                         item, items, whole, failures
+    │  └ CuFileError                        cufile_status, cuda_status
+    ├ BackendUnavailableError(RuntimeError) attempts = [(name, reason), …], remedy
+    └ IntegrityError                        expected, found
 """
 
 from __future__ import annotations

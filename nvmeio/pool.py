@@ -46,8 +46,6 @@ _COLLECT_EVERY_S = 10.0
 class PinnedPool(Closing):
     """A fixed budget of aligned huge-page memory from which byte tensors are leased.
 
-    ::
-
         with PinnedPool(256 << 20) as pool:
             async with pool.take(tensor.nbytes) as staging:  # waits until that much is free
                 await h.async_pread(staging, path)

@@ -1,22 +1,20 @@
 """How far a load, a save or the like has come: what ``progress=`` takes, and two ready-made bars.
 
-::
-
     nvmeio.load("model.pt", progress=nvmeio.progress.tqdm_bar())
 
     with nvmeio.progress.rich_bar() as bar:
         state = nvmeio.load("model.pt", progress=bar)
         nvmeio.save(state, "copy.pt", progress=bar)
 
-Anything with the parameters of `Progress` will do.
+Any callable with the parameters of `Progress` will do.
 
-Called where: by the thread that moves the bytes, which is another one than the caller's where that
-is the main thread or a coroutine's; never by two threads at once. So let it be short, and hand over
-to an event loop with ``loop.call_soon_threadsafe``.
+The thread that moves the bytes calls it. That is another thread than yours if yours is the main
+thread or runs an event loop. Two threads never call it at once. Keep it short; to reach an event
+loop use ``loop.call_soon_threadsafe``.
 
-What it raises ends the call, which raises it: as after any failure nothing is in flight then, a
-file that was to be written is the old one or none, and nothing is kept of what was read. It is
-never called once a file is in its place.
+If it raises, the call fails with that error. As after any failure nothing is in flight then, a file
+that was to be written is the old one or does not exist, and nothing that was read is kept. It is
+not called any more once the new file has its name.
 """
 
 from __future__ import annotations
@@ -42,11 +40,10 @@ grows where more files turn out to be read.
 
 
 class Bar(ABC):
-    """A bar that shows how far one thing after another has come; a `Progress` to be handed over.
+    """A progress bar: pass it as ``progress=`` to one call after another.
 
-    It appears with the first bytes, and is over when all of them are there. Used in a ``with``
-    statement, it is also over at the end of that, whatever happens; without one, when it is
-    dropped. Several calls may share one, also at the same time.
+    It appears with the first bytes and ends with the last ones. A ``with`` statement ends it
+    whatever happens; so does dropping it. Several calls may share one, also at the same time.
     """
 
     def __init__(self) -> None:
@@ -64,7 +61,7 @@ class Bar(ABC):
                 self._end(self._shown.pop(here))
 
     def close(self) -> None:
-        """Show nothing any more. Idempotent; a bar that is given something to show shows again."""
+        """End the bar. Idempotent. It appears again if a call reports to it."""
         with self._lock:
             while self._shown:
                 self._end(self._shown.popitem()[1])

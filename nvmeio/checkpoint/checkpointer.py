@@ -39,95 +39,89 @@ if TYPE_CHECKING:
 class Checkpointer(ClosingWork):
     """Saves the state of a training loop, step by step, into a directory.
 
-    `save` takes a snapshot and returns; it is written in the background. Every byte of the file is
-    as it was when `save` was called, whatever is written to the state from then on (but by a direct
-    read that was in flight already: wait for it first). Files are ordinary
-    torch checkpoints, ``step-00000012.pt``, that every `torch.load` reads; the link ``latest``
+    `save` takes a snapshot and returns; the file is written in the background. Every byte of it is
+    what it was when `save` was called, whoever writes to the state afterwards. (One exception: a
+    direct read into the state that is in flight already. Wait for it first.) Files are ordinary
+    torch checkpoints, ``step-00000012.pt``, that every `torch.load` reads. The link ``latest``
     leads to the one that was completed last.
-
-    ::
 
         async with nvmeio.Checkpointer("checkpoints", keep=3) as ckpt:
             for step in range(first, last):
                 train(state)
                 await ckpt.save(state, step)  # or, without an event loop, ckpt.save_sync
 
-    What holds at every moment, also after ``kill -9`` or a loss of power: every file called
-    ``step-…`` is complete and durable; `keep` of them are there, once so many were saved;
-    ``latest`` leads to one of them. What a killed process left is removed by the next save.
+    At every moment, also after ``kill -9`` or a loss of power, every file called ``step-…`` is
+    complete and durable, and ``latest`` leads to one of them. Once `keep` were saved, there are
+    never fewer. The next save removes what a killed process left.
 
-    With `keep` checkpoints beside it, the oldest file is overwritten in place by the next save,
-    under a temporary name: in the steady state there are ``keep + 1`` files, and a save takes
-    about half the time of one into a new file. Nobody who reads with nvmeio is disturbed by that
-    (it holds a shared flock, and a file that somebody holds is not recycled). Other programs that
-    read the *oldest* file for long, or map it (``torch.load(mmap=True)``), should hold a shared
-    flock too, or make a hard link of it, which is never overwritten; or pass ``recycle=False``.
+    Each save overwrites the oldest file in place, under a temporary name. So there are ``keep + 1``
+    files, and a save takes about half the time of one into a new file. Readers that use nvmeio hold
+    a shared flock, and a file that somebody holds is not overwritten. Other programs that read the
+    *oldest* file for long, or map it (``torch.load(mmap=True)``), should hold a shared flock too,
+    or make a hard link of it, which is never overwritten. ``recycle=False`` turns this off.
 
-    One Checkpointer saves into a directory, from when it is made until it is closed or dropped.
-    Others, in this process and in others, restore from it meanwhile: those are made with
-    ``read_only=True``, and take no more than the right to read.
+    One Checkpointer at a time saves into a directory, until it is closed or dropped. Any number of
+    others, here and in other processes, may restore from it: make those with ``read_only=True``.
 
-    With a process group all its ranks save together, and each must call every save in the same
-    order with the same step. Nothing is sent through the group, so that the background never meets
-    collectives of the training: the ranks talk through the store of torch.distributed. A save is
-    complete when all ranks have written; where one fails or dies, all others get an error within
-    `timeout_s`, and the checkpoint before stays the latest.
+    With a process group all its ranks save together: each calls every save, in the same order, with
+    the same step. The ranks talk through the store of torch.distributed and not through the group,
+    so the background never meets a collective of your training. A save is complete when all ranks
+    have written. If one fails or dies, all others get an error within `timeout_s`, and the
+    checkpoint before stays the latest.
 
-    Ranks whose drives are their own, and not one directory that all see, say ``shared=False``: each
-    writes its part into a directory of its own, and a step is there when all of its parts are.
-    `restore`, `steps` and `latest_step` are for all ranks to call, then: they tell each other what
-    they have, and send each other what they read.
+    Ranks that have no directory in common say ``shared=False``. Each writes its part into its own
+    directory, and a step exists when all of its parts do. All ranks then call `restore`, `steps`
+    and `latest_step`: they compare what they have, and send each other what they read.
 
     Args:
-        directory: Made if it is missing, one level. That it can be written in, and that no other
-            Checkpointer saves there, is tried at once. With ``shared=False`` each rank's
-            own, or a list: it saves into the first, and restores from all of them.
-        keep: How many checkpoints stay whole at every moment, 1 or more. A directory with more
-            loses its oldest ones at the first save.
-        handle: Moves the bytes, and stays open. None opens one with the setting that is stored
-            for the file system (`AioHandle.tuned`), at the first save.
+        directory: Where the checkpoints are. Made if it is missing, one level. It is tried at once:
+            whether it can be written in, and whether another Checkpointer saves there. With
+            ``shared=False`` each rank's own, or a list: saves go into the first, and restores read
+            all of them.
+        keep: How many checkpoints are there at every moment, 1 or more. If there are more, the
+            first save removes the oldest ones.
+        handle: Moves the bytes, and stays open. None opens one at the first save, with the setting
+            that is stored for the file system (`AioHandle.tuned`).
         process_group: A `torch.distributed.ProcessGroup` of any backend. All its members make
-            their Checkpointers in the same order; the directory is one that all of them see, unless
-            `shared` says otherwise. A rank that leaves it out saves by itself: the others say so
-            after `timeout_s`, and then all of them make another one.
-        memory_bytes: The most that snapshots may take, of each process; 64 MiB are needed. What is
-            written to before it was read, and finds no room, goes through a file. Where the state
-            is copied, one that is larger is saved all the same, but `save` takes as long as writing
-            it. None: no more than half of what the machine has available.
+            their Checkpointers in the same order, with the same directory (unless `shared` is
+            False). If a rank leaves this out, the others raise after `timeout_s`; then all of them
+            make new ones.
+        memory_bytes: The most memory that the snapshots of this process may take, at least 64 MiB.
+            What training changes before it was read, and finds no room, goes through a nameless
+            file. If the state has to be copied and is larger than this, `save` takes as long as
+            writing it. None: half of what the machine has available.
         snapshot: "protect" leaves large tensors in host memory where they lie, write-protected by
-            the kernel (userfaultfd; Linux 6.4), until they are read; who writes to them before is
-            stopped while 2 MiB are copied aside. "copy" copies the state before `save` returns.
-            "auto" protects where the kernel lets this process see every write, also those of
-            system calls, and copies elsewhere (docs/checkpoint.md says how to allow it).
+            the kernel (userfaultfd; Linux 6.4), until they are read. Whoever writes to them before
+            that waits while 2 MiB are copied aside. "copy" copies the state before `save` returns.
+            "auto" protects if the kernel shows this process every write, also those of system
+            calls, and copies if not (docs/checkpoint.md says how to allow it).
         checksum: Write the CRC-32 of every record.
-        layout: Of several ranks. "one": all have the same state, and each writes an even part of
-            one file, which is loaded with any number of ranks. "per_rank": each has a state of its
-            own, which goes into a file of its own, in a directory ``step-00000012``.
-        recycle: Overwrite the oldest file. Without, it is deleted, there are `keep` files, and each
-            save is one into a new file.
+        layout: How several ranks save. "one": all have the same state, and each writes an equal
+            part of one file, which any number of ranks can load. "per_rank": each has a state of
+            its own, in a file of its own, in a directory ``step-00000012``.
+        recycle: Overwrite the oldest file. False deletes it and writes a new one each time; there
+            are `keep` files then.
         timeout_s: How long a rank may make no progress before the others give it up, in seconds.
-        writers: Of several ranks with one file, those that write: "all", "per_node" (the first one
-            on each machine), or a number of them, as far apart as can be. Fewer writers have larger
-            parts. The same on all ranks.
-        shared: Whether the ranks' directory is one that all of them see. False: each has one of its
-            own, on its own drive; what the ranks have is compared at the first save.
-        overwrite: Let the first save be of a step that is not after the latest one there, though
-            none of them was restored by this Checkpointer. Without, it is refused: a new run in an
-            old run's directory would overwrite that one's checkpoints. Saves after it go by the
-            order of saving, whatever their steps.
-        read_only: Restore only, from a directory that need not be writable, that another one saves
-            into, or that is not there yet. Nothing is made or removed there, and the directory's
-            lock is left alone; saves are refused.
+        writers: Which of several ranks write, with ``layout="one"``: "all", "per_node" (the first
+            one on each machine), or a number of them, as far apart as can be. With fewer writers
+            each writes more. The same on all ranks.
+        shared: Whether all ranks see the same directory. False: each has one of its own, on its own
+            drive. The first save compares what the ranks have.
+        overwrite: Let the first save be of any step. Without it the first step must be later than
+            the latest one there, or one must have been restored: a new run in an old run's
+            directory would overwrite that run's checkpoints. Later saves may be of any step.
+        read_only: Restore only. The directory need not be writable or there yet, and another
+            Checkpointer may save into it. Nothing is made or removed there. Saves are refused.
 
     Raises:
-        TypeError, ValueError: A parameter is none of these.
-        TransferError: `directory` is a file, cannot be made, or cannot be written in; another
-            Checkpointer saves into it. With a process group the other ranks are told: their first
-            save, or restore together, raises.
-        BackendUnavailableError: ``snapshot="protect"`` cannot be had; says why, and what to do.
+        TypeError, ValueError: A parameter has another type, or is out of range.
+        TransferError: `directory` is a file, cannot be made or cannot be written in, or another
+            Checkpointer saves into it. The other ranks of a process group learn of it: their first
+            save, or their first restore together, raises.
+        BackendUnavailableError: ``snapshot="protect"`` is not possible here; says why, and what to
+            do.
 
-    Cost: memory for what is copied, or copied aside, kept for the next save; 48 MiB of staging, and
-    the handle's own.
+    Cost: memory for what is copied, kept for the next save; 48 MiB of staging, and the handle's.
     """
 
     _work = "a save"
@@ -195,50 +189,47 @@ class Checkpointer(ClosingWork):
     def save(
         self, state: object, step: int, *, progress: Progress | None = None
     ) -> Coroutine[Any, Any, SaveReport]:
-        """Take a snapshot of a state; it is written in the background.
+        """Take a snapshot of a state, and write it in the background.
 
-        It begins at once, in a thread. Awaited, it returns once the snapshot is taken, from when on
-        the state may change; the event loop goes on meanwhile. Where no event loop runs there is
-        nobody to await it, and the snapshot is taken before this returns. One that is not awaited
-        is done all the same: by the end of ``with`` (or `wait`, or `close`), which raises what it
-        failed of. A save whose predecessor is still being written waits
-        until that is durable: memory holds one snapshot.
+        The snapshot begins at once, in a thread, while the event loop goes on. When the ``await``
+        returns it is taken, and the state may change. Without an event loop it is taken when this
+        call returns. A save that nobody awaits is done all the same; `wait`, `close` or the end of
+        ``with`` raises its error. If the save before is still being written, this one waits until
+        that is durable, so memory holds one snapshot.
 
         Args:
-            state: Anything that torch.save takes, on any device; must not change before this
+            state: Anything that torch.save takes, on any device. It must not change before this
                 returns.
-            step: The number of the checkpoint, 0 or more. One that exists is replaced, at once. A
-                smaller one than before is the latest all the same: the order is that of saving.
-                The first one has to be after the latest that is there, unless one was restored by
-                this Checkpointer (whichever), or it was made with ``overwrite=True``.
-            progress: Told, in the background, how far the writing is:
-                ``progress(what, done_bytes, total_bytes)``, of this rank's part; see
-                `nvmeio.progress`. What it raises is why the save fails.
+            step: The number of the checkpoint, 0 or more. A checkpoint of the same number is
+                replaced at once. The latest checkpoint is the one that was saved last, also if its
+                number is smaller. The first save must be of a later step than all that are there,
+                unless this Checkpointer has restored one or was made with ``overwrite=True``.
+            progress: Called in the background as ``progress(what, done_bytes, total_bytes)``, with
+                the bytes of this rank; see `nvmeio.progress`. If it raises, the save fails.
 
         Returns:
-            What was copied, and how long it took; not durable yet (see `wait`).
+            What was copied, and how long it took. The file is not durable yet: see `wait`.
 
         Raises:
-            Exception: The failure of the save before, which nobody has seen yet. The state was not
+            Exception: The save before failed, and nobody has seen that yet. This state was not
                 saved: call again.
-            TransferError: This is the first save, and would begin anew over what is there (a
-                `FileExistsError`; nothing was changed, and another save may follow). Another
-                Checkpointer has the directory since it was replaced; with several ranks, one failed
-                or is gone; where the state is larger than `memory_bytes`, the disk is full or the
-                drive failed.
+            TransferError: The first save would overwrite an earlier run (also a `FileExistsError`;
+                nothing has changed, and another save may follow). The directory was replaced, and
+                another Checkpointer has it. Another rank failed or is gone. The state is larger
+                than `memory_bytes`, and the disk is full or the drive failed.
             ValueError: `step` is negative; the ranks do not save the same; this was made with
                 ``read_only=True``.
             TypeError: `step` is no int.
             MemoryError: There is no room for the snapshot.
             ClosedError: It is closed, or belongs to the parent of this forked process.
 
-        After an error or cancellation: nothing of this save is left (but for a cancellation that
-        came when all of it was durable), and older checkpoints are as they were. Cancelling takes
-        as long as copying some MiB; of several ranks, the others get an error.
+        After an error or a cancellation nothing of this save is left, and older checkpoints are as
+        they were. (If it was durable already when it was cancelled, it stays.) Cancelling takes as
+        long as copying some MiB, and the other ranks get an error.
 
-        Cost: the pickling, about 8 us a tensor and 3 us a storage; and the protection, 40 ms a GiB
-        on small pages and less than 10 on huge ones, or one copy of the state at the speed of
-        memory (of this rank's part with ``layout="one"``).
+        Cost: pickling, about 8 us a tensor and 3 us a storage. Protecting takes 40 ms a GiB on
+        small pages and less than 10 on huge ones; copying takes one copy at the speed of memory (of
+        this rank's part with ``layout="one"``).
         """
         call: SaveCall | None = None
         try:
@@ -255,7 +246,7 @@ class Checkpointer(ClosingWork):
     def save_sync(
         self, state: object, step: int, *, progress: Progress | None = None
     ) -> SaveReport:
-        """`save`, blocking: returns once the snapshot is taken. Everything else is as for that."""
+        """`save`, blocking: it returns when the snapshot is taken. All else is as for `save`."""
         call: SaveCall | None = None
         try:
             call = self._save_call(step, progress)
@@ -300,10 +291,10 @@ class Checkpointer(ClosingWork):
             The report of the last save; None if there was none.
 
         Raises:
-            Exception: It failed. Raised by all calls that wait for it, or else once, by the next
-                one; older checkpoints are as they were.
+            Exception: The save failed. Every call that was waiting raises it; if none was, the next
+                call raises it once. Older checkpoints are as they were.
 
-        Cancelling it cancels no save.
+        Cancelling the wait cancels no save.
         """
         before = [each for each in self._saver.under_way if not each.seen]
         return self._wait(before, self._saver.last)
@@ -327,7 +318,7 @@ class Checkpointer(ClosingWork):
             timeout: Seconds at most; None waits for as long as it takes.
 
         Raises:
-            TimeoutError: Not durable in time; it is being written further.
+            TimeoutError: It is not durable yet. The writing goes on.
             Exception: As for `wait`.
         """
         return self._saver.wait(timeout)
@@ -427,7 +418,7 @@ class Checkpointer(ClosingWork):
     # A training, gone on with
 
     def resume(self, *, strict: bool = True, progress: Progress | None = None, **parts: Any) -> int:
-        """Go on from the latest checkpoint, or begin: the step that comes next.
+        """Go on from the latest checkpoint, or begin. Returns the step that comes next.
 
         Brings back each part, and the random states of torch, numpy, Python and (where it is in
         use) CUDA. `training_state` is what to save. The parts are remembered for it.
@@ -542,7 +533,7 @@ class Checkpointer(ClosingWork):
         closing.result()
 
     async def aclose(self) -> None:
-        """`close`, awaited. Cancelling it does not: it is closed, and then `CancelledError`."""
+        """`close`, awaited. A cancelled one closes all the same, then raises `CancelledError`."""
         await in_thread(self._saver.close, lambda: None)
 
     def __del__(self) -> None:

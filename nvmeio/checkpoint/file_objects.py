@@ -40,8 +40,6 @@ _READ_AHEAD_BYTES = 1 << 20
 class FastFileWriter(Discarding):
     """A file for `torch.save` that replaces `path` at once, durably, at the drive's speed.
 
-    ::
-
         torch.save(obj, nvmeio.FastFileWriter(path))
 
         with nvmeio.FastFileWriter(path) as file:  # for all else that writes from start to end
@@ -242,8 +240,6 @@ def _open_parts(
 
 class FastFileReader(Closing):
     """A file for `torch.load`: large pieces straight into the caller's memory, small ones ahead.
-
-    ::
 
         torch.load(nvmeio.FastFileReader(path))
 

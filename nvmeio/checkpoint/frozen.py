@@ -31,8 +31,6 @@ _COPY_BYTES = 16 << 20
 def snapshot(state: State) -> FrozenState[State]:
     """Keep a state as it is now, while the original goes on.
 
-    ::
-
         frozen = nvmeio.snapshot(model.state_dict())  # some milliseconds
         optimizer.step()  # at once, and whatever else
         with frozen as before:

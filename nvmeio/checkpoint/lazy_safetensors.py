@@ -42,8 +42,6 @@ def safe_open(
 ) -> LazyTensors:
     """Open a safetensors file, of which tensors are read one by one: as `safetensors.safe_open`.
 
-    ::
-
         with nvmeio.safe_open("model.safetensors", framework="pt", device="cpu") as f:
             weight = f.get_tensor("embedding")
             half = f.get_slice("embedding")[:, :512]

@@ -92,7 +92,7 @@ async def async_save(
     until this returns: what is changed meanwhile may be in the file or not, byte by byte, and its
     checksum may not fit. No snapshot is taken here. This returns once, when all is durable, so
     nobody could tell from when on the object may change; and it would be a copy of all of it where
-    the kernel protects no memory. To go on at once, take one: `Checkpointer.save`, or of any name::
+    the kernel protects no memory. To go on at once, take one: `Checkpointer.save`, or of any name:
 
         frozen = nvmeio.snapshot(obj)  # from here on `obj` may change
         await nvmeio.async_save(await frozen, path)

@@ -3,7 +3,7 @@
     from nvmeio.integrations.accelerate import dispatch_model   # in place of accelerate's
 
 or, for `from_pretrained(…, device_map="auto", offload_folder=…)` and everything else that makes
-accelerate read weights from disk, one line before it::
+accelerate read weights from disk, one line before it:
 
     nvmeio.integrations.accelerate.install()
 

@@ -1,7 +1,7 @@
 """``nvmeio://`` for fsspec: local files, read and written through nvmeio.
 
 An installed nvmeio is known to fsspec by itself (its entry point is in the group ``fsspec.specs``),
-so that every library that opens its files through fsspec can name them so, with no other change::
+so that every library that opens its files through fsspec can name them so, with no other change:
 
     dcp.save(state_dict, checkpoint_id="nvmeio:///data/checkpoint")
     dcp.load(state_dict, checkpoint_id="nvmeio:///data/checkpoint")

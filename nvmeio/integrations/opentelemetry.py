@@ -1,6 +1,6 @@
 """What nvmeio moves, as instruments of OpenTelemetry.
 
-::
+Once in a process:
 
     from opentelemetry import metrics
     from nvmeio.integrations.opentelemetry import instrument

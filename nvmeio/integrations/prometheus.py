@@ -1,6 +1,6 @@
 """What nvmeio moves, as metrics for Prometheus.
 
-::
+Once in a process:
 
     from prometheus_client import REGISTRY, start_http_server
     from nvmeio.integrations.prometheus import NvmeioCollector

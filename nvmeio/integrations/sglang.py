@@ -1,7 +1,7 @@
 r"""SGLang with layers on NVMe: an offloader that plugs in through SGLang's own plugin framework.
 
 SGLang loads the entry points of the group ``sglang.srt.plugins``; nvmeio has one, `register`, which
-does nothing unless a configuration is named (`read_settings` says what is in it)::
+does nothing unless a configuration is named (`read_settings` says what is in it):
 
     NVMEIO_SGLANG_CONFIG=zero_inference.json python -m sglang.launch_server --model-path … \
         --disable-cuda-graph

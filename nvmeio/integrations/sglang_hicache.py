@@ -1,7 +1,5 @@
 r"""KV caches of SGLang on the drive: a storage backend for its hierarchical cache.
 
-::
-
     python -m sglang.launch_server --model-path … --enable-hierarchical-cache \
         --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
             "backend_name": "nvmeio", "module_path": "nvmeio.integrations.sglang_hicache",

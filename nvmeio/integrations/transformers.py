@@ -5,7 +5,7 @@ those that transformers writes and reads. Each file is written at the drive's sp
 durably.
 
 `NvmeTrainer` is `NvmeTrainerMixin` on `transformers.Trainer`; put the mixin before another Trainer
-to have that one save through nvmeio::
+to have that one save through nvmeio:
 
     class MyTrainer(NvmeTrainerMixin, SomeTrainer): ...
 """

@@ -1,7 +1,5 @@
 """KV caches of vLLM on the drive: a secondary tier for its tiered offloading.
 
-::
-
     vllm serve … --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 8000000000,

@@ -24,8 +24,6 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 class SwappedActivations(Closing):
     """Tensors that autograd saves in forward, on the drive until backward needs them.
 
-    ::
-
         with SwappedActivations(swap_dir="/mnt/nvme", resident_bytes="4G") as activations:
             for batch in batches:
                 with activations.saving():

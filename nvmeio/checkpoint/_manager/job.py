@@ -64,24 +64,25 @@ class SaveReport(NamedTuple):
     Attributes:
         step: The number it was given.
         path: Where the checkpoint is, or will be.
-        nbytes: The size of the file; of this rank's own file with ``layout="per_rank"``.
-        copied_bytes: What this rank copied into the snapshot.
-        snapshot_bytes: The memory of the snapshot; with less than the part to save, it streamed.
-        held_s: How long `save` took, in seconds: all of the following, and the copying.
-        waited_s: Of that, for the save before to become durable.
-        planned_s: Of that, for pickling and, with several ranks, for the others to come.
-        memory_s: Of that, for new memory: in the first save, and where the state grew.
-        stalled_s: Of that, for memory to become free, because the snapshot streamed.
-        durable: Whether all of it is durable; the next two are None until then.
-        recycled: Whether the oldest checkpoint's blocks were overwritten, rather than new ones
-            allocated; known by rank 0, and with ``layout="per_rank"`` by each for its own file.
-        guarded_bytes: What was not copied before `save` returned: `protected_bytes`, and what is on
-            devices.
-        moved_bytes: Of `protected_bytes`, copied aside because somebody wrote there before it was
-            read; with `step_held_s` 0 until all is durable.
-        step_held_s: How long those who wrote were stopped for that, together, in seconds.
-        protected_bytes: What was left in protected host memory; 0 where all of it was copied.
-        written_s: From the end of `save` until all was durable, in seconds.
+        nbytes: Bytes of the file; with ``layout="per_rank"`` of this rank's own file.
+        copied_bytes: Bytes that this rank copied into the snapshot.
+        snapshot_bytes: Memory of the snapshot. If it is less than the part to save, the snapshot
+            went through it piece by piece.
+        held_s: How long `save` took, in seconds: the next four, and the copying.
+        waited_s: Seconds of that spent waiting for the save before to become durable.
+        planned_s: Seconds of that spent pickling, and waiting for the other ranks.
+        memory_s: Seconds of that spent on new memory: in the first save, and if the state grew.
+        stalled_s: Seconds of that spent waiting for memory to become free.
+        durable: Whether all of it is durable. `recycled` and `written_s` are None until then.
+        recycled: Whether the oldest checkpoint's blocks were overwritten, and no new ones
+            allocated. Rank 0 knows it; with ``layout="per_rank"`` each for its own file.
+        guarded_bytes: Bytes that were not copied before `save` returned: `protected_bytes`, and
+            those on devices.
+        moved_bytes: Bytes of `protected_bytes` that were copied aside, because the program wrote
+            there before they were read. 0 until all is durable, as `step_held_s` is.
+        step_held_s: How long the program's writes were stopped for that, in seconds.
+        protected_bytes: Bytes that were left in protected host memory; 0 if all were copied.
+        written_s: Seconds from the end of `save` until all was durable.
     """
 
     step: int

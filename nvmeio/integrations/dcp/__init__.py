@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint at the drive's speed: a storage writer and a storage reader.
 
-::
-
     import torch.distributed.checkpoint as dcp
     from nvmeio.integrations.dcp import NvmeStorageReader, NvmeStorageWriter
 

@@ -323,8 +323,6 @@ def stream_transforms(name: str, extensions: Any) -> Any:
 class SnapshotStager(AsyncStager):
     """Stages for `dcp.async_save` without holding the training for a copy.
 
-    ::
-
         stager = SnapshotStager()
         future = dcp.async_save(state_dict, storage_writer=writer, async_stager=stager)
 
