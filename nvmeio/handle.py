@@ -15,8 +15,9 @@ from nvmeio import tuned as _tuned
 from nvmeio._core import batches
 from nvmeio._core.batches import BatchOffsets, FileLike, Files
 from nvmeio._core.core import Core, Cores, ring_core
+from nvmeio._core.handle_settings import MOST as MOST
 from nvmeio._core.handle_settings import DeepSpeedWords as DeepSpeedWords
-from nvmeio._core.handle_settings import HandleSettings, parallelism
+from nvmeio._core.handle_settings import HandleSettings, checked_options
 from nvmeio._core.records import NAMES, ROWS_NAMES
 from nvmeio._files.descriptors import Descriptors
 from nvmeio._memory import devices
@@ -26,15 +27,12 @@ from nvmeio._threads.closing import ClosingWork
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.bound import BoundFile
 from nvmeio.engines import device_ring, select, transfers
-from nvmeio.engines import transfers as transfers_module
 from nvmeio.engines.base import Engine, Opcode, Options
 from nvmeio.engines.transfers import FileOffsets, row_places
 from nvmeio.operation import Operation
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-MAX_BLOCK_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB per iocb (man 2 read, NOTES)
 
 
 class AioHandle(HandleSettings, ClosingWork):
@@ -88,20 +86,10 @@ class AioHandle(HandleSettings, ClosingWork):
         ring_bytes: int | str = device_ring.DEFAULT_BYTES,
         **words: Unpack[DeepSpeedWords],
     ) -> None:
-        if words:
-            intra_op_parallelism = parallelism(type(self), dict(words), intra_op_parallelism)
-        block_size = _checks.size("block_size", block_size)
+        given = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
+        self._options = checked_options(type(self), dict(words), *given)
         ring_bytes = _checks.size("ring_bytes", ring_bytes)
-        _checks.pages("block_size", block_size, MAX_BLOCK_BYTES)
-        options = Options(
-            block_size,
-            _checks.integer("queue_depth", queue_depth, 1, 65536),
-            _checks.switch("single_submit", single_submit),
-            _checks.switch("overlap_events", overlap_events),
-            _checks.integer("intra_op_parallelism", intra_op_parallelism, 1, 1024),
-        )
         _checks.integer("ring_bytes", ring_bytes, device_ring.LEAST_BYTES)
-        self._options = options
         self._copier = devices.new_copier()
         # By a thread: where an interrupt comes meanwhile, `__del__` finds all of it, or nothing.
         run_interruptible(functools.partial(self._begin, engine, ring_bytes))
@@ -477,7 +465,7 @@ class AioHandle(HandleSettings, ClosingWork):
             raise transfers.not_there(NAMES[opcode], file, failed) from failed
         try:
             offset = _checks.file_offset("file_offset", file_offset, memory.nbytes)
-            check = transfers_module.comparison(memory, file, offset) if validate else None
+            check = transfers.comparison(memory, file, offset) if validate else None
         except BaseException:
             memory.end()
             raise

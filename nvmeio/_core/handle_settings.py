@@ -13,6 +13,9 @@ from nvmeio._pages import PAGE_BYTES
 from nvmeio.engines.base import Counters, Options
 from nvmeio.errors import nearest
 
+# The largest settings. Linux moves at most 2 GiB - 4 KiB per iocb (man 2 read, NOTES).
+MOST = {"block_size": 1 << 30, "queue_depth": 65536, "intra_op_parallelism": 1024}
+
 
 class DeepSpeedWords(TypedDict, total=False):
     """Other names of `intra_op_parallelism`, as DeepSpeed's tuner and configurations say."""
@@ -116,13 +119,45 @@ class HandleSettings:
         )
 
 
-def parallelism(kind: type[HandleSettings], words: dict[str, Any], given: int) -> int:
-    """The lanes that were asked for, by whichever name.
+def checked_options(
+    kind: type[HandleSettings],
+    words: dict[str, Any],
+    block_size: int | str,
+    queue_depth: int,
+    single_submit: bool,
+    overlap_events: bool,
+    lanes: int,
+) -> Options:
+    """What a handle was given, as options within bounds.
+
+    Args:
+        kind: The handle's class, for messages.
+        words: Other names of `lanes`.
+        block_size: In bytes, or a text such as "1M".
+        queue_depth: Blocks a lane.
+        single_submit: See `Options`, as for the others.
+        overlap_events: Likewise.
+        lanes: `intra_op_parallelism`.
 
     Raises:
-        TypeError: There is no such argument.
-        ValueError: Two names say different numbers.
+        TypeError: There is no such argument, or one of another type.
+        ValueError: One is out of range, or two names say different numbers.
+        AlignmentError: `block_size` is not a multiple of 4096.
     """
+    if words:
+        lanes = _parallelism(kind, words, lanes)
+    block_size = _checks.size("block_size", block_size)
+    _checks.pages("block_size", block_size, MOST["block_size"])
+    return Options(
+        block_size,
+        _checks.integer("queue_depth", queue_depth, 1, MOST["queue_depth"]),
+        _checks.switch("single_submit", single_submit),
+        _checks.switch("overlap_events", overlap_events),
+        _checks.integer("intra_op_parallelism", lanes, 1, MOST["intra_op_parallelism"]),
+    )
+
+
+def _parallelism(kind: type[HandleSettings], words: dict[str, Any], given: int) -> int:
     takes = inspect.signature(kind).parameters
     known = list(DeepSpeedWords.__annotations__)
     for name in words:
@@ -136,4 +171,4 @@ def parallelism(kind: type[HandleSettings], words: dict[str, Any], given: int) -
         numbers.add(given)
     if len(numbers) > 1:
         raise ValueError(f"{' and '.join(words)} and intra_op_parallelism are the same: give one")
-    return int(_checks.integer("num_threads", numbers.pop(), 1, 1024))
+    return int(_checks.integer("num_threads", numbers.pop(), 1, MOST["intra_op_parallelism"]))

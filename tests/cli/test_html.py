@@ -17,9 +17,10 @@ import pytest
 from typer.testing import CliRunner
 
 from nvmeio.cli import app
+from nvmeio.cli.measure import Op
 from nvmeio.cli.tune import page
 from nvmeio.cli.tune.result import Latencies, TunePlan, TuneResult
-from nvmeio.cli.tune.search import Op, Search
+from nvmeio.cli.tune.search import Search
 from nvmeio.cli.tune.space import DEFAULT, Grid, default_grid
 from nvmeio.engines.base import Options
 

@@ -22,7 +22,8 @@ from nvmeio.cli._terminal import FAILED, OptionGroup, exit_statuses, say
 
 if TYPE_CHECKING:
     from nvmeio.cli.bench.report import BenchResult
-    from nvmeio.cli.bench.workload import MemoryKind, Op, WorkPlace
+    from nvmeio.cli.bench.workload import MemoryKind, WorkPlace
+    from nvmeio.cli.measure import Op
     from nvmeio.engines.base import Options
 
 MEMORY_KINDS: tuple[MemoryKind, ...] = ("aligned", "pinned", "ordinary")

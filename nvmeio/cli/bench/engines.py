@@ -19,8 +19,8 @@ from nvmeio._storage.durable import sync_file
 from nvmeio._threads.closing import on_error
 from nvmeio.checkpoint.file_objects import FastFileReader
 from nvmeio.cli._terminal import Failed, Refused
-from nvmeio.cli.bench.workload import Lap, Op, Timing, Workload
-from nvmeio.cli.measure import deepspeed, fio
+from nvmeio.cli.bench.workload import Lap, Timing, Workload
+from nvmeio.cli.measure import Op, deepspeed, fio
 from nvmeio.cli.measure.disk import buffer_of, fill, free_huge_pages
 from nvmeio.files import probe_direct
 

@@ -14,13 +14,12 @@ from rich.text import Text
 
 from nvmeio.cli._terminal import GB, Column, Row, binary_size, counted, fitted, trimmed
 from nvmeio.cli.bench.engines import REFERENCE
-from nvmeio.cli.bench.workload import Op, Workload
-from nvmeio.cli.measure import machine
+from nvmeio.cli.bench.workload import Workload
+from nvmeio.cli.measure import UNIT, Op, machine
 from nvmeio.cli.measure.disk import DiskBytes
 from nvmeio.cli.measure.worker import why_missing
 from nvmeio.errors import BackendUnavailableError
 
-UNIT = "GB = 10^9 bytes"
 _REFERENCE_LABEL = "plain loop"
 
 

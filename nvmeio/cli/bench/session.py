@@ -16,7 +16,8 @@ from nvmeio.cli._terminal import Failed, steps
 from nvmeio.cli.bench.engines import RAW, REFERENCE, FioPool
 from nvmeio.cli.bench.report import BenchResult, Loop, Series
 from nvmeio.cli.bench.task import LocalPool, Pool, ProcessPool
-from nvmeio.cli.bench.workload import REFERENCE_BYTES_MOST, Lap, Op, Timing, Workload, disk_needs
+from nvmeio.cli.bench.workload import REFERENCE_BYTES_MOST, Lap, Timing, Workload, disk_needs
+from nvmeio.cli.measure import Op
 from nvmeio.cli.measure.disk import DiskBytes, Disks, check_memory, check_space, scratch
 from nvmeio.cli.measure.worker import order
 from nvmeio.engines import select

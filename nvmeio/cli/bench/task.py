@@ -12,7 +12,8 @@ import nvmeio
 from nvmeio.cli._terminal import Failed
 from nvmeio.cli.bench import engines
 from nvmeio.cli.bench.engines import REFERENCE, BenchEngine, DeepSpeed
-from nvmeio.cli.bench.workload import REFERENCE_BYTES_MOST, Lap, Op, Timing, Workload
+from nvmeio.cli.bench.workload import REFERENCE_BYTES_MOST, Lap, Timing, Workload
+from nvmeio.cli.measure import Op
 from nvmeio.cli.measure.disk import (
     cached_fraction,
     cpu_seconds,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from nvmeio.cli.measure import Op
 from nvmeio.engines.base import Options
 
-Op = Literal["read", "write"]
 MemoryKind = Literal["aligned", "pinned", "ordinary", "accelerator"]
 
 REFERENCE_BYTES_MOST = 1 << 28

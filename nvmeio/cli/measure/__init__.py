@@ -6,4 +6,9 @@ measure in, what the drive and the page cache had to do with it), `machine` (wha
 measure on, cuFile too).
 """
 
+from typing import Literal
+
 from nvmeio._checks import parse_size as parse_size
+
+Op = Literal["read", "write"]
+UNIT = "GB = 10^9 bytes"

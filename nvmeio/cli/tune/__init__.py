@@ -19,8 +19,8 @@ from rich.console import Console
 from nvmeio.cli._terminal import Failed, OptionGroup, exit_statuses, say
 
 if TYPE_CHECKING:
+    from nvmeio.cli.measure import Op
     from nvmeio.cli.tune.result import TuneResult
-    from nvmeio.cli.tune.search import Op
 
 _option = OptionGroup()
 

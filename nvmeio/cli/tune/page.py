@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nvmeio.cli._terminal import counted
-from nvmeio.cli.measure import machine
+from nvmeio.cli.measure import Op, machine
 from nvmeio.cli.tune.result import Latencies, TuneResult, medians
-from nvmeio.cli.tune.search import Finalist, Op
+from nvmeio.cli.tune.search import Finalist
 from nvmeio.cli.tune.space import DEFAULT, in_words, levels, value_in_words
 from nvmeio.engines.base import Options
 

@@ -15,13 +15,11 @@ from rich.console import Console
 
 import nvmeio
 from nvmeio.cli._terminal import Column, Row, binary_size, counted, fitted, trimmed
-from nvmeio.cli.measure import machine
-from nvmeio.cli.tune.search import Finalist, Op, Sample, SearchOutcome
+from nvmeio.cli.measure import UNIT, Op, machine
+from nvmeio.cli.tune.search import Finalist, Sample, SearchOutcome
 from nvmeio.cli.tune.space import DEFAULT, Grid, in_words
 from nvmeio.engines.base import Options
 from nvmeio.tuned import Tuned
-
-UNIT = "GB = 10^9 bytes"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import statistics
@@ -18,6 +19,7 @@ import nvmeio
 from nvmeio._pages import PAGE_BYTES
 from nvmeio.cli import _terminal
 from nvmeio.cli._terminal import GB, binary_size, say
+from nvmeio.cli.measure import Op
 from nvmeio.cli.measure.disk import (
     check_memory,
     check_space,
@@ -27,7 +29,7 @@ from nvmeio.cli.measure.disk import (
     write_file,
 )
 from nvmeio.cli.tune.result import Latencies, Log, TunePlan, TuneResult
-from nvmeio.cli.tune.search import Op, Search, UnusableSetting
+from nvmeio.cli.tune.search import Search, UnusableSetting
 from nvmeio.cli.tune.space import DEFAULT, in_words
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError, NvmeioError
@@ -92,28 +94,21 @@ class Rig:
             UnusableSetting: The setting cannot be had here.
             TransferError: The drive failed.
         """
-        handles = self._open(setting)
-        try:
+        with contextlib.ExitStack() as opened:
+            handles = self._open(setting, opened)
             return statistics.median(
                 self._once(handles, op, nbytes // len(self._files)) for _ in range(self._loops)
             )
-        finally:
-            for handle in handles:
-                handle.close()
 
-    def _open(self, setting: Options) -> list[nvmeio.AioHandle]:
+    def _open(self, setting: Options, opened: contextlib.ExitStack) -> list[nvmeio.AioHandle]:
         handles: list[nvmeio.AioHandle] = []
         try:
             for path, tensor in zip(self._files, self._tensors, strict=True):
-                handle = self._handle(*setting, engine=self.engine)
-                handles.append(handle)
+                handle = opened.enter_context(self._handle(*setting, engine=self.engine))
                 handle.sync_pread(tensor[:PAGE_BYTES], path)  # its threads are up and awake
-        except BaseException as failed:
-            for handle in handles:
-                handle.close()
-            if isinstance(failed, BackendUnavailableError):
-                raise UnusableSetting(str(failed).splitlines()[0]) from failed
-            raise
+                handles.append(handle)
+        except BackendUnavailableError as failed:
+            raise UnusableSetting(str(failed).splitlines()[0]) from failed
         return handles
 
     def _once(self, handles: Sequence[nvmeio.AioHandle], op: Op, nbytes: int) -> float:

@@ -14,16 +14,16 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from nvmeio.cli._terminal import GB
+from nvmeio.cli.measure import Op
 from nvmeio.cli.tune.space import DEFAULT, Grid, distance, settings
 from nvmeio.engines.base import Options
 
 if TYPE_CHECKING:
     import optuna
 
-Op = Literal["read", "write"]
 Round = dict[Options, dict[Op, float]]  # GB/s of the finalists and of the default
 
 EXPLORE_UNTIL = 0.45  # of the time

@@ -13,14 +13,13 @@ from typing import Any
 from nvmeio._storage.guarded import SETTINGS_BYTES, read_small
 from nvmeio.cli._terminal import binary_size, counted, parse_size
 from nvmeio.engines.base import Options
-from nvmeio.handle import MAX_BLOCK_BYTES
+from nvmeio.handle import MOST
 
 DEFAULT = Options()
 Grid = dict[str, list[Any]]
 
 # ds_nvme_tune's names for the same parameters; sequential_requests is the opposite.
 _ALIASES = {"io_parallel": "intra_op_parallelism", "num_threads": "intra_op_parallelism"}
-_MOST = {"block_size": MAX_BLOCK_BYTES, "queue_depth": 65536, "intra_op_parallelism": 1024}
 
 
 def default_grid() -> Grid:
@@ -80,8 +79,8 @@ def _value(path: Path, key: str, name: str, value: Any) -> Any:
             value = parse_size(value)
         except ValueError as error:
             raise ValueError(f"{path}: {key}: {error}") from error
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST[name]:
-        raise ValueError(f"{path}: {key} holds {value!r}, no number from 1 to {_MOST[name]}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST[name]:
+        raise ValueError(f"{path}: {key} holds {value!r}, no number from 1 to {MOST[name]}")
     if name == "block_size" and value % 4096:
         raise ValueError(f"{path}: {key} holds {value}, which is not a multiple of 4096")
     return value
