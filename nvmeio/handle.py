@@ -178,15 +178,14 @@ class AioHandle(HandleSettings, ClosingWork):
         The operation fails with `TransferError` if the file cannot be opened or read, and with
         `ShortTransferError` if it ends before the tensor is full. The tensor's contents are then
         unknown; at the end of a file, a contiguous one begins with the bytes that there were.
-        Memory that may not be touched (read-only, or of a mapped file that was cut short) is
-        EFAULT. One case cannot be: torch itself copies into a tensor that is not contiguous, and a
-        mapped file that is cut short between the last look at its memory and the end of that copy
-        ends the process with SIGBUS, as any other access would. Read into a contiguous tensor
-        where another program may cut the file.
+        Memory that may not be touched (read-only, or of a mapped file that was cut short) gives
+        EFAULT. One case ends the process with SIGBUS, as any access to that memory would: the
+        tensor is not contiguous and lies over a mapped file that another program cuts short while
+        torch copies into it. Read into a contiguous tensor if that can happen.
 
-        Cost: no copy into memory of `nvmeio.empty_aligned` at an aligned offset. Otherwise one
-        through a bounce block (`Operation.bounced_bytes`): of the ends of an unaligned span, of
-        misaligned memory, and of 1 MiB and more into memory on small pages, which is faster so.
+        Cost: no copy into memory of `nvmeio.empty_aligned` at an aligned offset. One copy through a
+        bounce block (`Operation.bounced_bytes`) for the ends of an unaligned span, for misaligned
+        memory, and for 1 MiB and more into memory on small pages, which is faster that way.
         Source: io_submit(2).
         """
         return self._start(Opcode.READ, tensor, file, file_offset)
@@ -194,14 +193,14 @@ class AioHandle(HandleSettings, ClosingWork):
     def async_pwrite(self, tensor: Data, file: FileLike, file_offset: int = 0) -> Operation:
         """Start writing a tensor into a file.
 
-        A path is created if it is missing and never truncated: bytes outside of
-        [file_offset, file_offset + nbytes) stay as they are. Done means written, not durable:
-        see `fsync`.
+        A missing file is created. A file is never truncated: bytes outside of
+        [file_offset, file_offset + nbytes) stay as they are. The operation is done when the bytes
+        are written. Call `fsync` to make them durable.
 
         Args:
-            tensor: Source; leave it unchanged until the operation is done. Of one that is not
-                contiguous a copy is taken before the call returns. Or anything with a contiguous
-                buffer, bytes too.
+            tensor: Source; leave it unchanged until the operation is done. One that is not
+                contiguous is copied before the call returns. Anything with a contiguous buffer
+                will do, also bytes.
             file: A path, an open descriptor (which stays open), or an `nvmeio.File`.
             file_offset: First byte in the file; any value >= 0.
 
@@ -287,8 +286,8 @@ class AioHandle(HandleSettings, ClosingWork):
                 the CPU is used as it is: leave it unchanged until the operation is done), a numpy
                 array, or a sequence. Any order, any alignment; rows may be repeated, and overlap by
                 whole elements. For rows by their numbers: `nvmeio.data.Records`.
-            allow_overlap: Take rows that overlap by a part of an element too. They are refused
-                else, for numbers of rows given as offsets look so.
+            allow_overlap: Accept rows that overlap by a part of an element. They are refused
+                otherwise, because row numbers given by mistake for byte offsets look like that.
 
         Returns:
             The operation; its value is the number of bytes read, which is `out.nbytes`.
@@ -297,15 +296,15 @@ class AioHandle(HandleSettings, ClosingWork):
         rows overlap by a part of an element.
 
         The operation fails with `RowsError` if some rows cannot be read, or the file ends before
-        them; all others are read. It names the first of them and knows which are whole. What the
-        others hold is unknown: what was there, some of what was read, or, on a device, zeros.
+        them; all others are read. The error names the first of them and knows which rows are whole.
+        The contents of the failed rows are undefined.
 
-        Cost: one call and no Python for each row. Rows are sorted (16 bytes of memory each, 32
-        while it is done), and what is near is read at once, up to `block_size`, each sector once
-        for all rows in it: `stats.row_blocks` and `stats.row_bytes_saved`. Rows that are aligned
-        in the file and in memory, and far from others, are read in place, others copied. CUDA
-        tensors, on every handle, go through the ring, a chunk of rows at a time (rows are sorted
-        and read together within it): `ring_bytes` of host memory, however many rows there are.
+        Cost: one call, and no Python for each row. Rows are sorted (16 bytes of memory for each, 32
+        while sorting). Near rows are read together, up to `block_size`, and each sector once
+        (`stats.row_blocks`, `stats.row_bytes_saved`). Rows that are aligned in the file and in
+        memory, and far from others, are read in place; others are copied. CUDA tensors go through
+        the ring, a chunk of rows at a time, sorted within it: `ring_bytes` of host memory, however
+        many rows there are.
         """
         return self._start_rows(Opcode.READ, out, file, file_offsets, allow_overlap)
 
@@ -314,9 +313,9 @@ class AioHandle(HandleSettings, ClosingWork):
     ) -> Operation:
         """Start writing many rows into a file, each at a place of its own.
 
-        Rows that follow one another in the file are written together, whole pages of them direct;
-        what is left goes through the page cache. So bytes between rows stay as they are, whoever
-        else writes there meanwhile.
+        Rows that follow one another in the file are written together. Whole pages of them go
+        direct, the rest through the page cache. Bytes between rows stay as they are, also if
+        somebody else writes there meanwhile.
 
         Args:
             source: Of shape (N, …): row ``source[i]`` is written at ``file_offsets[i]``. Leave it
@@ -330,8 +329,8 @@ class AioHandle(HandleSettings, ClosingWork):
         Raises: As `async_gather`. The operation fails with ValueError, before anything is written,
         if two rows overlap, and with `RowsError` if some rows cannot be written; all others are.
 
-        Cost: as `async_gather`. A row that is no whole page costs a write(2) of its own, and the
-        page cache a read of that page, unless it has it.
+        Cost: as `async_gather`. A row that is no whole page costs a write(2) of its own, and a read
+        of its page if the page cache does not hold it.
         """
         return self._start_rows(Opcode.WRITE, source, file, file_offsets)
 
@@ -358,16 +357,17 @@ class AioHandle(HandleSettings, ClosingWork):
         Args:
             tensors: A list of what `async_pread` takes; all on CUDA devices, or none.
             files: As many files, or one for all. The same one may be named again.
-            file_offsets: Where in its file each begins: as many integers (a tensor, a numpy array,
-                a sequence). None: at the file's first byte; one behind the other in one for all.
+            file_offsets: Where in its file each tensor begins, in bytes: as many integers (a
+                tensor, a numpy array, a sequence). None: at the file's first byte, or one behind
+                the other if there is one file for all.
 
         Returns:
             The operation, done when all are; its value is the number of bytes read.
 
         Raises: As `async_pread`; ValueError also where there are not as many of each.
 
-        The operation fails with `BatchError` if some items cannot be read; all others are. It
-        tells of the first, and has the errors of all.
+        The operation fails with `BatchError` if some items cannot be read; all others are read.
+        The error describes the first failure, and has all of them.
 
         Cost: one call into the shim, one completion, and about a third of the Python of as many
         operations. Files given as paths are opened once, and up to 128 at a time (fewer
@@ -385,8 +385,8 @@ class AioHandle(HandleSettings, ClosingWork):
         Returns:
             The operation; its value is the number of bytes written.
 
-        Raises: As `async_pread_batch`; ValueError also if items overlap in a file that is named
-        alike. Of two names for one file, which item remains is unknown.
+        Raises: As `async_pread_batch`; ValueError also if items overlap in one file. If the file
+        is given by two names that is not seen, and it is undefined which item remains.
         """
         return self._start_batch(Opcode.WRITE, tensors, files, file_offsets)
 
@@ -516,7 +516,7 @@ class AioHandle(HandleSettings, ClosingWork):
         Raises:
             TransferError: The kernel reports that data was lost, or the file cannot be opened.
 
-        The directory entry of a new file wants an fsync of the directory too (man 2 fsync).
+        A new file's name is durable after an fsync of its directory too (man 2 fsync).
         """
         opened = self._opened_for_sync(file)
         try:
@@ -549,8 +549,8 @@ class AioHandle(HandleSettings, ClosingWork):
     def close(self) -> None:
         """Refuse new operations, finish those in flight, release the kernel's resources.
 
-        Raises the first failure that nobody has seen, as `wait` does; closed all the same.
-        Idempotent. Blocks: in a coroutine use `aclose`.
+        Raises the first failure that nobody has seen, as `wait` does. It is closed all the same.
+        Idempotent. It blocks: use `aclose` in a coroutine.
         """
         self._cores.close()
 

@@ -24,18 +24,16 @@ _running_loop = asyncio._get_running_loop
 
 
 class Operation(Begun[int]):
-    """A transfer in flight, or what became of it.
+    """A transfer that has started. Await it, or use it as a future.
 
-    Await it (any number of times, on any loop of asyncio's or uvloop's), hand it to
-    `asyncio.create_task`, `gather`, `wait_for` or a TaskGroup, or use it with no loop at all
-    through `result`, `done`, `exception`, `cancel` and `add_done_callback`. The value is the number
-    of bytes moved. `asyncio.wait`, which takes no coroutines, takes its task:
-    ``asyncio.wait([asyncio.ensure_future(operation)])``.
+    It may be awaited any number of times, on any loop of asyncio or uvloop, and handed to
+    `asyncio.create_task`, `gather`, `wait_for` or a TaskGroup. Without a loop use `result`, `done`,
+    `exception`, `cancel` and `add_done_callback`. The value is the number of bytes moved.
+    `asyncio.wait` wants tasks: ``asyncio.wait([asyncio.ensure_future(operation)])``.
 
-    Cancelling (of the operation, or of a task that awaits it) drops the blocks that the kernel has
-    not yet taken and waits for those that it has. Only then is `CancelledError` raised: after it
-    nobody touches the tensor's memory any more. What part of a cancelled read or write has
-    happened is unknown.
+    Cancelling the operation, or a task that awaits it, drops the blocks that the kernel does not
+    have yet and waits for the others. Then `CancelledError` is raised, and nobody touches the
+    tensor's memory any more. Any part of a cancelled read or write may have happened.
     """
 
     __slots__ = ("__weakref__", "_record", "_watchers")
@@ -83,8 +81,8 @@ class Operation(Begun[int]):
     def done(self) -> bool:
         """Whether it has finished, failed, or been cancelled; does not wait for the drive.
 
-        Where no event loop runs, whoever sees the end first does what is left to do: a copy into
-        memory that is not contiguous, the comparison of ``validate=True``.
+        Without an event loop the call that sees the end first also finishes the operation: it
+        copies into memory that is not contiguous, or compares for ``validate=True``.
         """
         if self._record.state == "pending":
             self._watchers.poll(self._record)
@@ -157,7 +155,7 @@ class Operation(Begun[int]):
 
     @property
     def transferred(self) -> int:
-        """Bytes that got through; like the three below, 0 while it is pending."""
+        """Bytes that got through; 0 while it is pending, as the three below."""
         return 0 if self._record.state == "pending" else self._record.outcome().transferred
 
     @property

@@ -88,11 +88,9 @@ async def async_save(
 ) -> None:
     """`save`, awaited: a thread does it, so that the event loop goes on meanwhile.
 
-    That thread pickles the object, and then reads its memory to the end, so it must stay as it is
-    until this returns: what is changed meanwhile may be in the file or not, byte by byte, and its
-    checksum may not fit. No snapshot is taken here. This returns once, when all is durable, so
-    nobody could tell from when on the object may change; and it would be a copy of all of it where
-    the kernel protects no memory. To go on at once, take one: `Checkpointer.save`, or of any name:
+    The object must not change until this returns. The thread pickles it and then reads its memory
+    to the end: a byte that changes meanwhile may be old or new in the file, and its checksum may be
+    wrong. No snapshot is taken here. To go on at once, use `Checkpointer.save`, or take one:
 
         frozen = nvmeio.snapshot(obj)  # from here on `obj` may change
         await nvmeio.async_save(await frozen, path)

@@ -31,23 +31,23 @@ _CUT_SHORT = (
 
 
 class Prefetch(ClosingWork):
-    """Batches of records, in order, each being read before it is asked for.
+    """Batches of records, in order, read before they are asked for.
 
     Made by `Records.prefetch`. An iterator with and without an event loop: ``async for`` and
     ``for``. It may be shared: each batch goes to one of the threads or tasks that ask.
 
-    A batch that cannot be had (an index out of range, a file that was cut short, an error in the
-    iterable) raises when its turn has come, not before. That ends the prefetch, as an interrupt
-    or a cancelled task does: what is in flight is cancelled, and who goes on asking gets
-    `ClosedError`, never the batch behind the lost one.
+    If a batch cannot be read (an index out of range, a file that was cut short, an error in the
+    iterable), that raises when the batch is asked for, not before. It ends the prefetch, as an
+    interrupt or a cancelled task does: what is in flight is cancelled, and asking again raises
+    `ClosedError`. The batch after a lost one is never handed out.
 
-    Leaving the loop early is fine: what is in flight is cancelled when the prefetch is closed (by
+    You may leave the loop early. What is in flight is cancelled when the prefetch is closed (by
     ``with``, ``async with``, `close` or `aclose`, which wait for it) or dropped.
 
     Args:
         start: Starts reading a batch.
         batches: The numbers of the records of each batch.
-        depth: How many batches are in flight, or there, beside the one that was handed out.
+        depth: How many batches are read ahead, beside the one that was handed out.
     """
 
     _work = "a prefetched batch"
@@ -196,7 +196,7 @@ class Gather(Begun[torch.Tensor]):
 
     Attributes:
         operation: The gather itself: bytes, ways, callbacks.
-        out: Where the records arrive; what it holds is unknown before the end, and after an error.
+        out: The tensor to fill. Its contents are undefined before the end, and after an error.
     """
 
     __slots__ = ("_handle", "operation", "out")
@@ -228,8 +228,8 @@ class Gather(Begun[torch.Tensor]):
     def done(self) -> bool:
         """Whether it has finished, failed, or been cancelled; does not wait for the drive.
 
-        Where no event loop runs, whoever sees the end first does what is left to do: a copy into
-        memory that is not contiguous, the comparison of ``validate=True``.
+        Without an event loop the call that sees the end first also finishes the operation: it
+        copies into memory that is not contiguous.
         """
         return self.operation.done()
 

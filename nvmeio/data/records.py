@@ -31,30 +31,29 @@ _MODES = ("r", "r+")
 class Records(Dataset[torch.Tensor], ClosingWork):
     """Records of one length in a file: a data set, or a table larger than memory.
 
-    Record i lies at byte ``file_offset + i * stride_bytes``. A batch of any size is one operation
-    of the drive, whose rows are sorted, and read together where they are near each other
-    (`AioHandle.async_gather`).
+    Record i lies at byte ``file_offset + i * stride_bytes``. A batch of any size is one operation:
+    its rows are sorted, and near ones are read together (`AioHandle.async_gather`).
 
-    `gather` and `scatter` start at once, and are awaited, or waited for with ``result()``.
-    ``records[i]``, ``records[[3, 1, 3]]``, ``records[10:20]`` and ``records[indices] = rows``
-    block. `prefetch` keeps the next batches coming beside a loop.
+    `gather` and `scatter` start at once: await them, or call ``result()``. ``records[i]``,
+    ``records[[3, 1, 3]]``, ``records[10:20]`` and ``records[indices] = rows`` block. `prefetch`
+    reads the next batches while a loop works on this one.
 
     It is a `torch.utils.data.Dataset` with ``__getitems__``: a `DataLoader` asks for batches, and
-    its workers may be forked or spawned. It is pickled as its path and settings. The file and a
-    handle are opened at first use, in each process that uses it, and it is an error
-    (`IntegrityError`) if there is another file, or a shorter one, by then.
+    its workers may be forked or spawned. It is pickled as its path and settings. Each process opens
+    the file and a handle at first use. If the file was replaced or shortened by then, that is an
+    `IntegrityError`.
 
     Args:
         path: The file; it has to be there. `Records.create` makes a new one.
-        dtype: Of the elements, such as ``torch.uint16`` for tokens. Not a quantised one.
-        shape: Of one record; ``()`` for a single element.
+        dtype: The dtype of the elements, such as ``torch.uint16`` for tokens. Not a quantised one.
+        shape: The shape of one record; ``()`` for a single element.
         file_offset: Bytes before the first record, such as a header.
         stride_bytes: Bytes from the start of one record to the start of the next; None for a
-            record's own length. More leaves room between them, less makes them overlap (windows
-            over a text): those can be read, and not written.
-        count: How many there are; None for as many as the file holds, which has to end with one.
+            record's own length. More leaves room between them. Less makes them overlap, as windows
+            over a text do: such records can be read and not written.
+        count: How many records there are; None for all of the file, which has to end with one.
         mode: "r" to read, "r+" to write as well.
-        handle: What moves the bytes; stays open. None for one of its own, with the settings that
+        handle: Moves the bytes, and stays open. None for one of its own, with the settings that
             `nvmeio tune --save` stored. A forked or spawned process always makes its own.
 
     Raises:
@@ -63,8 +62,8 @@ class Records(Dataset[torch.Tensor], ClosingWork):
             is out of range.
         TypeError: An argument is of the wrong type.
 
-    May be used from several threads and event loops at once. Writing a record while it is read is
-    a race, as with `pwrite` and `pread`.
+    Several threads, tasks and event loops may use one object at once. Writing a record while it is
+    read is a race, as with `pwrite` and `pread`.
 
     Examples:
         >>> with nvmeio.data.Records("tokens.bin", torch.uint16, (1025,)) as records:

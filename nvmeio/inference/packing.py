@@ -62,7 +62,7 @@ class PackReport(NamedTuple):
         bytes_written: Bytes of the file, or files, that were written.
         records: Layers and other units, one contiguous record each.
         quantised: Weights that were quantised.
-        largest_error: Of a quantised weight's element, the largest distance from what it was.
+        largest_error: The largest change of an element by quantising.
     """
 
     bytes_read: int
@@ -92,9 +92,9 @@ def pack(
 ) -> PackReport:
     """Write a model's weights in streaming order, a layer's as one aligned record.
 
-    What is written is a model directory again, with one safetensors file: `stream_model` takes it,
-    and so does transformers where nothing is quantised. Its index has a CRC-32 of each tensor, of
-    fused experts one each, that `stream_model` compares. It appears when it is complete and
+    The result is a model directory with one safetensors file, for `stream_model`, and for
+    transformers if nothing is quantised. Its index has a CRC-32 of each tensor (of fused experts,
+    of each expert), which `stream_model` compares. The directory appears when it is complete and
     durable.
 
     Args:
@@ -108,10 +108,10 @@ def pack(
             are converted back to the model's dtype when they are used. None quantises nothing.
         quant_group_size: Elements that share a scale and a minimum, even; matrices whose rows
             are no multiple of it stay as they are.
-        ranks: For so many that stream it together (see `stream_model`): `out` gets a directory
-            ``rank-0`` and so on for each, with an equal part of every layer, and the small parts
-            and embeddings of which rows are looked up whole. The files have the size of a whole
-            one, and holes: copy them with what keeps holes (``cp``, ``rsync --sparse``).
+        ranks: The number of processes that will stream it together (see `stream_model`). `out` gets
+            a directory for each, ``rank-0`` and so on, with an equal part of every layer; small
+            tensors and embeddings are in each as a whole. The files have the full size, and holes:
+            copy them with what keeps holes (``cp``, ``rsync --sparse``).
         handle: Moves the bytes and stays open; None makes one.
         progress: Told of each layer that was written: ``progress(name, done_bytes, total_bytes)``;
             see `nvmeio.progress`.

@@ -60,7 +60,7 @@ class StreamStats(NamedTuple):
         bytes_read: Bytes of weights that were asked of the files, rows and experts included.
         units_read: Units (layers) that were read.
         units_used: How often a unit was used.
-        mispredicted: Units that were needed and not on their way, the very first aside.
+        mispredicted: Units that were needed and not being read yet, except for the very first.
         dropped: Units that were read, wholly or in part, and not used.
         experts_read: Experts that were read on demand.
         rows_read: Rows of embeddings that were read.

@@ -22,7 +22,7 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 class SwappedActivations(Closing):
-    """Tensors that autograd saves in forward, on the drive until backward needs them.
+    """Keeps the tensors that autograd saves in forward on the drive until backward needs them.
 
         with SwappedActivations(swap_dir="/mnt/nvme", resident_bytes="4G") as activations:
             for batch in batches:
@@ -31,43 +31,42 @@ class SwappedActivations(Closing):
                 loss.backward()
                 optimizer.step()
 
-    What forward saves first is written beside what it computes next, and its memory is free;
-    backward has it read ahead, the last saved first. Gradients are those without, bit for bit.
+    Tensors are written while forward goes on, and their memory becomes free. They are read ahead of
+    backward, the last one first. Gradients are the same as without this class, bit for bit.
 
-    Written is only what nobody but autograd has any more. So parameters, buffers and their views,
-    and whatever you hold yourself, are neither written nor held twice; nor are tensors of less than
-    `min_bytes`, subclasses (DTensor), sparse and quantised ones, and memory that torch did not
-    allocate: they stay where they are, as without this.
+    A tensor is written when nobody but autograd has it any more. So parameters, buffers, views of
+    them and whatever you hold yourself stay where they are. So do tensors of less than `min_bytes`,
+    subclasses (DTensor), sparse and quantised ones, and memory that torch did not allocate.
 
-    Tensors on a CUDA device go to page-locked host memory first, by copies beside the computation,
-    and from there as those of the CPU do; backward has them copied back ahead. Streams wait for
-    these copies, and the host where the device holds too much. No GPU has run that yet.
+    Tensors on a CUDA device are copied to page-locked host memory beside the computation, and go to
+    the drive from there. Before backward needs them they are copied back. Streams wait for these
+    copies; the host waits only if the device holds too much. No GPU has run that yet.
 
-    With activation checkpointing (either kind) the regions' inputs are what is saved. Gradients
-    may accumulate, graphs be kept (`retain_graph`, `create_graph`) or dropped, and several threads
-    may use it, each within a block of its own.
+    With activation checkpointing (either kind) the inputs of the regions are saved. Gradients may
+    accumulate, and graphs may be kept (`retain_graph`, `create_graph`) or dropped. Several threads
+    may use one object, each within a block of its own.
 
     Args:
         swap_dir: A directory on a fast drive, made where it is missing (not those above it), or a
             list of them, one on each drive. The files in it have no name: nothing is left there.
-        resident_bytes: The window: half of it for what was saved last and is not written, half
-            for what is read ahead.
-        device_bytes: The window on devices that tensors are saved on, of all together, likewise.
+        resident_bytes: Memory for saved tensors. Half of it holds those that were saved last, half
+            holds those that are read ahead.
+        device_bytes: The same on devices, for all devices together.
         min_bytes: Smaller storages stay in memory.
         checksum: Compare what is read with what was written (CRC-32).
         handle: Moves the bytes and stays open; None makes one for each drive.
 
     Raises:
         TransferError: The directory cannot be used.
-        TypeError, ValueError: An argument is none.
+        TypeError, ValueError: An argument has another type, or is out of range.
 
-    After an error. Where the drive is full (ENOSPC) or fails, what cannot be written stays in
-    memory while the window has room, with a warning in the log; the forward pass raises when it has
-    none, and may be run again. A drive that cannot be read is told by `backward` (`TransferError`,
-    or `IntegrityError`): no gradient is computed from it.
+    After an error: if the drive is full (ENOSPC) or fails, tensors stay in memory while there is
+    room, with a warning in the log. Then forward raises, and may be run again. If the drive cannot
+    be read, `backward` raises `TransferError` or `IntegrityError`, and no gradient is computed from
+    those bytes.
 
-    Cost: up to 0.1 ms for each tensor that is saved, and again when backward needs it; the file
-    grows by a quarter, 64 MiB at least, when it has no room in a row, and keeps what it has.
+    Cost: up to 0.1 ms for each tensor that is saved, and again when backward needs it. The file
+    grows by a quarter, at least 64 MiB, when it has no room in a row, and never shrinks.
     """
 
     def __init__(

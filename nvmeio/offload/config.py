@@ -83,7 +83,7 @@ def offload(
     handle: AioHandle | None = None,
     **optimizer_args: Any,
 ) -> Offloaded:
-    """Put a module's parameters, gradients and optimizer state where a config says.
+    """Make a swapped module and optimizer from a configuration in DeepSpeed's words.
 
     Args:
         module: The module, on the CPU or (with ``offload_param`` to "nvme") the meta device.

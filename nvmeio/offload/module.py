@@ -31,42 +31,41 @@ from nvmeio.offload._swap_files.tensors import is_absent, is_sharded, own_stride
 
 
 class SwappedModule(Closing, torch.nn.Module):
-    """A module whose parameters are on the drive outside of a window of memory.
+    """A module whose parameters are on the drive, and in memory only while they are used.
 
-    Before a part of the module runs, its parameters are read; those of the parts that follow are
-    begun, in backward in reverse. Autograd keeps the place of a parameter instead of its memory.
-    Results are those of the module in memory, bit for bit. Activation checkpointing (either kind,
-    of modules and of functions), tied parameters and shared modules work; buffers stay in memory.
+    Before a part of the module runs, its parameters are read into a window of memory, and those of
+    the next parts are read ahead; backward does the same in reverse. Results are those of the
+    module in memory, bit for bit. Activation checkpointing (either kind, of modules and of
+    functions), tied parameters and shared modules work. Buffers stay in memory.
 
-    A parameter that is not in the window is NaN in the right shape, and cannot be written to. Step
-    with a `SwappedOptimizer`, which writes the new values to the drive; change them by hand within
-    `gather`.
+    A parameter that is not in the window has its shape and is NaN, and writing to it is refused.
+    Step with a `SwappedOptimizer`, which writes the new values to the drive. To change parameters
+    by hand, use `gather`.
 
-    A `torch.nn.Linear` that is too large for the window is cut into tiles, `layer.tiles`: linear
-    layers of some of its rows each, with parameters of their own. In state dicts it is what it was.
-    Each output is the same sum, of which last bits may differ. One with a weight that another
-    module has too, or that has hooks of its own, is not cut.
+    A `torch.nn.Linear` that is too large for the window is cut into tiles (`layer.tiles`): smaller
+    linear layers, each with some of its rows as parameters of its own. State dicts do not change.
+    Each output is the same sum, of which last bits may differ. A layer whose weight another module
+    uses too, or whose weight has hooks, is not cut.
 
-    A module that FSDP2 shards (`fully_shard`, on a mesh of CPUs) keeps each rank's shards on that
-    rank's drive. FSDP gathers them from the window, and frees what it gathered, as it does in
-    memory; its parts are the modules that `fully_shard` was called for. Nothing else is gathered.
-    Shards must have memory when the module is swapped. After a failure while one is brought this
-    object refuses to go on (`ClosedError`), and other ranks fail in their collective.
+    If FSDP2 shards the module (`fully_shard`, on a mesh of CPUs), each rank's shards are on that
+    rank's drive, and its parts are the modules that `fully_shard` was called for. FSDP gathers from
+    the window and frees what it gathered, as it does in memory. Shards must have memory when the
+    module is swapped. If reading a shard fails, this object refuses to go on (`ClosedError`), and
+    the other ranks fail in their collective.
 
     Args:
-        module: With its parameters in memory on the CPU, or on the meta device: then they are
-            made part by part, never all at once.
+        module: Its parameters are in memory on the CPU, or on the meta device. In the second case
+            they are made part by part, never all at once.
         swap_dir: A directory on a fast drive, made where it is missing (not those above it); a
             subdirectory is made in it and locked. Or a list of them, as for `SwappedOptimizer`.
-        resident_bytes: The window in host memory. At least the largest part of the module, or 64
-            rows of a linear layer, and the parameters of the modules that call it; and, where
-            something wants gradients, one part more, since backward may have a weight while it has
-            a checkpointed region run again. Another one lets reading and computing overlap.
-        stage_bytes: How large a part may be that is brought in as one; None: a quarter of the
-            (smaller) window, or less where that would not hold what is needed at once. A larger
-            module comes child by child, if its forward calls its children. A tile is no larger
-            either. Not for a module that FSDP2 shards, which has its
-            parts.
+        resident_bytes: The window in host memory. At least the largest part of the module (or 64
+            rows of a linear layer) and the parameters of the modules that call it; for training one
+            part more, which backward needs while a checkpointed region runs again. With room for
+            yet another part, reading and computing overlap.
+        stage_bytes: The largest part that is read as one. None: a quarter of the (smaller) window,
+            or less if that would not hold what is needed at once. A larger module is read child by
+            child, if its forward calls its children. Tiles are no larger either. Not for a module
+            that FSDP2 shards.
         device: Where it computes: the CPU, or a CUDA device, which no such machine has run yet.
             The host's window is then the way there, and keeps what it has room for; copies have
             a stream of their own, and yours waits for them by events. Buffers are moved there,
@@ -85,7 +84,8 @@ class SwappedModule(Closing, torch.nn.Module):
         ValueError: A window is too small (says what is enough); a buffer is on the meta device; a
             parameter is on another device, swapped already, or sharded otherwise than by
             `fully_shard`.
-        TypeError: A parameter on the meta device has nobody who makes it.
+        TypeError: A parameter is on the meta device, and its module has no `reset_parameters`: pass
+            `init`.
         TransferError: The directory is missing, full, or in use (EBUSY).
 
     Cost: the windows; a pass forward and one backward read each parameter once each, less
@@ -169,14 +169,14 @@ class SwappedModule(Closing, torch.nn.Module):
 
     @contextlib.contextmanager
     def gather(self, *parameters: torch.nn.Parameter) -> Iterator[None]:
-        """Have parameters in memory within the block, and write them back at its end.
+        """A ``with`` block in which parameters are in memory; they are written back at its end.
 
         Args:
             parameters: Which; none stands for all. They must fit into the window together.
 
         Raises:
-            MemoryError: They do not fit.
-            ValueError: The module does not have one of them.
+            MemoryError: They do not fit into the window.
+            ValueError: One of them is not the module's.
             TransferError: The drive failed. Where it did so at the end of the block, some of these
                 parameters may have changed there and others not: set them again.
 
@@ -209,11 +209,12 @@ class SwappedModule(Closing, torch.nn.Module):
             del gathered
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the module, under its own names; parameters lie over the file, unread.
+        """The module's state dict, under its own names. Nothing is read yet.
 
-        They are valid until the next step. Saving takes no memory for the whole. Within `gather`
-        those that it gathered are what they are in memory. That of `module` itself, or of a part
-        of it, is the same. torch.distributed.checkpoint's `get_state_dict` takes `module`.
+        Parameters are mapped files, read when they are touched, so saving takes no memory for the
+        whole. They are valid until the next step. Gathered ones have their values in memory. The
+        state dict of `module` itself, or of a part of it, is the same. For torch.distributed's
+        `get_state_dict` pass `module`.
         """
         self._store.check_open()
         self._reshard()

@@ -39,50 +39,54 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
     whose state is tensors of each parameter (Adam, AdamW, SGD, Adagrad, …; foreach and fused
     forms), with parameter groups, LR schedulers, clipping, accumulation and `GradScaler`.
 
-    Each step reads, computes and writes subgroup by subgroup, the three at once. It is complete or
-    has not happened: a failed one raises and everything is as before it; a killed process goes
-    on from its last complete step with ``resume=True``.
+    A step goes through the state subgroup by subgroup, and reads, computes and writes at the same
+    time. It is complete or has not happened: a step that fails raises, and everything is as before
+    it. After a kill ``resume=True`` goes on from the last complete step.
+
+    Values of your own in `param_groups` (numbers, strings, tensors, lists and dicts of them) are
+    stored with each step and come back with it.
 
     Args:
         optimizer_class: The class, such as `torch.optim.AdamW`.
         params: Parameters, or groups, as for that class.
         swap_dir: A directory on a fast drive, made where it is missing (not those above it); a
-            subdirectory for this optimizer (and rank), which no other user may enter, is made in
-            it and locked. Takes twice the state; see `plan`. Or a list of them, one on each of
-            several drives, which then work at once: each gets a part of every subgroup, in
-            proportion to the rates that `nvmeio tune --save` found (equal ones else). None, with a
-            `ratio` of 0.0 and gradients in memory: a temporary directory, for the manifests alone.
-        subgroup_bytes: State that is read, stepped and written as one. More is better for the
-            drive up to some 64 MiB; see docs/offload.md.
-        buffer_bytes: All buffers together; None gives each stage the largest subgroup. Parameters
-            are split to fit where the class works element by element in fp32 or fp64.
+            private, locked subdirectory for this optimizer and rank is made in it. It takes twice
+            the state; see `plan`. Or a list of directories, one on each of several drives, which
+            work at once: each gets a part of every subgroup, in proportion to the rates that
+            `nvmeio tune --save` measured, or equally. None makes a temporary directory, for a
+            `ratio` of 0.0 with gradients in memory, which has nothing but manifests to keep.
+        subgroup_bytes: How much state is read, stepped and written at a time. Up to some 64 MiB
+            more is better for the drive; see docs/offload.md.
+        buffer_bytes: The most memory of all buffers together. None: each stage gets a buffer for
+            the largest subgroup. Large parameters are split if the class works element by element
+            in fp32 or fp64.
         handle: Moves the bytes and stays open; None makes one for each drive.
-        master_dtype: Step in this dtype (or that of this name) on weights of their own, kept on the
-            drive, and round the result into the parameters: `torch.float32` for bf16 parameters.
-        gradients: "memory" leaves them in ``.grad``; "disk" takes each away as backward has made
-            it. Then clip with `clip_grad_norm_` of this object: a step after torch's own, which
-            would reach one small gradient that stays in memory, is refused.
-        ratio: The part of the state that is on the drive; the rest stays in memory. Below 1 not
-            for parameters of a `SwappedModule` without masters, which live in the state files.
-        recoverable: Keep a copy of the weights on the drive beside the state, which undoes failed
-            steps and is what `resume` takes weights from: 4 bytes more written for an fp32
-            parameter. Master weights are such a copy already.
+        master_dtype: Keep master weights of this dtype (or name of one) on the drive, step on them,
+            and round the result into the parameters: `torch.float32` for bf16 parameters.
+        gradients: "memory" leaves them in ``.grad``. "disk" writes each to the drive when backward
+            has made it. Then clip with this object's `clip_grad_norm_`: torch's own function does
+            not see those gradients, and a step after it is refused.
+        ratio: The part of the state that is on the drive; the rest stays in memory. It must be 1
+            for parameters of a `SwappedModule` without masters.
+        recoverable: Keep a copy of the weights on the drive, beside the state. A failed step is
+            undone from it, and `resume` takes the weights from it. It costs 4 bytes more written
+            for an fp32 parameter. Master weights are such a copy already.
         durable: Survive a power cut as well (fdatasync beside the next forward pass).
-        checksum: Sum what is written (CRC-32), and compare what is read: bits that flipped on the
-            drive raise `IntegrityError`. The sums are made while the drive works.
-        resume: Go on from what is in the directory, weights included; where there is nothing,
-            begin, or raise with "must". Files stay there on `close`. False begins, and refuses a
-            directory with the state of another run (one that was killed, or that resumes). Several
-            ranks go on from the last step that all of them have, so all must make it together. The
-            log says what was resumed (INFO), and what could not be (WARNING).
-        overwrite: Begin, and remove the state of another run. Files do not stay on `close`.
+        checksum: Compare what is read with the CRC-32 of what was written: flipped bits raise
+            `IntegrityError`. The sums are computed while the drive works.
+        resume: True goes on from what is in the directory, weights included, and begins if there is
+            nothing. "must" raises if there is nothing. Files stay after `close`. False begins, and
+            refuses a directory with the state of another run. Several ranks go on from the last
+            step that all of them have, so all must make their optimizers together. The log says
+            what was resumed (INFO), and what could not be (WARNING).
+        overwrite: Remove the state of another run, and begin. Files are removed by `close`.
         pipeline_read: Read ahead of the step; False needs a buffer less.
         pipeline_write: Write behind the step; False needs a buffer less.
-        device: Where the class steps: the CPU, or the CUDA device that the parameters are on, which
-            no such machine has run yet. State then goes on from page-locked memory to the device
-            and back, by copies beside the arithmetic; docs/offload.md tells when that pays.
-        device_bytes: Buffers on the device, for a CUDA device only: two subgroups fit, so they may
-            be smaller than `subgroup_bytes`. None: two of the largest.
+        device: Where the class steps: the CPU, or the CUDA device that the parameters are on (no
+            GPU has run it yet). State then goes through page-locked memory to the device and back,
+            copied beside the arithmetic; docs/offload.md says when that pays.
+        device_bytes: Buffers on a CUDA device. Two subgroups must fit, so subgroups may become
+            smaller than `subgroup_bytes`. None: room for two of the largest.
         optimizer_args: Arguments of the class: ``lr=1e-3``.
 
     Raises:
@@ -95,16 +99,16 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         TransferError: The directory above is missing; it is read-only, full, in use (EBUSY), or
             not this user's (EPERM, ELOOP); it has the state of another run (EEXIST), or none, which
             ``resume="must"`` wants (ENOENT).
-        IntegrityError: What is to be resumed belongs to something else, or is damaged: names the
-            file, and the parameter and span. Or it lies in further directories: names those.
+        IntegrityError: The state that is to be resumed belongs to another model or optimizer, is
+            damaged (names file, parameter and span), or lies in further directories (names those).
 
     Attributes:
         generation: How many times the state has changed: 1 when made, one more with each step.
         resumed: Whether it went on from what was in the directory.
         last_step: Where the time of the last step went, and its bytes.
 
-    Cost: see `plan`, which states it. A step takes as long as the longest of reading, computing and
-    writing, and one subgroup's reading and writing more.
+    Cost: see `plan`. A step takes as long as the longest of reading, computing and writing, and the
+    time of reading and writing one subgroup more.
 
     Examples:
         >>> opt = SwappedOptimizer(torch.optim.AdamW, model.parameters(), swap_dir="/mnt/nvme",
@@ -251,10 +255,10 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
                 taken out of one) by hand; gradients on the drive were changed in memory only.
                 Nothing was changed.
             ClosedError: It is closed, or belongs to the parent of this forked process.
-            KeyboardInterrupt: The step has not happened, and may be made again; unless the weights
-                have no copy (`recoverable`) or state is in memory (`ratio`), or the interrupt came
-                as it returned: `generation` tells. A second interrupt is raised at once, and the
-                step is undone beside what comes next.
+            KeyboardInterrupt: The step has not happened, and may be made again. `generation` tells
+                if it has: the interrupt may have come at its very end, and a step cannot be undone
+                without a copy of the weights (`recoverable=False`) or with state in memory
+                (`ratio`). A second interrupt is raised at once, and the step is undone meanwhile.
         """
         if closure is not None:
             raise TypeError(
@@ -270,8 +274,8 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
     async def async_step(self) -> None:
         """`step`, awaited: a thread does it, and the event loop goes on.
 
-        Leave parameters and gradients alone meanwhile. Cancelling waits until the step is undone
-        before `CancelledError` is raised: it has not happened then (as after an interrupt; see
+        Do not touch parameters and gradients meanwhile. If it is cancelled, the step is undone
+        before `CancelledError` is raised: it has not happened (exceptions: as for an interrupt, see
         `step`).
 
         Raises: As `step`.
@@ -309,8 +313,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         """Forget all gradients, those on the drive too.
 
         Raises:
-            ValueError: `set_to_none` is False while gradients are on the drive, which holds none of
-                zeros.
+            ValueError: `set_to_none` is False while gradients are on the drive.
         """
         if self._settings.on_disk and not set_to_none:
             raise ValueError("gradients on the drive are set to none: set_to_none must be True")
@@ -344,7 +347,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             The norm before clipping.
 
         Raises:
-            ValueError: The norm type is not known of gradients on the drive.
+            ValueError: Gradients are on the drive, and the norm is not the 2-norm.
         """
         gradients = self._opened().gradients
         if gradients is None:
@@ -362,11 +365,11 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as `optimizer_class` has it, which loads it; without reading it.
+        """The state in the form of `optimizer_class`, which can load it. Nothing is read yet.
 
-        Its tensors lie over the swap files: pages are read when they are looked at, so saving
-        takes no memory for the whole. They are valid until the next step. Master weights are there
-        too, as "master", which torch's classes carry along and `load_state_dict` takes up.
+        Its tensors are mapped swap files: a page is read when it is touched, so saving takes no
+        memory for the whole. They are valid until the next step. Master weights are in it as
+        "master": torch's classes keep that key, and `load_state_dict` uses it.
         """
         self._check_open()
         found: dict[str, Any] = self._transactions.run(
@@ -377,8 +380,8 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of an optimizer of this class, swapped or not.
 
-        It is streamed to the drive, subgroup by subgroup. Weights are the parameters' own as they
-        are now, and "master" where the state has it: load the model first.
+        It is written to the drive subgroup by subgroup. Weights are the present values of the
+        parameters, or "master" if the state has that. So load the model first.
 
         Args:
             state_dict: Of `optimizer_class`, or of this class.
@@ -403,11 +406,11 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             hook(self)
 
     def reload_weights(self) -> None:
-        """Take the parameters' present values for the weights that are on the drive.
+        """Write the parameters' present values to the drive, as the weights to go on from.
 
-        For parameters that were changed by other means than `step`, such as
-        ``model.load_state_dict``. Without master weights the next step does it by itself, but a
-        step that is undone before that brings back what was on the drive.
+        Call it after parameters were changed by other means than `step`, such as
+        ``model.load_state_dict``. Without master weights the next step does it by itself; but if
+        that step is undone, the old weights come back.
         """
         self._check_open()
         swapper = self._opened()
@@ -416,7 +419,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         )
 
     def snapshot(self, directory: Paths) -> None:
-        """Copy the swap files of the last step, from which ``resume=True`` goes on.
+        """Copy the swap files of the last step to a directory that ``resume=True`` can go on from.
 
         Args:
             directory: Made where it is missing; to resume, name it as `swap_dir`. As many as those
@@ -427,9 +430,9 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
                 nothing is left of the copy then.
             ValueError: Some state is in memory (`ratio`); there are not as many directories.
 
-        Cost: a link in the file system where it shares blocks (reflink on xfs, btrfs), else a copy
-        within the kernel, to another file system too; none of it passes through this process.
-        Both generations are copied: twice the state.
+        Cost: nothing is copied if the file system can share blocks (reflink on xfs and btrfs). Else
+        the kernel copies, also to another file system; no byte passes through this process. Both
+        generations are copied: twice the state.
         """
         self._check_open()
         swapper = self._opened()
@@ -439,7 +442,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
 
     @property
     def plan(self) -> MemoryPlan:
-        """The sizes that were computed; its `str` states them."""
+        """Sizes of buffers, files and traffic; print it to read them."""
         return self._opened().memory_plan()
 
     @property
@@ -493,8 +496,8 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
     def close(self) -> None:
         """Wait for what is being written, give back memory, files and lock.
 
-        The swap files are removed, unless it was made with ``resume=True``. Idempotent. Without it
-        the same happens when the object goes, or the process ends.
+        The swap files are removed, unless it was made with ``resume``. Idempotent. If you do not
+        call it, the same happens when the object is dropped or the process ends.
         """
         self._closed = True
         if self._ending is not None:
@@ -571,7 +574,7 @@ def swapped_like(
 
 
 def follow(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Let a learning-rate scheduler go on with another optimizer that has the same groups."""
+    """Make a learning-rate scheduler go on with another optimizer that has the same groups."""
     scheduler.optimizer = optimizer
     for inner in getattr(scheduler, "_schedulers", ()):
         follow(inner, optimizer)
