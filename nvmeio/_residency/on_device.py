@@ -243,7 +243,7 @@ class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
         order: Order[Unit],
         units: Keeper[Unit, Slot[Unit]],
         ahead_units: int,
-        ahead_bytes: int = 0,
+        ahead_bytes: int,
     ) -> None:
         super().__init__(reader, DeviceKeeper(pool, units), order, ahead_units, ahead_bytes)
         self._pool = pool
@@ -290,7 +290,7 @@ class WindowAbove(DeviceWindow[Unit]):
         units: Keeper[Unit, Slot[Unit]],
     ) -> None:
         limited = Limited(order, self._arrived_below)
-        super().__init__(below.reader, pool, limited, units, _AHEAD)
+        super().__init__(below.reader, pool, limited, units, _AHEAD, 0)
         self._below = below
 
     def _arrived_below(self, upcoming: Iterator[Unit]) -> Iterator[Unit]:

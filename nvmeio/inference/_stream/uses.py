@@ -68,7 +68,7 @@ class Uses:
         owner: OwnerThread,
         resources: Resources,
         partition: Partition,
-        trainable: bool = False,
+        trainable: bool,
     ) -> None:
         self._owner = owner
         self.resources = resources

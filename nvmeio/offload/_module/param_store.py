@@ -96,14 +96,14 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         self,
         units: Sequence[ParamUnit],
         resident_bytes: int,
-        device: torch.device | None = None,
-        device_bytes: int = 0,
-        direct: bool = False,
+        device: torch.device,
+        device_bytes: int,
+        direct: bool,
     ) -> None:
         self.units = list(units)
         self.direct = direct
         self.resident_bytes = max(u.nbytes for u in units) if direct and units else resident_bytes
-        self.device = torch.device("cpu") if device is None else device
+        self.device = device
         self.device_bytes = device_bytes
         # As soon as all have been made.
         self._on_device: DeviceWindow[ParamUnit] | None = None

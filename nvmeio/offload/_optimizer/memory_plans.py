@@ -99,7 +99,7 @@ def plan_of(
     slots: Sequence[torch.Tensor],
     gradient_bytes: int,
     other_bytes: int,
-    device_bytes: int = 0,
+    device_bytes: int,
 ) -> MemoryPlan:
     """What an optimizer takes.
 

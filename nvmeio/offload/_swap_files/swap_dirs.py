@@ -225,7 +225,7 @@ class SwapDirs:
         name: As for `SwapDir`.
         resume: Take up what is there.
         overwrite: Remove what is there. Without, state that a run has left there is refused.
-        reads: As for `weights_of`, like `writes`.
+        writes: As for `weights_of`, beside reads of 1.
 
     Raises:
         TransferError: As `SwapDir`; or there is the state of another run (EEXIST).
@@ -245,7 +245,6 @@ class SwapDirs:
         resume: bool = False,
         *,
         overwrite: bool = False,
-        reads: float = 1.0,
         writes: float = 1.0,
     ) -> None:
         self._dirs: list[SwapDir] = []
@@ -263,7 +262,7 @@ class SwapDirs:
                     self._check_free()
                 self.clean()
                 if len(above) > 1:
-                    self._begin(weights_of(self.paths, reads, writes))
+                    self._begin(weights_of(self.paths, 1.0, writes))
 
     # What belongs together
 
