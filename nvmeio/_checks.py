@@ -86,7 +86,7 @@ def parse_size(text: str) -> int:
         raise ValueError(f"{text!r} is not a size: write bytes, or a number with K, M, G or T")
     nbytes = float(found[1]) * _SUFFIXES[found[2].upper()]
     if nbytes < 1 or not nbytes.is_integer():
-        raise ValueError(f"{text!r} is not a whole, positive number of bytes")
+        raise ValueError(f"{text!r} is not a whole, positive number of bytes: round it")
     return int(nbytes)
 
 

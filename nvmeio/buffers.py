@@ -198,7 +198,7 @@ def _sizes(shape: tuple[int | tuple[int, ...] | list[int], ...]) -> tuple[int, .
     except TypeError:
         raise TypeError(f"shape must be ints or one tuple of ints, not {given!r:.80}") from None
     if any(size < 0 for size in sizes):
-        raise ValueError(f"shape {sizes} has a negative size")
+        raise ValueError(f"shape {sizes} has a negative size: sizes must be 0 or more")
     return sizes
 
 

@@ -36,7 +36,7 @@ class File(Closing):
             raise TypeError(f"mode must be a str, not {mode!r}")
         flags = _MODES.get(mode.replace("b", ""))
         if flags is None:
-            raise ValueError(f"mode {mode!r} is not one of {', '.join(map(repr, _MODES))}")
+            raise ValueError(f"mode must be one of {', '.join(map(repr, _MODES))}, not {mode!r}")
         self._path = checked_path(path)
         self._mode = mode
         self._read_only = flags == os.O_RDONLY

@@ -206,7 +206,7 @@ class GdsHandle(AioHandle):
         """
         self._check_device(tensor)
         if not tensor.numel():
-            raise ValueError("a tensor without elements has no memory to register")
+            raise ValueError("a tensor without elements has no memory to register: leave it out")
         self._register(tensor)
 
     def unpin_device_tensor(self, tensor: torch.Tensor) -> None:

@@ -132,7 +132,7 @@ class PinnedPool(Closing):
     def _tensor(self, waiter: Waiter) -> torch.Tensor:
         arena = waiter.arena
         if arena is None or waiter.start is None:
-            raise ClosedError(f"the pool was closed while {waiter.nbytes} bytes were waited for")
+            raise ClosedError(f"the pool was closed: {waiter.nbytes} bytes were waited for")
         memory, waiter.memory = arena.lend(waiter.start, waiter.nbytes, self._queue.died.put)
         waiter.arena = None  # the memory keeps it, as long as it is needed
         return memory
@@ -200,7 +200,7 @@ class PinnedPool(Closing):
 
     def _check_open(self) -> None:
         if self._queue.closed:
-            raise ClosedError("the pool is closed")
+            raise ClosedError("the pool is closed: make a new one")
         if os.getpid() != self._pid:
             raise ClosedError(
                 f"the pool belongs to process {self._pid}, which forked this one: "

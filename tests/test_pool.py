@@ -442,7 +442,7 @@ async def test_closing_refuses_waiters_and_leaves_leases_alone() -> None:
         pool.close()
         pool.close()
         thread.join(100)
-        with pytest.raises(ClosedError, match=f"closed while {PAGE} bytes were waited for"):
+        with pytest.raises(ClosedError, match="closed: 4096 bytes were waited for"):
             await task
         assert len(caught) == 1
         with pytest.raises(ClosedError, match="pool is closed"):

@@ -39,7 +39,7 @@ from nvmeio._storage import crc32
 from nvmeio._threads.closing import Closing
 from nvmeio._threads.future import being_interrupted, may_be_interrupted
 from nvmeio._threads.shutdown import Ending, leave
-from nvmeio.errors import ClosedError, counted
+from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 
 # Slots are whole pages, so that neither edge of a block is written through the page cache.
@@ -114,7 +114,7 @@ class BlockStore(Closing):
         slots = capacity_bytes // self.slot_bytes
         if slots < 1:
             raise ValueError(
-                f"capacity_bytes {capacity_bytes} has no room for a block of {block_bytes} bytes"
+                f"capacity_bytes must be {self.slot_bytes} or more, for one block: {capacity_bytes}"
             )
         if "/" in name or name.startswith("."):
             raise ValueError(f"{name!r} is no name for a store: it becomes part of file names")
@@ -245,7 +245,7 @@ class BlockStore(Closing):
     def _check(self, keys: Sequence[Key], blocks: Sequence[torch.Tensor]) -> None:
         self._check_open()
         if len(keys) != len(blocks):
-            raise ValueError(f"{counted(len(keys), 'name')} for {counted(len(blocks), 'block')}")
+            raise ValueError(f"each block has one name: {len(keys)} are given for {len(blocks)}")
         for key, block in zip(keys, blocks, strict=True):
             if not 0 < block.nbytes <= self.block_bytes:
                 raise ValueError(

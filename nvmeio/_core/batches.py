@@ -242,7 +242,9 @@ def _one_of_each_type(files: Any) -> list[Any]:
 
 def _parts(files: Any, number: int) -> list[BatchMember]:
     if len(files) != number:
-        raise ValueError(f"{counted(number, 'tensor')}, but {counted(len(files), 'file')}")
+        raise ValueError(
+            f"{counted(number, 'tensor')}, but {counted(len(files), 'file')}: one each"
+        )
     items_of: dict[Any, list[int]] = {}
     for item, file in enumerate(files):
         key = os.fspath(file) if isinstance(file, os.PathLike) else file
@@ -267,7 +269,7 @@ def _offsets(file_offsets: Any, sizes: list[int], one: bool) -> list[int]:
         )
     if len(file_offsets) != number:
         raise ValueError(
-            f"{counted(number, 'tensor')}, but {counted(len(file_offsets), 'file offset')}"
+            f"{counted(number, 'tensor')}, but {counted(len(file_offsets), 'offset')}: one for each"
         )
     if set(map(type, file_offsets)) <= {int}:
         return list(file_offsets)

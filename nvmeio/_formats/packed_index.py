@@ -97,7 +97,7 @@ def sums_in(
         if not isinstance(texts, list) or not texts or entry.nbytes % len(texts):
             raise ValueError(f"{name!r} has no checksums of equal shares")
         if any(not isinstance(text, str) or len(text) != 8 for text in texts):
-            raise ValueError(f"{name!r} has a checksum that is none")
+            raise ValueError(f"{name!r} has a malformed checksum")
         sums[name] = tuple(int(text, 16) for text in texts)
     return sums
 

@@ -94,7 +94,7 @@ def storage_of(pid: Any) -> StorageRef:
     _, kind, key, location, numel = pid
     is_one = type(kind) is Global and type(key) is str and type(location) is str
     if not is_one or not isinstance(numel, int) or numel < 0:
-        raise PickleError(f"a storage that is none: {shown(pid)}")
+        raise PickleError(f"a malformed storage: {shown(pid)}")
     return StorageRef(kind.name, key, location, numel)
 
 

@@ -226,12 +226,12 @@ def build(
     position = 0
     for name, dtype, sizes in tensors:
         if dtype not in NAMES:
-            raise TypeError(f"{name!r} has dtype {dtype}, which safetensors files cannot hold")
+            raise TypeError(f"{name!r} has dtype {dtype}: convert it to one that safetensors has")
         shape = tuple(int(size) for size in sizes)
         nbytes = math.prod(shape) * dtype.itemsize
         if NAMES[dtype] == "F4":
             if not shape:
-                raise TypeError(f"{name!r} is a 0-d tensor of {dtype}, which the format cannot say")
+                raise TypeError(f"{name!r} needs a dimension, for {dtype} is packed in pairs")
             shape = (*shape[:-1], shape[-1] * 2)
         end = position + nbytes
         described[name] = {

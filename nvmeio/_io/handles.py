@@ -38,23 +38,14 @@ def new_handle(path: str | os.PathLike[str]) -> AioHandle:
     """
     try:
         found = tuned.find(path)
-    except (ValueError, OSError) as unreadable:
-        _warn(unreadable)
-        return AioHandle()
-    if found is None:
-        return AioHandle()
-    try:
-        return AioHandle(*found.aio)
-    except (ValueError, TypeError) as unusable:
-        _warn(unusable)
-        return AioHandle()
-
-
-def _warn(unusable: Exception) -> None:
-    text = str(unusable)
-    if text not in _warned:
-        _warned.add(text)
-        logger.warning("not using the stored settings: %s", text)
+        if found is not None:
+            return AioHandle(*found.aio)
+    except (ValueError, TypeError, OSError) as unusable:  # unreadable, or of another machine
+        text = str(unusable)
+        if text not in _warned:
+            _warned.add(text)
+            logger.warning("not using the stored settings: %s", text)
+    return AioHandle()
 
 
 @contextlib.contextmanager

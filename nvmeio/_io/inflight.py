@@ -306,7 +306,7 @@ class WriteBehind:
                 if self._view:
                     raise
             if not self._view:
-                raise ClosedError("the file was closed by another thread while it was written")
+                raise ClosedError("closed by another thread while it was written: write it again")
             self._filled += step
             done += step
             if self._filled == size:

@@ -148,7 +148,7 @@ class Reader:
         """Begin a fill as soon as those before it have been submitted."""
         with self._condition:
             if self._stopping:
-                raise ClosedError("the stream of weights is closed")
+                raise ClosedError("the stream of weights is closed: open the model again")
             if not fill.left:
                 self._conclude(fill)
                 return
@@ -249,7 +249,7 @@ class Reader:
             error = operation.exception()
         except concurrent.futures.CancelledError:
             if not fill.cancelled:  # by us, that is
-                error = ClosedError("a read was cancelled, as closing its handle does")
+                error = ClosedError("a read was cancelled: keep the handle open")
         except BaseException as failed:
             error = failed
         with self._condition:

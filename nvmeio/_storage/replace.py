@@ -135,7 +135,10 @@ class Replacement:
             left alone, and a new file made.
 
     Attributes:
+        path: The file to replace, as the caller named it.
+        temporary: The path of the new file, for other processes that write parts of it.
         recycled: Whether it is `recycle`.
+        closed: Whether it was committed or discarded.
 
     Raises:
         TransferError: The directory is missing or cannot be written in; the target is a directory,
@@ -145,26 +148,26 @@ class Replacement:
     """
 
     def __init__(self, path: str | os.PathLike[str], recycle: str | None = None) -> None:
-        self._path = _checked(path)
+        self.path = _checked(path)
         # torch.save writes through a link; so does this.
-        self._target = os.path.realpath(self._path)
-        replaces = _check_target(self._path, self._target)
+        self._target = os.path.realpath(self.path)
+        replaces = _check_target(self.path, self._target)
         self._directory = os.path.dirname(self._target)
-        make_directory(self._directory, wanted=self._path)
+        make_directory(self._directory, wanted=self.path)
         remove_leftovers(self._directory)
         taken = None if recycle is None else _take(recycle, self._target)
         self.recycled = taken is not None
-        self._temporary, self._fd = taken or _make_temporary(self._path, self._target)
+        self.temporary, self._fd = taken or _make_temporary(self.path, self._target)
         try:
             if replaces:
                 take_over(self._fd, self._target)
         except BaseException as failed:
             self._undo()
             if isinstance(failed, OSError) and not isinstance(failed, TransferError):
-                raise transfer_error(failed, "open", self._path) from failed
+                raise transfer_error(failed, "open", self.path) from failed
             raise
         self._pid = os.getpid()
-        self._closed = self._small = False
+        self.closed = self._small = False
         self._file: files.File | None = None
 
     @property
@@ -175,13 +178,13 @@ class Replacement:
             TransferError: It cannot be opened, or another file was put in its place.
         """
         if self._file is None:
-            with naming("open", self._path):
+            with naming("open", self.path):
                 self._file = self._opened()
         return self._file
 
     def _opened(self) -> files.File:
         """Open the temporary file again for transfers; never another one in its place."""
-        file = files.open(self._temporary, "r+")
+        file = files.open(self.temporary, "r+")
         opened = file.acquire(True)
         try:
             if os.path.samestat(os.fstat(opened.any_fd()), os.fstat(self._fd)):
@@ -192,19 +195,19 @@ class Replacement:
         raise TransferError(
             errno.ESTALE,
             operation="open",
-            path=self._temporary,
+            path=self.temporary,
             detail="another file was put in the place of the temporary one: others write in "
             f"{self._directory}",
         )
 
     def _undo(self) -> None:
         with contextlib.suppress(OSError):
-            os.unlink(self._temporary)
+            os.unlink(self.temporary)
         os.close(self._fd)
 
     def reserve(self, nbytes: int) -> None:
         """Allocate room for `nbytes` bytes; see `allocate`."""
-        allocate(self._fd, nbytes, self._path)
+        allocate(self._fd, nbytes, self.path)
 
     def write(self, data: bytes | bytearray) -> None:
         """Write the bytes of a small file, through the page cache; blocks.
@@ -212,7 +215,7 @@ class Replacement:
         Raises:
             TransferError: As write(2) fails.
         """
-        with naming("pwrite", self._path):
+        with naming("pwrite", self.path):
             write_all(self._fd, data)
         self._small = True
 
@@ -222,7 +225,7 @@ class Replacement:
         Raises:
             TransferError: As ftruncate(2) fails.
         """
-        with naming("truncate", self._path):
+        with naming("truncate", self.path):
             os.ftruncate(self._fd, nbytes)
 
     def commit(self, durable: bool = True) -> None:
@@ -239,38 +242,38 @@ class Replacement:
             ClosedError: It was committed or discarded before, or belongs to the parent of this
                 forked process.
         """
-        if self._closed:
-            raise ClosedError(f"the replacement of {self._path} is over")
+        if self.closed:
+            raise ClosedError(f"the replacement of {self.path} is over")
         if os.getpid() != self._pid:
-            raise ClosedError(f"the replacement of {self._path} belongs to the parent process")
+            raise ClosedError(f"the replacement of {self.path} belongs to the parent process")
         with on_error(self.discard):
             if durable:
-                with naming("fsync", self._path):
+                with naming("fsync", self.path):
                     if not (self._small and journal_keeps_order(self._fd) and send(self._fd)):
                         os.fdatasync(self._fd)
-            with naming("rename", self._path):
-                os.rename(self._temporary, self._target)
+            with naming("rename", self.path):
+                os.rename(self.temporary, self._target)
         self._close()
         if durable:
             try:
                 sync_directory(self._directory)
             except OSError as failed:
-                raise transfer_error(failed, "fsync", self._path) from failed
+                raise transfer_error(failed, "fsync", self.path) from failed
 
     def discard(self) -> None:
         """Remove the temporary file; the target stays. Idempotent, and nothing after `commit`.
 
         In a forked child the file is the parent's, and stays.
         """
-        if self._closed:
+        if self.closed:
             return
         if os.getpid() == self._pid:
             with contextlib.suppress(OSError):
-                os.unlink(self._temporary)
+                os.unlink(self.temporary)
         self._close()
 
     def _close(self) -> None:
-        self._closed = True
+        self.closed = True
         if self._file is not None:
             self._file.close()
         if os.getpid() == self._pid:
@@ -284,21 +287,6 @@ class Replacement:
 
     def __exit__(self, *_: object) -> None:
         self.discard()
-
-    @property
-    def temporary(self) -> str:
-        """The path of the temporary file, for other processes that write parts of it."""
-        return self._temporary
-
-    @property
-    def path(self) -> str:
-        """The file to replace, as the caller named it."""
-        return self._path
-
-    @property
-    def closed(self) -> bool:
-        """Whether it was committed or discarded."""
-        return self._closed
 
 
 def replace_file(path: str | os.PathLike[str], data: bytes, durable: bool = True) -> None:

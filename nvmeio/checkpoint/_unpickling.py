@@ -78,7 +78,7 @@ class LoadOptions:
             weights_only = True
         if weights_only and pickle_module is not None:
             raise RuntimeError(
-                "pickle_module cannot be given with weights_only=True, which has its own unpickler"
+                "pickle_module is for weights_only=False: weights_only=True has its own unpickler"
             )
         unknown = [name for name in pickle_load_args or {} if name not in _UNPICKLER_ARGUMENTS]
         if unknown and pickle_module is None:  # a module of the caller's may take others

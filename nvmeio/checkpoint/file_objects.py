@@ -273,7 +273,7 @@ class FastFileReader(Closing):
         """As for any file."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         if base + offset < 0:
-            raise ValueError(f"cannot seek to byte {base + offset}")
+            raise ValueError(f"cannot seek to byte {base + offset}: 0 is the first")
         self._position = base + offset
         return self._position
 

@@ -376,7 +376,9 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
             sparse.append(name)
             continue
         if tensor.dtype not in headers.NAMES:
-            raise TypeError(f"{name!r} has dtype {tensor.dtype}, which the format cannot hold")
+            raise TypeError(
+                f"{name!r} has {tensor.dtype}, which the format lacks: convert it first"
+            )
         if tensor.is_meta:
             raise NoMemory(
                 f"{name!r} cannot be saved: Cannot copy out of meta tensor; no data! Make one with "

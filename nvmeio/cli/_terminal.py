@@ -67,7 +67,7 @@ def parse_duration(text: str) -> float:
         raise ValueError(f"{text!r} is not a time: write seconds, or a number with s, m or h")
     seconds = float(found[1]) * _SECONDS[(found[2] or "").lower()]
     if seconds <= 0:
-        raise ValueError(f"{text!r} is no time at all")
+        raise ValueError(f"{text!r} is no time at all: write 10 or 2m")
     return seconds
 
 

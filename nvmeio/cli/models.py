@@ -266,6 +266,8 @@ class _Run:
                 do_sample=sample,
                 streamer=self,
             )
+        if not self._as_json:
+            typer.echo(self._text if self._live else "")
         self._tell(stream)
 
     # What `generate` calls
@@ -283,9 +285,7 @@ class _Run:
         self._text = text
 
     def end(self) -> None:
-        """All tokens were put."""
-        if not self._as_json:
-            typer.echo(self._text if self._live else "")
+        """All tokens were put: the text ends once the bar has gone."""
 
     def _decoded(self) -> str:
         if self._tokenizer is None:

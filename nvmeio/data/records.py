@@ -487,7 +487,7 @@ def record_count(path: str, layout: RecordLayout, size: int, count: int | None) 
             )
         return count
     if size < layout.file_offset:
-        raise ValueError(f"{path} has {size} bytes, and ends before byte {layout.file_offset}")
+        raise ValueError(f"{path} has {size} bytes, not {layout.file_offset} at least")
     over = size - layout.end(held)
     padding = layout.stride - layout.nbytes if held else 0
     if over not in (0, padding):

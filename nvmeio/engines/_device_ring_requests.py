@@ -256,7 +256,7 @@ class RingRowsRequest(RingRequest):
     def _offset_of(self, row: int) -> int:
         offset = int(ffi.cast("int64_t *", self.rows.offsets)[row])
         if not 0 <= offset <= OFFSET_MAX - self.rows.row_bytes:
-            raise ValueError("file_offsets were changed while the operation read them")
+            raise ValueError("file_offsets changed while they were read: keep them until then")
         return offset
 
     def landed(self, part: RingPart, outcome: Outcome) -> None:

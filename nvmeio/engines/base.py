@@ -405,7 +405,7 @@ def planning_failure(code: int, raw: Any) -> BaseException | None:
             "would remain is unknown; nothing was written"
         )
     if code == errno.ERANGE:
-        return ValueError("file_offsets were changed while the operation read them")
+        return ValueError("file_offsets changed while they were read: keep them until then")
     return None
 
 

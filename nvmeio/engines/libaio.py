@@ -151,7 +151,7 @@ class LibaioEngine:
         raw = ffi.new("nv_transfer[]", transfers)
         request = _owned(lib.nv_prepare_batch, (self._engine, cq.raw, token, raw, number))
         if not request:
-            raise MemoryError(f"the native shim could not allocate {number} requests")
+            raise MemoryError(f"the native shim could not allocate {counted(number, 'request')}")
         return _BatchRequest(request, number)
 
     def counters(self) -> Counters:

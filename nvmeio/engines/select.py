@@ -37,8 +37,8 @@ def start(engine: str | Engine, options: Options) -> Engine:
         return engine
     if engine != "auto" and engine not in ENGINES:
         raise ValueError(
-            f"engine {engine!r} is not one of 'auto', {', '.join(map(repr, ENGINES))} "
-            "nor an engine object"
+            f"engine must be one of 'auto', {', '.join(map(repr, ENGINES))} "
+            f"or an engine object, not {engine!r}"
         )
     chosen: Engine = ENGINES["libaio" if engine == "auto" else engine]()
     try:

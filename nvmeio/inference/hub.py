@@ -57,7 +57,7 @@ def directory_of(given: str | os.PathLike[str], revision: str | None = None) -> 
     name = os.fspath(given)
     if os.path.isdir(name):
         if revision is not None:
-            raise ValueError(f"revision is of a repository on the hub, and {name} is a directory")
+            raise ValueError(f"revision is for the hub, and {name} is a directory: leave it out")
         return name
     if os.path.exists(name) or not isinstance(given, str) or not _NAME.fullmatch(name):
         what = "is no directory" if os.path.exists(name) else "does not exist"

@@ -196,7 +196,7 @@ class OffloadedLayer:
     def crop(self, tokens_to_remove: int) -> None:
         """Forget that many of the newest tokens; a negative number, as transformers has it."""
         if tokens_to_remove > 0:
-            raise ValueError("crop takes the number of tokens to remove as a negative number")
+            raise ValueError("crop takes the number of tokens to remove with a minus: give -n")
         if tokens_to_remove:
             self._change(lambda states: states[..., :tokens_to_remove, :])
 
@@ -291,7 +291,7 @@ def offload(
         TransferError: There is no such directory, and it cannot be made.
     """
     if not hasattr(model, "config") or not hasattr(model.config, "get_text_config"):
-        raise TypeError("kv_offload works with transformers' models, whose caches it can stand for")
+        raise TypeError("kv_offload is for transformers' models and their caches: leave it out")
     utilities = cache_utilities()
     directories: list[str] = []
     if where is not True:

@@ -133,7 +133,9 @@ class PrefixCache:
     ) -> Head:
         total, (sequences, tokens) = int(cache.get_seq_length()), ids.shape
         if total < tokens:
-            raise ValueError(f"the cache holds {counted(total, 'token')}, and input_ids {tokens}")
+            raise ValueError(
+                f"the cache holds {total} of {counted(tokens, 'token')}: run the model first"
+            )
         described: list[Layer | None] = []
         for number, layer in enumerate(layers):
             if not layer.is_initialized:

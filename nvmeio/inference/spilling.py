@@ -87,7 +87,7 @@ def spill(
     resident_bytes = _checks.size("resident_bytes", resident_bytes)
     check_numbers(window, resident_bytes)
     if not modules:
-        raise ValueError("there are no modules to spill")
+        raise ValueError("there are no modules to spill: name one at least")
     with Spiller(directory, handle) as spiller:
         for module in modules:
             spiller.write(module)

@@ -531,7 +531,7 @@ class WeightStream(Closing):
         if owner is None or uses is None:
             raise ClosedError(CLOSED)
         if owner.forked:
-            raise ClosedError("the stream of weights belongs to the parent of this forked process")
+            raise ClosedError("the stream of weights is the parent process's: make one in this one")
         return owner, uses
 
     def __reduce__(self) -> NoReturn:

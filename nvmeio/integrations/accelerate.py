@@ -163,13 +163,13 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
     ) -> None:
         window_bytes = _checks.size("window_bytes", window_bytes)
         if state_dict is None and save_folder is None and index is None:
-            raise ValueError("a state_dict, a save_folder or an index of weights is needed")
+            raise ValueError("give a state_dict, a save_folder or an index of weights")
         self.state_dict = dict(state_dict or {})
         self.device = device
         self._files: dict[str, File] = {}
         self._places: dict[str, _Place] = {}
         self._reading: _Reading | None = None
-        self._owner = OwnerThread("nvmeio-weights-map", "these weights are closed")
+        self._owner = OwnerThread("nvmeio-weights-map", "these weights are closed: open them again")
         folder = None if save_folder is None else os.fspath(save_folder)
         self._ending = self._owner.call(self._begin, folder, index, window_bytes, handle)
         self._names = [*self.state_dict, *(n for n in self._places if n not in self.state_dict)]
@@ -202,7 +202,7 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
             return self.state_dict[key]
         place = self._places[key]
         if self._reading is None:
-            raise ClosedError("these weights are closed")
+            raise ClosedError("these weights are closed: open them again")
         tensor = self._owner.call(self._reading.get, key)
         device = torch.device("cpu" if self.device is None else self.device)
         return tensor.to(device, place.dtype)
@@ -234,9 +234,7 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
             wanted = getattr(torch, str(about["dtype"])) if "dtype" in about else None
             if path is None:
                 if folder is None:
-                    raise ValueError(
-                        f"{name!r} is in a .dat file, of a save_folder that is not given"
-                    )
+                    raise ValueError(f"{name!r} is in a .dat file: give its save_folder")
                 found[name] = self._raw(name, folder, about)
                 continue
             path = os.fspath(path)

@@ -256,8 +256,8 @@ class SwappedModule(Closing, torch.nn.Module):
             owner: Any = wholes.get(name, parameters.get(name, buffers.get(name)))
             if owner is not None and tuple(owner.shape) != tuple(tensor.shape):
                 raise ValueError(
-                    f"{name} has shape {tuple(owner.shape)}, and in the state dict "
-                    f"{tuple(tensor.shape)}"
+                    f"{name} must have shape {tuple(owner.shape)} in the state dict, "
+                    f"not {tuple(tensor.shape)}"
                 )
             if owner is not None and not sharded_alike(owner, tensor):
                 raise ValueError(
@@ -395,7 +395,7 @@ def _check_parameters(module: torch.nn.Module, device: torch.device) -> None:
                 "have its parameters on the CPU, or on that device"
             )
         if store_of(parameter) is not None:
-            raise ValueError(f"{name} is swapped already, by another SwappedModule")
+            raise ValueError(f"{name} is swapped by another SwappedModule: close that one")
         if is_absent(parameter):
             raise ValueError(
                 f"{name} has no values: it was swapped by a SwappedModule that is closed, or could "

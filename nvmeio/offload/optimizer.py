@@ -515,7 +515,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
 
     def _opened(self) -> StateSwapper:
         if self._swapper is None:
-            raise ClosedError("the optimizer was never opened")
+            raise ClosedError("the optimizer was never opened: make a new one")
         return self._swapper
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -557,7 +557,7 @@ def swapped_like(
     Learning-rate schedulers of `optimizer` go on if they are given the new one (`follow`).
     """
     if isinstance(optimizer, SwappedOptimizer):
-        raise TypeError(f"{optimizer!r} is swapped already")
+        raise TypeError(f"{optimizer!r} is swapped already: use it as it is")
     kind = type(optimizer)
     takes = inspect.signature(kind.__init__).parameters
     arguments = {k: v for k, v in optimizer.defaults.items() if k in takes}

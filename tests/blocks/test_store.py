@@ -97,7 +97,7 @@ def test_what_cannot_be_a_block_is_refused(tmp_path: Path, handle: AioHandle) ->
             store.store(["1"], [block(1, BLOCK + 1)])
         with pytest.raises(ValueError, match="0 bytes"):
             store.load(["1"], [block(1, 0)])
-        with pytest.raises(ValueError, match="1 name for 2 blocks"):
+        with pytest.raises(ValueError, match="each block has one name: 1 are given for 2"):
             store.store(["1"], [block(1), block(2)])
         with pytest.raises(ValueError, match="contiguous"):
             store.load(["1"], [torch.zeros(10, 10).t()])

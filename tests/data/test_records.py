@@ -249,7 +249,7 @@ def test_a_file_ends_with_a_record(path: Path) -> None:
     assert len(Records(path, torch.int32, 7, file_offset=10, count=0)) == 0
     with pytest.raises(ValueError, match="99 bytes, which hold 3 records, not 4"):
         Records(path, torch.int32, 7, file_offset=10, count=4)
-    with pytest.raises(ValueError, match="ends before byte 100"):
+    with pytest.raises(ValueError, match="not 100 at least"):
         Records(path, torch.int32, 7, file_offset=100)
 
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -100,3 +107,88 @@ def test_a_damaged_file_is_told(tmp_path: Path) -> None:
     status, _, errors = run(tmp_path)
     assert status == 1
     assert "is truncated" in errors
+
+
+# In a terminal
+
+
+class Screen:
+    """A terminal of 100 columns, as far as rich writes to one: what is on it at the end."""
+
+    _TOKEN = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])|\r|\n|\x1b.|[^\x1b\r\n]+")
+
+    def __init__(self, written: str) -> None:
+        self._lines, self._row, self._column = [""], 0, 0
+        for token in self._TOKEN.finditer(written):
+            self._take(token)
+
+    def _take(self, token: re.Match[str]) -> None:
+        text, count = token[0], int(token[1]) if (token[1] or "").isdigit() else 0
+        if text == "\r":
+            self._column = 0
+        elif text == "\n":
+            self._row, self._column = self._row + 1, 0
+            self._lines += [""] * (self._row + 1 - len(self._lines))
+        elif token[2] == "A":
+            self._row = max(0, self._row - max(1, count))
+        elif token[2] == "K":  # 2: the whole line; 0: from here on
+            self._lines[self._row] = "" if count else self._lines[self._row][: self._column]
+        elif not text.startswith("\x1b"):
+            line = self._lines[self._row].ljust(self._column)
+            self._lines[self._row] = line[: self._column] + text + line[self._column + len(text) :]
+            self._column += len(text)
+
+    @property
+    def lines(self) -> list[str]:
+        return [line.rstrip() for line in self._lines if line.strip()]
+
+
+def in_terminal(directory: Path, piped: bool) -> tuple[str, list[str]]:
+    """What came through stdout, where that is a pipe, and what a terminal shows at the end."""
+    ids = ",".join(map(str, IDS[0].tolist()))
+    command = [sys.executable, "-m", "nvmeio", "generate", str(directory), "--ids", ids]
+    ours, theirs = pty.openpty()
+    written: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # EIO: nobody has the terminal any more
+            while data := os.read(ours, 1 << 16):
+                written.append(data)
+
+    reader = threading.Thread(target=read)
+    program = subprocess.Popen(
+        [*command, "--max-new-tokens", "6", "--resident-bytes", "400K"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if piped else theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "NO_COLOR": "1"},
+        text=True,
+    )
+    os.close(theirs)
+    reader.start()
+    try:
+        out = program.communicate(timeout=300)[0] or ""
+    finally:
+        program.kill()
+        reader.join(60)
+        os.close(ours)
+    shown = b"".join(written).decode()
+    assert program.returncode == 0, shown
+    assert "of 6 tokens" in shown, "no progress was shown"
+    return out, Screen(shown).lines
+
+
+@pytest.mark.parametrize("piped", [False, True])
+def test_a_terminal_shows_the_text_and_no_progress_at_the_end(piped: bool, tmp_path: Path) -> None:
+    """The bar's last state stayed; and text for a file went to the terminal, through the bar."""
+    saved(llama, tmp_path)
+    out, lines = in_terminal(tmp_path, piped)
+    wanted = " ".join(map(str, expected(tmp_path, 6)))
+    assert not [line for line in lines if "of 6 tokens" in line], lines
+    if piped:
+        assert wanted.startswith(out.strip()) and out.strip()
+        assert out.strip() not in "\n".join(lines)
+    else:
+        text = lines[0]
+        assert wanted.startswith(text) and text
+    assert "of weights in memory" in "".join(lines), lines

@@ -214,7 +214,7 @@ def test_a_directory_comes_before_a_name(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "llama").mkdir(parents=True)
     assert directory_of("owner/llama") == "owner/llama"
-    with pytest.raises(ValueError, match="revision is of a repository on the hub"):
+    with pytest.raises(ValueError, match="revision is for the hub"):
         directory_of("owner/llama", revision="main")
     assert remote.asked == []
 

@@ -276,7 +276,7 @@ def test_what_cannot_be_saved_is_refused(
     odd.layers[1].__class__ = type("Odd", (transformers.cache_utils.DynamicLayer,), {})
     with pytest.raises(TypeError, match="layer 1 of the cache is an Odd"):
         kept.save("one", ids, odd)
-    with pytest.raises(ValueError, match="holds 9 tokens, and input_ids 18"):
+    with pytest.raises(ValueError, match="holds 9 of 18 tokens"):
         kept.save("one", torch.cat([ids, ids], dim=1), cache)
     with pytest.raises(ValueError, match="holds 2 sequences, and input_ids 1"):
         kept.save("one", ids[:1], cache)

@@ -481,7 +481,7 @@ def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
     if dest.dtype != src.dtype:
         raise TypeError(f"cannot copy {src.dtype} into {dest.dtype}: convert it first (src.to)")
     if src.numel() < dest.numel():
-        raise ValueError(f"cannot fill {dest.numel()} elements from {src.numel()}")
+        raise ValueError(f"cannot fill {dest.numel()} elements from {src.numel()}: give more")
     # Not within no_grad, which Ctrl-C may leave in force.
     dest.detach().copy_(src.detach().reshape(-1)[: dest.numel()].view(dest.shape))
     return 0

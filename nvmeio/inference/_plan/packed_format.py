@@ -273,7 +273,7 @@ def _joined(opened: Sequence[SafetensorsSet]) -> SafetensorsSet:
                 f"{first.path.parent}: {_REST}"
             )
     if first_part is None:
-        raise ValueError("there are no directories")
+        raise ValueError("there are no directories: name one at least")
     missing = [str(n) for n in range(first_part.drives) if n not in by_drive]
     if missing:
         raise ValueError(

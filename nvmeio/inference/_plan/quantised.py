@@ -89,7 +89,7 @@ def quantise(
     groups = tensor.reshape(-1, setting.group_size).float()
     low, high = groups.aminmax(dim=1, keepdim=True)
     if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
-        raise ValueError("infinities and NaN cannot be quantised")
+        raise ValueError("infinities and NaN cannot be quantised: keep this weight as it is")
     most = (1 << setting.bits) - 1
     scale = (high - low) / most
     # A group of equal elements has no width: any divisor but 0 gives step 0.

@@ -179,7 +179,7 @@ def partition(
             if module not in covered:
                 continue
             if module in chosen:
-                raise ValueError(f"layer {names[layer]!r} lies within another layer, or around one")
+                raise ValueError(f"layer {names[layer]!r} lies in or around another one: name one")
             if _weights_of(module, weights):
                 raise ValueError(
                     f"layer {names[layer]!r} shares {names[module]!r} and its weights with another "
@@ -334,12 +334,12 @@ def _given(
             try:
                 chosen.append(model.get_submodule(layer))
             except AttributeError:
-                raise ValueError(f"layers names {layer!r}, which the model does not have") from None
+                raise ValueError(f"layers: the model has no module {layer!r}") from None
         elif layer in names:
             chosen.append(layer)
         else:
             kind = type(layer).__name__
-            raise ValueError(f"layers holds {an(kind)} that is no part of the model")
+            raise ValueError(f"layers holds {an(kind)} that is no part of the model: name its own")
     return chosen
 
 

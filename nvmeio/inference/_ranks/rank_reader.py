@@ -218,7 +218,7 @@ class RankReader(Reader):
             failed = error
         self._exchange.end(failed is None and not self._left)
         if failed is None:
-            failed = ClosedError("the stream of weights is closed")
+            failed = ClosedError("the stream of weights is closed: open the model again")
         elif not isinstance(failed, TransferError):
             log_failure(failed, "unexpected error in nvmeio-ranks")
         self._break(failed)

@@ -232,8 +232,8 @@ def check(
         owner = name.rpartition(".")[0] if name in parameters else name
         if not isinstance(modules[owner], nn.Linear) or plan.get(owner) != word:
             raise ValueError(
-                f"tp_plan says {word!r} of {name!r}, which belongs to a "
-                f"{type(modules[owner]).__name__}: only linear layers are cut while they stream"
+                f"tp_plan says {word!r} of {name!r}, which belongs to "
+                f"{an(type(modules[owner]).__name__)}: only linear layers are cut while they stream"
             )
         if name in parameters and len(names[id(parameters[name])]) > 1:
             tied = " and ".join(map(repr, names[id(parameters[name])]))

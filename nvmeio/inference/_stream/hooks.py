@@ -54,7 +54,7 @@ class WeightSource:
         """A copy of the weight, laid out alike each time."""
         stream = self._stream()
         if stream is None:
-            raise ClosedError("the model that this weight is of is gone")
+            raise ClosedError("the model that this weight is of is gone: keep the model")
         return stream.weight(self._unit, self._number)
 
 

@@ -350,8 +350,8 @@ def copy_files(
     above = _checks.directory_paths("directory", directories)
     if len(above) != len(source.paths):
         raise ValueError(
-            f"the state lies in {len(source.paths)} directories, {source.paths}: name as many for "
-            f"its copy, not {len(above)}"
+            f"name as many directories for the copy as the state lies in, {source.paths}: "
+            f"{len(source.paths)}, not {len(above)}"
         )
     targets = [
         os.path.join(each, os.path.basename(path))

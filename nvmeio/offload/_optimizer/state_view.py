@@ -35,7 +35,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
         param = self._param_of(parameter)
         if param is None:
-            raise KeyError("this tensor is no parameter of the optimizer")
+            raise KeyError("no parameter of this optimizer: take one of its param_groups")
         return self._transactions.run(lambda _: self._entry(param) if _begun(param) else {})
 
     def _param_of(self, parameter: object) -> SwappedParam | None:
@@ -131,12 +131,12 @@ def prepared(
         saved, state = state_dict["param_groups"], state_dict["state"]
     except (KeyError, TypeError):
         raise ValueError(
-            "a state dict of an optimizer has the keys 'state' and 'param_groups'"
+            "a state dict of an optimizer needs the keys 'state' and 'param_groups'"
         ) from None
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         raise ValueError(
-            f"the state dict has groups of {[len(g['params']) for g in saved]} parameters, this "
-            f"optimizer of {[len(g['params']) for g in groups]}"
+            f"the sizes of param_groups are {[len(g['params']) for g in saved]} in the state dict: "
+            f"make the optimizer with the same, not with {[len(g['params']) for g in groups]}"
         )
     states: dict[int, dict[str, Any] | None] = {}
     keys = [key for group in saved for key in group["params"]]
@@ -162,8 +162,8 @@ def _check_entry(param: SwappedParam, entry: dict[str, Any]) -> None:
     master = entry.get(MASTER)
     if master is not None and tuple(local(master).shape) != param.shape:
         raise ValueError(
-            f"parameter {param.number} has shape {param.shape}, its master weights in the state "
-            f"dict {tuple(local(master).shape)}"
+            f"parameter {param.number} must have the shape of its master weights in the state "
+            f"dict, {tuple(local(master).shape)}, not {param.shape}"
         )
 
 

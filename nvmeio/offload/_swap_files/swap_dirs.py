@@ -521,11 +521,9 @@ def _read(directory: str) -> _DriveRecord | None:
         record = _DriveRecord(str(told["set"]), told["index"], list(told["directories"]), weights)
         whole = all(type(each) is int and each > 0 for each in weights)
         if not whole or record.number not in range(len(weights)):
-            raise ValueError("numbers that cannot be")
+            raise ValueError("impossible numbers: a drive's, or weights")
         if len(record.directories) != len(weights):
-            raise ValueError(
-                f"{counted(len(record.directories), 'directory')}, {len(weights)} weights"
-            )
+            raise ValueError(f"not as many weights as directories: {weights}")
     except FileNotFoundError:
         return None
     except OSError as failed:
