@@ -1,1 +1,1 @@
-"""One step: what is read, computed and written."""
+"""One step of an optimizer: what is read, computed (`arithmetic`) and written."""
