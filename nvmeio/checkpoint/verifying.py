@@ -13,7 +13,7 @@ import ctypes
 import os
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -175,9 +175,7 @@ def _verify_safetensors(file: File, handle: CallHandle, stream: Stream) -> Verdi
     if shares is None:
         stream(None)
     else:
-        walk = _PackedWalk(shares)
-        stream(walk.feed)
-        problems += walk.problems
+        problems += _check_shares(stream, shares)
         unchecked = 0
     what = "" if problems else packed_index.part_in_words(header.metadata)
     return Verdict(file.path, "safetensors", nbytes, count, unchecked, problems, what)
@@ -194,9 +192,8 @@ def _verify_part(file: File, handle: CallHandle, stream: Stream) -> Verdict:
     if head.sum is None:
         stream(None)
         return Verdict(file.path, "part", nbytes, 1, 1, [], head.what)
-    walk = _PackedWalk([Share(head.what, HEAD_BYTES, nbytes, head.sum)])
-    stream(walk.feed)
-    return Verdict(file.path, "part", nbytes, 1, 0, walk.problems, head.what)
+    problems = _check_shares(stream, [Share(head.what, HEAD_BYTES, nbytes, head.sum)])
+    return Verdict(file.path, "part", nbytes, 1, 0, problems, head.what)
 
 
 def _packed_shares(prefix: bytes, header: Header, path: str) -> list[Share] | None:
@@ -225,32 +222,62 @@ def _packed_shares(prefix: bytes, header: Header, path: str) -> list[Share] | No
     return None if sums is None else packed_index.shares_of(header.tensors, sums)
 
 
-class _PackedWalk:
-    """Sums the bytes of a packed file as they come by, from first to last."""
+class _Stretch(NamedTuple):
+    """A part of the file with one meaning.
 
-    def __init__(self, shares: Sequence[Share]) -> None:
-        self.problems: list[Problem] = []
-        self._left = deque(shares)
+    Attributes:
+        start: Its first byte.
+        end: Behind its last.
+        conclude: Called at its end, with the CRC-32 of its bytes, or with the bytes if `kept`.
+        kept: The bytes are a few, and wanted as they are.
+    """
+
+    start: int
+    end: int
+    conclude: Callable[[int, bytes], object]
+    kept: bool = False
+
+
+class _Walk:
+    """Looks at the bytes of a file as they come by, from first to last."""
+
+    def __init__(self, stretches: Iterable[_Stretch]) -> None:
+        self._left = deque(stretches)
         self._position = 0
         self._crc = 0
+        self._part = bytearray()
 
     def feed(self, address: int, nbytes: int) -> None:
         """The next bytes of the file."""
         begin, end = self._position, self._position + nbytes
         self._position = end
         while self._left:
-            share = self._left[0]
-            low, high = max(share.start, begin), min(share.end, end)
-            if low < high:
+            stretch = self._left[0]
+            low, high = max(stretch.start, begin), min(stretch.end, end)
+            if low < high and stretch.kept:
+                self._part += ctypes.string_at(address + low - begin, high - low)
+            elif low < high:
                 self._crc = crc32.of_memory(address + low - begin, high - low, self._crc)
-            if share.end > end:
+            if stretch.end > end:
                 return
-            if self._crc != share.sum:
-                told = f"bytes [{share.start}, {share.end}) are not what was written there: "
-                told += f"their CRC-32 is {self._crc:#010x} and should be {share.sum:#010x}"
-                self.problems.append(Problem(share.name, told))
+            stretch.conclude(self._crc, bytes(self._part))
             self._left.popleft()
             self._crc = 0
+            self._part.clear()
+
+
+def _check_shares(stream: Stream, shares: Sequence[Share]) -> list[Problem]:
+    """Read a file, and compare the CRC-32 of each share."""
+    problems: list[Problem] = []
+
+    def conclude(share: Share, crc: int, _: bytes) -> None:
+        if crc != share.sum:
+            told = f"bytes [{share.start}, {share.end}) are not what was written there: "
+            told += f"their CRC-32 is {crc:#010x} and should be {share.sum:#010x}"
+            problems.append(Problem(share.name, told))
+
+    stream(_Walk(_Stretch(s.start, s.end, partial(conclude, s)) for s in shares).feed)
+    return problems
 
 
 def _verify_archive(file: File, handle: CallHandle, stream: Stream) -> Verdict:
@@ -263,85 +290,54 @@ def _verify_archive(file: File, handle: CallHandle, stream: Stream) -> Verdict:
     if archive.is_script:
         raise NoCheckpointError(f"{file.path} is a TorchScript archive")
     at = archive.directory_offset
-    walk = _Walk(archive, read_buffered(file, at, archive.nbytes - at))
-    stream(walk.feed)
-    problems = walk.problems
+    check = _ArchiveCheck(archive, read_buffered(file, at, archive.nbytes - at))
+    stream(_Walk(check.stretches()).feed)
+    problems = check.problems
     try:
         spans_of(checkpoint, file, scan_pickle(checkpoint))
     except IntegrityError as wrong:
-        # Problem of the pickle's own bytes has been told, with the record's name.
+        # A problem of the pickle's own bytes has been told, with the record's name.
         if not any(problem.record.endswith("data.pkl") for problem in problems):
             problems.append(Problem("", str(wrong)))
-    return Verdict(file.path, "torch", nbytes, len(archive.entries), walk.unchecked, problems)
+    return Verdict(file.path, "torch", nbytes, len(archive.entries), check.unchecked, problems)
 
 
-class _Stretch(NamedTuple):
-    """A part of the file with one meaning."""
-
-    start: int
-    end: int
-    what: str  # "header", "data" or "descriptor"
-    entry: ZipEntry
-
-
-class _Walk:
-    """Looks at the bytes of an archive as they come by, from first to last."""
+class _ArchiveCheck:
+    """Compares the records of an archive with its directory."""
 
     def __init__(self, archive: torch_zip.Archive, directory: bytes) -> None:
         self.problems: list[Problem] = []
         self.unchecked = 0
         self._archive = archive
         self._directory = directory
-        self._stretches = [
-            _Stretch(start, end, what, entry)
-            for entry in archive.entries
-            for start, end, what in (
-                (entry.header_offset, entry.offset, "header"),
-                (entry.offset, entry.offset + entry.nbytes, "data"),
-                (entry.offset + entry.nbytes, entry.end, "descriptor"),
-            )
-            if start < end
-        ]
-        self._next = 0
-        self._position = 0
-        self._crc = 0
-        self._part = bytearray()
         self._is_summed = archive.is_summed
         # Not one that somebody has packed with another tool, whose fields nobody here knows.
         self._is_torchs = any(entry.name.endswith(_TORCHS_MARK) for entry in archive.entries)
 
-    def feed(self, address: int, nbytes: int) -> None:
-        """The next bytes of the file."""
-        begin, end = self._position, self._position + nbytes
-        while self._next < len(self._stretches):
-            stretch = self._stretches[self._next]
-            low, high = max(stretch.start, begin), min(stretch.end, end)
-            if low < high:
-                if stretch.what == "data":
-                    self._crc = crc32.of_memory(address + low - begin, high - low, self._crc)
-                else:
-                    self._part += ctypes.string_at(address + low - begin, high - low)
-            if stretch.end > end:
-                break
-            self._conclude(stretch)
-            self._crc = 0
-            self._part.clear()
-            self._next += 1
-        self._position = end
+    def stretches(self) -> Iterator[_Stretch]:
+        """Header, data and descriptor of each record."""
+        for entry in self._archive.entries:
+            data, end = entry.offset, entry.offset + entry.nbytes
+            found = (
+                _Stretch(entry.header_offset, data, partial(self._header, entry), kept=True),
+                _Stretch(data, end, partial(self._data, entry)),
+                _Stretch(end, entry.end, partial(self._descriptor, entry), kept=True),
+            )
+            yield from (stretch for stretch in found if stretch.start < stretch.end)
 
-    def _conclude(self, stretch: _Stretch) -> None:
-        entry = stretch.entry
-        if stretch.what == "header":
-            for wrong in self._wrong_in_header(entry, bytes(self._part)):
-                self.problems.append(Problem(entry.name, wrong))
-        elif stretch.what == "descriptor":
-            if not torch_zip.descriptor_matches(bytes(self._part), entry):
-                told = "its data descriptor contradicts the central directory"
-                self.problems.append(Problem(entry.name, told))
-        elif entry.crc == 0 and self._crc != 0 and not self._is_summed:
+    def _header(self, entry: ZipEntry, _: int, header: bytes) -> None:
+        self.problems += [Problem(entry.name, x) for x in self._wrong_in_header(entry, header)]
+
+    def _data(self, entry: ZipEntry, crc: int, _: bytes) -> None:
+        if entry.crc == 0 and crc != 0 and not self._is_summed:
             self.unchecked += 1  # nobody computed one: checksum=False, or torch told not to
-        elif entry.crc != self._crc:
-            told = f"its CRC-32 is {self._crc:#010x} and should be {entry.crc:#010x}"
+        elif entry.crc != crc:
+            told = f"its CRC-32 is {crc:#010x} and should be {entry.crc:#010x}"
+            self.problems.append(Problem(entry.name, told))
+
+    def _descriptor(self, entry: ZipEntry, _: int, descriptor: bytes) -> None:
+        if not torch_zip.descriptor_matches(descriptor, entry):
+            told = "its data descriptor contradicts the central directory"
             self.problems.append(Problem(entry.name, told))
 
     def _wrong_in_header(self, entry: ZipEntry, header: bytes) -> Iterator[str]:
