@@ -157,6 +157,27 @@ TARGET INLINE void NAME(store)(void *out, uint64_t at, __m512 v, int dtype) {
                      : _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(v), 16));
   _mm256_storeu_si256((__m256i *)((uint16_t *)out + at), half);
 }
+/* Elements of 16 bits: 32 at once from a table that holds all of them twice, as an index of the
+ * lower half of a byte has a bit of the upper one. */
+TARGET INLINE void NAME(widen_halves)(const nv_packed *of, int dtype, uint64_t row) {
+  const uint32_t run = of->group_size / 2;
+  const __m512 steps = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const uint8_t *from = of->steps + row * of->steps_stride;
+  uint16_t *to = (uint16_t *)of->out + row * of->out_stride;
+  for (uint64_t g = 0; g < of->groups; g++, to += run) {
+    __m512 scale = _mm512_set1_ps(of->scales[row * of->groups_stride + g]);
+    __m512 low = _mm512_set1_ps(of->minima[row * of->groups_stride + g]);
+    uint16_t all[16];
+    NAME(store)(all, 0, NAME(nearest)(_mm512_add_ps(_mm512_mul_ps(steps, scale), low), dtype), dtype);
+    __m512i table = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)all));
+    for (uint32_t at = 0; at < run; at += 32, from += 32, to += 32) {
+      __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)from));
+      _mm512_storeu_si512(to, _mm512_permutexvar_epi16(bytes, table));
+      bytes = _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), table);
+      _mm512_storeu_si512(to + run, bytes);
+    }
+  }
+}
 #define SPLAT(value) _mm512_set1_ps(value)
 #define STEPS8(at) _mm512_cvtepi32_ps(NAME(bytes)(at))
 #define STEPS _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)

@@ -58,6 +58,12 @@ TARGET INLINE void NAME(multiply)(const nv_packed *of, int bits, int dtype, uint
 
 TARGET INLINE void NAME(widen)(const nv_packed *of, int bits, int dtype, uint64_t row) {
   const uint32_t size = of->group_size, run = bits == 4 ? size / 2 : size;
+#ifdef TABLE
+  if (bits == 4 && dtype != FLOAT32 && run % 32 == 0) {
+    NAME(widen_halves)(of, dtype, row);
+    return;
+  }
+#endif
   for (uint64_t g = 0; g < of->groups; g++) {
     float low = of->minima[row * of->groups_stride + g];
     NAME(vector) opened = OPENED(bits, dtype, of->scales[row * of->groups_stride + g], low);
