@@ -147,15 +147,15 @@ TARGET INLINE __m512 NAME(nearest)(__m512 v, int dtype) {
 TARGET INLINE __m512i NAME(bytes)(const uint8_t *at) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at));
 }
+TARGET INLINE __m256i NAME(halves)(__m512 v, int dtype) {
+  if (dtype == FLOAT16) return _mm512_cvtps_ph(v, 0);
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(v), 16));
+}
 TARGET INLINE void NAME(store)(void *out, uint64_t at, __m512 v, int dtype) {
-  if (dtype == FLOAT32) {
+  if (dtype == FLOAT32)
     _mm512_storeu_ps((float *)out + at, v);
-    return;
-  }
-  __m256i half = dtype == FLOAT16
-                     ? _mm512_cvtps_ph(v, 0)
-                     : _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(v), 16));
-  _mm256_storeu_si256((__m256i *)((uint16_t *)out + at), half);
+  else
+    _mm256_storeu_si256((__m256i *)((uint16_t *)out + at), NAME(halves)(v, dtype));
 }
 /* Elements of 16 bits: 32 at once from a table that holds all of them twice, as an index of the
  * lower half of a byte has a bit of the upper one. */
@@ -167,9 +167,8 @@ TARGET INLINE void NAME(widen_halves)(const nv_packed *of, int dtype, uint64_t r
   for (uint64_t g = 0; g < of->groups; g++, to += run) {
     __m512 scale = _mm512_set1_ps(of->scales[row * of->groups_stride + g]);
     __m512 low = _mm512_set1_ps(of->minima[row * of->groups_stride + g]);
-    uint16_t all[16];
-    NAME(store)(all, 0, NAME(nearest)(_mm512_add_ps(_mm512_mul_ps(steps, scale), low), dtype), dtype);
-    __m512i table = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)all));
+    __m512 all = NAME(nearest)(_mm512_add_ps(_mm512_mul_ps(steps, scale), low), dtype);
+    __m512i table = _mm512_broadcast_i64x4(NAME(halves)(all, dtype));
     for (uint32_t at = 0; at < run; at += 32, from += 32, to += 32) {
       __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)from));
       _mm512_storeu_si512(to, _mm512_permutexvar_epi16(bytes, table));
