@@ -77,6 +77,21 @@ def equal(me: Rank) -> None:
     model = stream(me, "llama", tp_plan={"lm_head": "replicate"})
     torch.testing.assert_close(models.logits(model, ids), logits_of["llama"])
     model.weight_stream.close()
+    for compute in ("auto", "widened"):
+        alone, shared = (
+            stream(me, "four bits", compute=compute, **options)
+            for options in ({"process_group": None, "tp_plan": None}, {})
+        )
+        wanted = models.logits(alone, ids)
+        torch.testing.assert_close(models.logits(shared, ids), wanted)
+        assert torch.equal(models.tokens(shared, ids, 2), models.tokens(alone, ids, 2))
+        own, whole = (
+            sum(w.nbytes for unit in each.weight_stream.units for w in unit.weights)
+            for each in (shared, alone)
+        )
+        assert own < (1 / me.world + 0.1) * whole
+        shared.weight_stream.close()
+        alone.weight_stream.close()
     refused(me)
 
 
@@ -85,7 +100,7 @@ def refused(me: Rank) -> None:
     for name, options, text in (
         ("mixtral", {}, "moe_tp_experts|packed_colwise"),
         ("tied", {}, "tied weight"),
-        ("packed", {}, "packed or quantised"),
+        ("packed", {}, "groups of 64 columns"),
         ("llama", {"tp_plan": {"lm_head": "sideways"}}, "sideways"),
         ("llama", {"tp_plan": {"model.norm": "all_reduce"}}, "'all_reduce' of 'model.norm.weight'"),
         ("llama", {"tp_plan": {"model.embed_tokens": "colwise"}}, "Embedding"),

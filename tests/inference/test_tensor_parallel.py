@@ -55,7 +55,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models.saved(lambda: models.qwen3(**large), made / "qwen3")
     models.saved(lambda: models.llama(tie_word_embeddings=True), made / "tied")
     models.saved(models.mixtral, made / "mixtral")
-    pack(made / "tied", made / "packed", quant_bits=8)
+    pack(made / "llama", made / "four bits", quant_bits=4)
+    models.saved(lambda: models.llama(width=192, layers=2), made / "odd")
+    pack(made / "odd", made / "packed", quant_bits=8)
     return made
 
 

@@ -84,7 +84,7 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
         matched = _left_packed(model, matched, asked.compute)
     parallel = None
     if asked.tp_plan is not None and ranks is not None:
-        words = tensor_parallel.check(model, asked.tp_plan, ranks, matched, packed, opened)
+        words = tensor_parallel.check(model, asked.tp_plan, ranks, matched, opened)
         parallel = TensorParallel(asked.process_group, ranks, asked.label)
         matched = parallel.cut(model, words, matched)
         ranks.drop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -24,7 +25,6 @@ from nvmeio._residency import calls
 from nvmeio.errors import TransferError, an
 from nvmeio.inference._plan import transformers
 from nvmeio.inference._plan.matching import Matched
-from nvmeio.inference._plan.packed_format import Packed
 from nvmeio.inference._plan.slot_layout import (
     FileExtent,
     Weight,
@@ -121,13 +121,16 @@ class TensorParallel:
                 torch.empty(shape, dtype=whole.dtype, device="meta"), whole.requires_grad
             )
             module._parameters[name] = empty
-            by_tensor[id(empty)] = _part_of(weight, dim, *here)
+            by_tensor[id(empty)] = _part_of(weight, dim, *here, self._each(whole.shape[dim]))
         return Matched(by_tensor, list(by_tensor.values()))
 
     def _range(self, count: int) -> tuple[int, int]:
         """What this rank has of so many rows or columns, as torch's `Shard` cuts them."""
-        each = -(-count // self.size)
+        each = self._each(count)
         return min(self.rank * each, count), min((self.rank + 1) * each, count)
+
+    def _each(self, count: int) -> int:
+        return -(-count // self.size)
 
     def attach(self, model: nn.Module) -> None:
         """Let a pass that fails end the group; behind what streams the model."""
@@ -194,7 +197,6 @@ def check(
     wanted: str | Mapping[str, str],
     ranks: Ranks,
     matched: Matched,
-    packed: Packed | None,
     opened: SafetensorsSet,
 ) -> dict[str, str]:
     """What of a model is cut how, by the names of its modules and parameters; all ranks agree.
@@ -204,10 +206,10 @@ def check(
         TransferError: One failed, or did not come.
         ValueError: It has no plan, or one that cannot be streamed.
     """
-    if packed is not None or getattr(getattr(model, "config", None), "quantization_config", None):
+    if getattr(getattr(model, "config", None), "quantization_config", None):
         raise ValueError(
-            f"{opened.path} is packed or quantised, and tp_plan cuts matrices as they are in plain "
-            "safetensors files: give those, or leave tp_plan= out (process_group= alone shares "
+            f"{opened.path} is quantised by another library, and tp_plan cuts plain matrices and "
+            "those of nvmeio pack: give these, or leave tp_plan= out (process_group= alone shares "
             "the reading)"
         )
     if not hasattr(model, "tp_plan"):
@@ -255,12 +257,24 @@ def _looked_up(modules: dict[str, nn.Module], name: str, word: str) -> bool:
     return word == "embedding_rowwise" and isinstance(owner, nn.Embedding)
 
 
-def _part_of(weight: Weight, dim: int, first: int, last: int) -> Weight:
-    (part,) = weight.parts
-    cut = cut_rows(part, first, last) if dim == 0 else _columns(part, first, last)
-    kind = "rows" if dim == 0 else "columns"
-    name = f"{weight.name}, {kind} {first} to {last}"
-    return weight._replace(name=name, shape=cut.shape, parts=(cut,))
+def _part_of(weight: Weight, dim: int, first: int, last: int, each: int) -> Weight:
+    kind, width = "rows" if dim == 0 else "columns", weight.shape[-1]
+    shape = tuple(last - first if at == dim else size for at, size in enumerate(weight.shape))
+    size = 1 if weight.quantised is None or dim == 0 else weight.quantised.group_size
+    if each % size:
+        raise ValueError(
+            f"{weight.name!r} was packed in groups of {size} columns, and each rank would have "
+            f"{each}: pack it with quant_group_size={math.gcd(each, size)}, or leave tp_plan= out"
+        )
+    parts = tuple(
+        cut_rows(part, first, last)
+        if dim == 0
+        else _columns(part, part.shape[1] * first // width, part.shape[1] * last // width)
+        for part in weight.parts
+    )
+    return weight._replace(
+        name=f"{weight.name}, {kind} {first} to {last}", shape=shape, parts=parts
+    )
 
 
 def _columns(part: WeightPart, first: int, last: int) -> WeightPart:
