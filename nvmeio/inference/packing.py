@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,8 +105,8 @@ def pack(
             equally where it did not measure all. `stream_model` takes that list and reads from all
             of them at once. As for `ranks` the files have holes.
         dtype: Of the weights in the file, or its name ("bfloat16"); by default the model's.
-        quant_bits: 4 or 8 to quantise the matrices of layers and head, in groups of a row; they
-            are converted back to the model's dtype when they are used. None quantises nothing.
+        quant_bits: 4 or 8 to quantise the matrices of layers, embedding and head, in groups of a
+            row; see `stream_model` for how it computes with them. None quantises nothing.
         quant_group_size: Elements that share a scale and a minimum, even; matrices whose rows
             are no multiple of it stay as they are.
         ranks: The number of processes that will stream it together (see `stream_model`). `out` gets
@@ -248,13 +249,8 @@ class _Contents:
             if weight.name in done:
                 continue
             done.add(weight.name)
-            # An embedding is looked up by its rows, and norms are small.
-            if (
-                setting is None
-                or not unit.modules
-                or unit.row_modules
-                or not can_quantise(weight.shape, weight.dtype, setting)
-            ):
+            is_fixed = not unit.modules and not unit.row_modules  # small: norms, and the like
+            if setting is None or is_fixed or not can_quantise(weight.shape, weight.dtype, setting):
                 tensors.append((weight.name, weight.dtype, weight.shape, number))
                 continue
             self.quantised[weight.name] = PackedWeight(setting, weight.dtype, weight.shape)
@@ -377,7 +373,7 @@ class _StoredWeights:
         except ValueError as failed:
             raise ValueError(f"{weight.name!r} cannot be quantised: {failed}") from None
         back = torch.empty_like(whole)
-        dequantise(*parts, packed.setting, back)
+        dequantise(parts, packed.setting, back)
         self.error = max(self.error, float((back.float() - whole.float()).abs().max()))
         return list(parts)
 
@@ -469,16 +465,14 @@ def _filled(
 
 
 def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    elements = 1
-    for size in shape:
-        elements *= size
-    return elements * dtype.itemsize
+    return math.prod(shape) * dtype.itemsize
 
 
 def _copy_others(source: Path, target: Path, dtype: torch.dtype) -> None:
     """Configuration, tokenizer and the like; the configuration with the dtype of the weights."""
-    for entry in _others(source):
-        shutil.copyfile(entry, target / entry.name)
+    for entry in sorted(source.iterdir()):
+        if entry.is_file() and not entry.name.endswith(_WEIGHTS):
+            shutil.copyfile(entry, target / entry.name)
     path = target / _CONFIG
     try:
         config: Any = json.loads(read_small(path, INDEX_BYTES))
@@ -491,9 +485,3 @@ def _copy_others(source: Path, target: Path, dtype: torch.dtype) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for entry in target.iterdir():
         sync_file(entry)
-
-
-def _others(source: Path) -> Iterator[Path]:
-    for entry in sorted(source.iterdir()):
-        if entry.is_file() and not entry.name.endswith(_WEIGHTS):
-            yield entry

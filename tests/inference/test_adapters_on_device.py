@@ -174,11 +174,11 @@ def test_a_quantised_weight_is_widened_on_the_device(
     setting = Quantised(bits, 32)
     parts = quantise(torch.randn(8, 64), setting)
     wanted = torch.empty(8, 64)
-    dequantise(*parts, setting, wanted)
+    dequantise(parts, setting, wanted)
     with accelerator(monkeypatch) as cuda:
         out = cuda.tensor(torch.empty(8, 64))
         there = [cuda.tensor(part) for part in parts]
-        dequantise(there[0], there[1], there[2], setting, out)
+        dequantise(there, setting, out)
         assert torch.equal(cuda.value(out), wanted)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fake_accelerator import accelerator
-from inference._models import MODELS, llama, logits, prompt, saved, tokens
+from inference._models import MODELS, llama, loaded, logits, prompt, saved, tokens
 from torch import nn
 from torch.nn import functional
 from typer.testing import CliRunner
@@ -131,6 +133,33 @@ def test_fused_experts_in_each_of_their_ways(
     assert tokens(both[0], prompt()).equal(tokens(both[1], prompt()))
 
 
+@pytest.mark.parametrize("compute", ["auto", "packed", "widened"])
+@pytest.mark.parametrize("budget", [1_400_000, 1 << 30])
+@pytest.mark.parametrize(("tied", "bits"), [(True, 4), (True, 8), (False, 4)])
+def test_embeddings_are_looked_up_packed_and_multiplied_with_where_they_are_the_head(
+    tied: bool, bits: int, budget: int, compute: str, tmp_path: Path, stream: Make
+) -> None:
+    """Of rows that are read one by one, steps, scales and minima; and the whole where it stays."""
+    path = packed(
+        tmp_path, lambda: llama(layers=2, vocab_size=32768, tie_word_embeddings=tied), bits
+    )
+    model = stream(path, resident_bytes=budget, compute=compute)
+    whole = loaded(tmp_path / "m")
+    setting = Quantised(bits, 32)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            if parameter.dim() == 2:
+                dequantise(quantise(parameter, setting), setting, parameter)
+    ids = torch.randint(0, 32768, (2, 9), generator=torch.Generator().manual_seed(0))
+    found, wanted = logits(model, ids), logits(whole, ids)
+    assert torch.allclose(found, wanted, rtol=0, atol=2e-6 * float(wanted.abs().max()))
+    assert tokens(model, ids).equal(tokens(whole, ids))
+    if budget < 1 << 30:
+        assert model.weight_stream.stats.rows_read >= ids.unique().numel()
+    with pytest.raises(IndexError, match="out of range"):
+        logits(model, torch.tensor([[32768]]))
+
+
 def test_only_experts_that_are_used_are_widened(
     tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +170,7 @@ def test_only_experts_that_are_used_are_widened(
         packed_weights.Packed, "widened", lambda self: whole.append(self) or stock(self)
     )
     logits(model, prompt())
-    assert whole == []
+    assert all(len(each.parts[0]) <= prompt().numel() for each in whole)  # rows of the embedding
 
 
 @pytest.mark.parametrize("compute", ["auto", "packed"])
@@ -157,14 +186,29 @@ def test_batches_and_beams(
     assert found.equal(wanted)
 
 
+def test_the_first_product_has_the_bits_of_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first call of many rows gave the loops' product, and those after it torch's."""
+    monkeypatch.setattr(packed_weights, "_CHOICES", packed_weights._Choices())
+    setting = Quantised(4, 64)
+    weight = torch.randn(512, 512).bfloat16()
+    what = packed_weights.Packed(quantise(weight, setting), setting, weight.dtype, "auto")
+    for rows in (128, 64, 32, 16, 8, 4, 256):
+        x = torch.randn(rows, 512).bfloat16()
+        first = what.product(x, None)
+        for _ in range(3):
+            assert what.product(x, None).equal(first)
+
+
 def test_the_choice_is_remembered_and_measured_once(
     tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_weights, "_CHOICES", packed_weights._Choices())
     measured: list[int] = []
-    stock = packed_weights._by_rows
+    stock = packed_weights._in_parts
     monkeypatch.setattr(
-        packed_weights, "_by_rows", lambda *given: measured.append(len(given[0])) or stock(*given)
+        packed_weights, "_in_parts", lambda *given: measured.append(len(given[0])) or stock(*given)
     )
     model = stream(packed(tmp_path))
     one = torch.tensor([[5]])
@@ -201,7 +245,7 @@ def test_how_far_a_product_is_from_the_widened_one(
         setting = Quantised(bits, 64)
         parts = quantise(weight, setting)
         wide = torch.empty_like(weight)
-        dequantise(*parts, setting, wide)
+        dequantise(parts, setting, wide)
         for rows in (1, 16):
             x = torch.randn(rows, width).to(dtype)
             exact = x.double() @ wide.double().T
@@ -224,6 +268,68 @@ def test_a_device_computes_with_packed_weights(
         there = here._replace(parts=tuple(cuda.tensor(part) for part in parts))
         found = cuda.value(there.product(cuda.tensor(x), None))
     assert torch.allclose(found, wanted, atol=1e-5)
+
+
+@contextlib.contextmanager
+def _int4_kernel(clock: list[int], works: str) -> Iterator[list[int]]:
+    """What stands for CUDA's product with 4 bits; yields the rows of its calls."""
+    calls: list[int] = []
+
+    def convert(steps: torch.Tensor, inner: int) -> torch.Tensor:
+        rows, half = steps.shape
+        return steps.view(torch.int32).reshape(rows // 8, half // (inner * 8), 32, inner // 2)
+
+    def product(x: torch.Tensor, tiles: Any, size: int, pairs: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        clock[0] += 3 if works == "slow" else 1
+        rows = tiles.shape[0] * 8
+        steps = tiles.reshape(rows, -1).view(torch.uint8)
+        wide = torch.stack((steps >> 4, steps & 15), -1).view(rows, -1, size).float() - 8
+        scales, zeros = pairs.transpose(0, 1).float().unsqueeze(-1).unbind(2)
+        return functional.linear(
+            x, (wide * scales + zeros + (works == "wrong")).to(x.dtype).view(rows, -1)
+        )
+
+    def shape(x: torch.Tensor, tiles: torch.Tensor, *_: Any) -> torch.Tensor:
+        if works == "absent":
+            raise NotImplementedError("no such kernel")
+        return x.new_empty(len(x), tiles.shape[0] * 8)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_convert_weight_to_int4pack", convert, "CPU")
+        library.impl("_weight_int4pack_mm", product, "CPU")
+        library.impl("_weight_int4pack_mm", shape, "Meta", allow_override=True)
+        yield calls
+
+
+@pytest.mark.parametrize("works", ["fast", "slow", "wrong", "absent"])
+def test_cuda_multiplies_with_four_bits_where_its_kernel_is_faster(
+    works: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chosen once, on the stand-in; a kernel that is absent or wrong is not used."""
+    monkeypatch.setattr(packed_weights, "_CHOICES", packed_weights._Choices())
+    clock = [0]  # of its own: what widens takes two, the kernel one or three
+    monkeypatch.setattr(packed_weights, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    stock = packed_weights._whole
+
+    def whole(*given: Any) -> torch.Tensor:
+        clock[0] += 2
+        return stock(*given)
+
+    monkeypatch.setattr(packed_weights, "_whole", whole)
+    setting = Quantised(4, 64)
+    weight = torch.randn(64, 256).bfloat16()
+    here = packed_weights.Packed(quantise(weight, setting), setting, weight.dtype, "auto")
+    x, bias = torch.randn(5, 256).bfloat16(), torch.randn(64).bfloat16()
+    wanted = stock(x, here, bias).float()
+    with _int4_kernel(clock, works) as calls, accelerator(monkeypatch) as cuda:
+        there = here._replace(parts=tuple(cuda.tensor(part) for part in here.parts))
+        on_device = cuda.tensor(x), cuda.tensor(bias)
+        for _ in range(3):
+            found = cuda.value(there.product(*on_device)).float()
+            assert float((found - wanted).abs().max()) < 0.02 * float(wanted.abs().max())
+    used = {"fast": 3 + 3, "slow": 3, "wrong": 3, "absent": 0}[works]
+    assert calls == used * [5]  # three times in the trial, and then where it was the faster
 
 
 def test_perplexity_is_that_of_the_weights_widened(tmp_path: Path, stream: Make) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from inference._models import MODELS, llama, loaded, logits, prompt, saved, tokens
 from typer.testing import CliRunner
 
-from nvmeio._formats.packed_index import KEY
+from nvmeio._formats.packed_index import KEY, SEAL
 from nvmeio.checkpoint.safetensors import read_header
 from nvmeio.cli import app
 from nvmeio.errors import IntegrityError, TransferError
@@ -84,7 +84,7 @@ def test_a_quantised_model_computes_what_its_weights_say(
         for parameter_name, parameter in whole.named_parameters():
             if parameter_name in quantised:
                 back = torch.empty_like(parameter)
-                dequantise(*quantise(parameter, setting), setting, back)
+                dequantise(quantise(parameter, setting), setting, back)
                 parameter.copy_(back)
     model = stream(tmp_path / "p", resident_bytes=budget, compute=compute)
     found, wanted = logits(model, prompt()), logits(whole, prompt())
@@ -126,7 +126,7 @@ def test_no_element_is_further_than_half_a_step(
     steps, scale, low = quantise(tensor, setting)
     assert steps.nbytes == tensor.numel() * bits // 8
     back = torch.empty_like(tensor)
-    dequantise(steps, scale, low, setting, back)
+    dequantise((steps, scale, low), setting, back)
     error = (back.float() - tensor.float()).abs().view(rows, groups, group)
     rounding = tensor.float().abs().max() * torch.finfo(dtype).eps
     assert bool((error <= scale[:, :, None] * 0.501 + rounding).all())
@@ -136,7 +136,7 @@ def test_a_group_of_equal_elements_is_exact() -> None:
     tensor = torch.full((3, 64), 0.7)
     back = torch.empty_like(tensor)
     setting = Quantised(4, 64)
-    dequantise(*quantise(tensor, setting), setting, back)
+    dequantise(quantise(tensor, setting), setting, back)
     assert back.equal(tensor)
 
 
@@ -224,6 +224,28 @@ def test_damaged_metadata_is_refused(text: str, tmp_path: Path, stream: Make) ->
     safetensors.save_file(state, file, {"format": "pt", KEY: text})
     with pytest.raises(IntegrityError, match="no valid packed model"):
         stream(tmp_path / "p")
+
+
+@pytest.mark.parametrize("layout", [None, "rows of 16"])
+def test_the_index_says_how_weights_lie(layout: str | None, tmp_path: Path, stream: Make) -> None:
+    """Files of before say nothing and are read; another layout is refused."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    saved(llama, tmp_path / "m")
+    pack(tmp_path / "m", tmp_path / "p", quant_bits=8)
+    wanted = logits(stream(tmp_path / "p"), prompt())
+    file = tmp_path / "p" / "model.safetensors"
+    metadata = dict(read_header(file).metadata)
+    index = json.loads(metadata[KEY])
+    assert index.pop("layout") == "halves of groups"
+    index |= {"sealed": False} | ({} if layout is None else {"layout": layout})
+    metadata.pop(SEAL)
+    state = {name: tensor.clone() for name, tensor in safetensors.load_file(file).items()}
+    safetensors.save_file(state, file, metadata | {KEY: json.dumps(index)})
+    if layout is None:
+        assert logits(stream(tmp_path / "p"), prompt()).equal(wanted)
+    else:
+        with pytest.raises(IntegrityError, match="its weights lie as 'rows of 16'"):
+            stream(tmp_path / "p")
 
 
 def test_a_missing_part_of_a_quantised_weight_is_refused(tmp_path: Path, stream: Make) -> None:

@@ -40,7 +40,7 @@ def test_elements_are_a_step_times_the_scale_and_the_minimum(
     parts = matrix(setting)
     wanted = widened(parts, setting, dtype)
     found = torch.full_like(wanted, torch.nan)
-    dequantise(*parts, setting, found)
+    dequantise(parts, setting, found)
     assert found.equal(wanted)
 
 
@@ -49,14 +49,13 @@ def test_rows_and_columns_are_widened_by_themselves(setting: Quantised) -> None:
     parts = matrix(setting)
     wanted = widened(parts, setting, torch.bfloat16)
     rows = torch.empty_like(wanted[5:20])
-    steps, scales, minima = (part[5:20] for part in parts)
-    dequantise(steps, scales, minima, setting, rows)
+    dequantise([part[5:20] for part in parts], setting, rows)
     assert rows.equal(wanted[5:20])
     size = setting.group_size
     bounds = [(2 * width // 6, 5 * width // 6) for width in (part.shape[1] for part in parts)]
     columns = torch.empty(37, 3 * size, dtype=torch.bfloat16)
-    steps, scales, minima = (part[:, a:b] for part, (a, b) in zip(parts, bounds, strict=True))
-    dequantise(steps, scales, minima, setting, columns)
+    cut = [part[:, a:b] for part, (a, b) in zip(parts, bounds, strict=True)]
+    dequantise(cut, setting, columns)
     assert columns.equal(wanted[:, 2 * size : 5 * size])
 
 

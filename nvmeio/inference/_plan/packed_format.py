@@ -29,7 +29,7 @@ from nvmeio.inference._plan.quantised import Quantised, can_quantise, check_sett
 from nvmeio.inference._plan.slot_layout import WeightPart, part_of
 
 SUFFIXES = (".nvmeio_steps", ".nvmeio_scales", ".nvmeio_minima")
-
+LAYOUT = "halves of groups"  # see `quantised`
 
 _REST = "name all directories that nvmeio pack wrote together, in any order, as a list"
 
@@ -67,6 +67,7 @@ def describe(quantised: Mapping[str, PackedWeight], sums: Mapping[str, Sequence[
     return json.dumps(
         {
             "version": packed_index.VERSION,
+            "layout": LAYOUT,
             "sealed": True,
             "quantised": {
                 name: {
@@ -97,6 +98,8 @@ def parse(checkpoint: SafetensorsSet, checksum: bool = True) -> Packed | None:
         return None
     try:
         described = packed_index.read(text)
+        if (layout := described.get("layout", LAYOUT)) != LAYOUT:  # files of before say none
+            raise ValueError(f"its weights lie as {layout!r}, not as {LAYOUT!r}")
         found = {
             name: PackedWeight(
                 check_setting(value["bits"], value["group_size"]),
@@ -114,31 +117,14 @@ def parse(checkpoint: SafetensorsSet, checksum: bool = True) -> Packed | None:
         raise _bad(checkpoint, f"{type(failed).__name__}: {failed}") from None
 
 
-class RankPart(NamedTuple):
-    """What the file of one rank holds: which rank's of how many, and [start, end) in the file."""
-
-    rank: int
-    ranks: int
-    spans: tuple[tuple[int, int], ...]
-
-    def holds(self, start: int, end: int) -> bool:
-        """Whether all of these bytes are there."""
-        return any(low <= start and end <= high for low, high in self.spans)
-
-
-def part_of_rank(checkpoint: SafetensorsSet) -> RankPart | None:
-    """Which rank's part of a packed model this is; None of any other.
+def part_of_rank(checkpoint: SafetensorsSet) -> packed_index.PackedPart | None:
+    """Which rank's part of a packed model this is, its spans behind `base_of`; None of any other.
 
     Raises:
         IntegrityError: It is damaged.
     """
     part = _part_in(checkpoint)
-    if part is None or isinstance(part, DrivePart):
-        return None
-    base = base_of(checkpoint)
-    return RankPart(
-        part.rank, part.ranks, tuple((base + low, base + high) for low, high in part.spans)
-    )
+    return None if isinstance(part, DrivePart) else part
 
 
 def base_of(checkpoint: SafetensorsSet) -> int:

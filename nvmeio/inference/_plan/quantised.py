@@ -103,23 +103,17 @@ def quantise(
     return packed, scale.reshape(sizes), low.reshape(sizes)
 
 
-def dequantise(
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    low: torch.Tensor,
-    setting: Quantised,
-    out: torch.Tensor,
-) -> None:
+def dequantise(parts: Sequence[torch.Tensor], setting: Quantised, out: torch.Tensor) -> None:
     """Write the tensor that these stand for into `out`, contiguous, which has its shape and dtype.
 
     Steps, scales and minima may be rows or columns of larger matrices: of whole groups.
     """
     width = setting.group_size * setting.bits // 8
     if out.dtype in _DTYPES and devices.device_of(out).type == "cpu":
-        parts = [part.reshape(-1, part.shape[-1]) for part in (packed, scale, low)]
-        _run(parts, setting, out.view(-1, out.shape[-1]))
+        flat = [part.reshape(-1, part.shape[-1]) for part in parts]
+        _run(flat, setting, out.view(-1, out.shape[-1]))
         return
-    steps, target = packed.reshape(-1, width), out.view(-1, setting.group_size)
+    steps, target = parts[0].reshape(-1, width), out.view(-1, setting.group_size)
     values = out.new_empty(target.shape, dtype=torch.float32)
     if setting.bits == 4:
         half = setting.group_size // 2
@@ -127,7 +121,7 @@ def dequantise(
         values[:, half:].copy_(steps >> 4)
     else:
         values.copy_(steps)
-    target.copy_(values.mul_(scale.reshape(-1, 1)).add_(low.reshape(-1, 1)))
+    target.copy_(values.mul_(parts[1].reshape(-1, 1)).add_(parts[2].reshape(-1, 1)))
 
 
 def multiply(

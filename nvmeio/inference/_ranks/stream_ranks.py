@@ -193,13 +193,15 @@ def check_part(opened: SafetensorsSet, units: Sequence[Unit], ranks: Ranks | Non
         )
     if part.rank != ranks.rank:
         raise ValueError(f"{what}, and this is rank {ranks.rank}: give each rank its own")
+    base = packed_format.base_of(opened)
     for number, unit in enumerate(units):
         reads: Sequence[Read] = unit.layout.reads
         # Rows of an embedding are looked up one by one, and small parts are read by everybody.
         if number and not unit.row_modules:
             reads = shares(reads, ranks.size)[ranks.rank]
         for read in reads:
-            if not part.holds(read.start, read.end):
+            start, end = read.start - base, read.end - base
+            if not any(low <= start and end <= high for low, high in part.spans):
                 raise ValueError(
                     f"{what}, and not what that rank needs of {unit.name!r}: that is another layer "
                     "than it was packed for (stream it without layers=), or shares weights with "

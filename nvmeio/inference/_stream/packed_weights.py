@@ -4,9 +4,10 @@ The parameter has the shape and dtype of the weight. Linear layers, those of GPT
 fused experts compute with its steps, scales and minima; whatever else looks at its elements gets a
 widened copy.
 
-A product with few rows is made by the shim's loops. For many rows a part of the weight is widened
-at a time, into memory that stays in the cache, and multiplied by torch. From how many rows on that
-is faster is measured once, for each kind of weight and class of sizes, and remembered.
+A product with few rows is made by the shim's loops, on CUDA by torch's kernel for 4 bits if it has
+one. For many rows a part of the weight is widened at a time, into memory that stays in the cache
+(on CUDA the whole), and multiplied by torch. From how many rows on that is faster is measured once,
+for each kind of weight and class of sizes, and remembered.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ from nvmeio.inference._stream.stand_ins import FrozenElsewhere
 # Of a widened part: stays in a core's second-level cache, or nearly, and is enough for a product.
 _TILE_BYTES = 4 << 20
 _FIRST_TRIAL = 8  # rows from which on the other way may be faster, where the CPU has fast loops
+_MOST_OFF = 0.05  # of the largest output: two ways are that far apart where one of them is wrong
+
+
+Way = Callable[[torch.Tensor, "Packed", "torch.Tensor | None"], torch.Tensor]
 
 
 class Packed(NamedTuple):
@@ -49,9 +54,9 @@ class Packed(NamedTuple):
 
     @classmethod
     def of(cls, weight: Weight, parts: Sequence[torch.Tensor]) -> Packed:
-        """A weight of a unit whose parts are these."""
-        assert weight.quantised is not None and weight.compute is not None
-        return cls(tuple(parts), weight.quantised, weight.dtype, weight.compute)
+        """A weight of a unit whose parts, or some rows of them, are these."""
+        assert weight.quantised is not None
+        return cls(tuple(parts), weight.quantised, weight.dtype, weight.compute or "widened")
 
     def at(self, index: Any) -> Packed:
         """Some of its first dimension."""
@@ -62,7 +67,7 @@ class Packed(NamedTuple):
         shape = (*self.parts[1].shape[:-1], self.parts[1].shape[-1] * self.setting.group_size)
         found = self.parts[0].new_empty(shape, dtype=self.dtype)
         if found.numel():
-            _widen(self, found)
+            dequantise(self.parts, self.setting, found)
         return found.mT if self.turned else found
 
     def shown_as(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -281,19 +286,49 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
 
 def _multiplied(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> torch.Tensor:
     """``inputs @ weight.T + bias``; [n, width] to [n, rows]."""
-    on_cpu = devices.device_of(what.parts[0]).type == "cpu"
-    if not on_cpu:
-        return functional.linear(inputs, what.widened(), bias)
+    if devices.device_of(what.parts[0]).type != "cpu":
+        if not _has_kernel(what):
+            return _whole(inputs, what, bias)
+        return _CHOICES.made((_by_kernel, _whole), 1, inputs, what, bias)
     if what.turned:
-        return _by_columns(inputs, what, bias)
+        return _in_parts(inputs, what, bias)
     if what.compute == "packed":
-        return multiply(inputs, what.parts, what.setting, bias)
-    return _CHOICES.made(inputs, what, bias)
+        return _by_loops(inputs, what, bias)
+    return _CHOICES.made((_by_loops, _in_parts), _FIRST_TRIAL, inputs, what, bias)
 
 
-def _widen(what: Packed, out: torch.Tensor) -> None:
+def _by_loops(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+    return multiply(inputs, what.parts, what.setting, bias)
+
+
+def _whole(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+    return functional.linear(inputs, what.widened(), bias)
+
+
+def _has_kernel(what: Packed) -> bool:
+    """Whether torch's product with 4 bits on CUDA takes a weight; of 8 it takes one scale a row."""
+    rows, groups = what.parts[1].shape
+    bits, size = what.setting
+    fits = bits == 4 and size in (32, 64, 128, 256) and not rows % 8 and not groups * size % 128
+    return fits and what.dtype is torch.bfloat16 and not what.turned
+
+
+def _by_kernel(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+    """By that, whose layout the steps are put into each time. Elements are scales in bfloat16.
+
+    Source: aten/src/ATen/native/cuda/int4mm.cu; it computes (step - 8) * scale + zero.
+    """
     steps, scales, minima = what.parts
-    dequantise(steps, scales, minima, what.setting, out)
+    rows, groups = scales.shape
+    halves = steps.reshape(rows, groups, -1)
+    row = torch.cat((halves & 15, halves >> 4), -1).view(rows, -1)
+    tiles = torch.ops.aten._convert_weight_to_int4pack(row[:, ::2] << 4 | row[:, 1::2], 8)
+    pairs = torch.stack((scales, minima + 8 * scales), -1).transpose(0, 1).to(what.dtype)
+    size = what.setting.group_size
+    made: torch.Tensor = torch.ops.aten._weight_int4pack_mm(
+        inputs.contiguous(), tiles, size, pairs.contiguous()
+    )
+    return made if bias is None else made + bias
 
 
 class _Room(threading.local):
@@ -311,68 +346,86 @@ class _Room(threading.local):
 _ROOM = _Room()
 
 
-def _by_rows(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> torch.Tensor:
-    """By torch, some rows of the weight after the other."""
-    count, width = len(what.parts[0]), inputs.shape[1]
-    out = inputs.new_empty(len(inputs), count)
-    step = max(_TILE_BYTES // (width * inputs.dtype.itemsize) // 64 * 64, 64)
+def _in_parts(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+    """By torch, some outputs after the other: rows of the weight, or columns of the transposed."""
+    (rows, groups), size = what.parts[1].shape, what.setting.group_size
+    count, unit, other = (groups, size, rows) if what.turned else (rows, 1, groups * size)
+    out = inputs.new_empty(len(inputs), count * unit)
+    step = _TILE_BYTES // (unit * other * inputs.dtype.itemsize)
+    step = max(step if what.turned else step // 64 * 64, 64 // min(unit, 64))
     for first in range(0, count, step):
-        own = slice(first, min(first + step, count))
-        room = _ROOM.of(inputs.dtype, own.stop - first, width)
-        _widen(what.at(own), room)
-        out[:, own] = functional.linear(inputs, room, None if bias is None else bias[own])
-    return out
-
-
-def _by_columns(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product with the transposed weight: by torch, some columns after the other."""
-    count, groups = what.parts[1].shape
-    size = what.setting.group_size
-    out = inputs.new_empty(len(inputs), groups * size)
-    step = max(_TILE_BYTES // (count * size * inputs.dtype.itemsize), 1)
-    for first in range(0, groups, step):
-        last = min(first + step, groups)
-        cut = [
-            part[:, part.shape[1] * first // groups : part.shape[1] * last // groups]
-            for part in what.parts
-        ]
-        room = _ROOM.of(inputs.dtype, count, (last - first) * size)
-        _widen(what._replace(parts=tuple(cut)), room)
-        own = slice(first * size, last * size)
-        out[:, own] = functional.linear(inputs, room.t(), None if bias is None else bias[own])
+        last = min(first + step, count)
+        if what.turned:
+            widths = [part.shape[1] // groups for part in what.parts]
+            cut = [p[:, first * w : last * w] for p, w in zip(what.parts, widths, strict=True)]
+            room = _ROOM.of(inputs.dtype, rows, (last - first) * size)
+        else:
+            cut = [part[first:last] for part in what.parts]
+            room = _ROOM.of(inputs.dtype, last - first, other)
+        dequantise(cut, what.setting, room)
+        own = slice(first * unit, last * unit)
+        matrix = room.t() if what.turned else room
+        out[:, own] = functional.linear(inputs, matrix, None if bias is None else bias[own])
     return out
 
 
 class _Choices:
-    """Which way was faster, by kind of weight, class of its size, and number of rows."""
+    """Which way was faster, by kind of weight, class of its size, and number of rows.
+
+    It is settled before the first product is given: in a process, a product has the same bits.
+    """
 
     def __init__(self) -> None:
-        self._packed: dict[Any, int] = {}  # as far as the shim's loops were
-        self._widened: dict[Any, int] = {}  # from here on they were not
+        self._packed: dict[Any, int] = {}  # as far as computing with packed weights was
+        self._widened: dict[Any, int] = {}  # from here on it was not
+        self._lock = threading.Lock()
 
-    def made(self, inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> torch.Tensor:
-        """A product; measures where it is not known."""
+    def made(
+        self, ways: tuple[Way, Way], first: int, inputs: torch.Tensor, what: Packed, bias: Any
+    ) -> torch.Tensor:
+        """A product by one of two ways, with the weight packed and widened.
+
+        Args:
+            ways: These.
+            first: The number of rows from which on widening may be faster.
+            inputs: [n, width].
+            what: The weight.
+            bias: Its bias, or None.
+        """
         rows = len(inputs)
         sizes = what.parts[0].shape[0].bit_length(), inputs.shape[1].bit_length()
-        kind = (what.setting, what.dtype, sizes, torch.get_num_threads())
-        if rows <= self._packed.get(kind, _FIRST_TRIAL - 1):
-            return multiply(inputs, what.parts, what.setting, bias)
-        if rows >= self._widened.get(kind, rows + 1):
-            return _by_rows(inputs, what, bias)
-        packed_s = widened_s = float("inf")
-        found = torch.empty(0)
-        for _ in range(3):
+        device = devices.device_of(what.parts[0])
+        kind = (what.setting, what.dtype, sizes, device, torch.get_num_threads())
+        with self._lock:
+            if rows <= self._packed.get(kind, first - 1):
+                is_packed = True
+            elif rows >= self._widened.get(kind, rows + 1):
+                is_packed = False
+            else:
+                is_packed = _is_faster(ways, device, inputs, what, bias)
+                (self._packed if is_packed else self._widened)[kind] = rows
+        return ways[not is_packed](inputs, what, bias)
+
+
+def _is_faster(
+    ways: tuple[Way, Way], device: torch.device, inputs: torch.Tensor, what: Packed, bias: Any
+) -> bool:
+    """Whether the first of two ways is faster, and a product at all; both leave nothing behind."""
+    times = [float("inf"), float("inf")]
+    outputs = [inputs, inputs]
+    for _ in range(3):
+        for number, way in enumerate(ways):
             began = time.perf_counter()
-            found = multiply(inputs, what.parts, what.setting, bias)
-            between = time.perf_counter()
-            _by_rows(inputs, what, bias)
-            packed_s = min(packed_s, between - began)
-            widened_s = min(widened_s, time.perf_counter() - between)
-        if packed_s <= widened_s:
-            self._packed[kind] = rows
-        else:
-            self._widened[kind] = rows
-        return found
+            try:
+                outputs[number] = way(inputs, what, bias)
+            except RuntimeError:  # a device that has no such kernel
+                if number:
+                    raise
+                return False
+            devices.synchronize(device)
+            times[number] = min(times[number], time.perf_counter() - began)
+    off = (outputs[0] - outputs[1]).abs().max()
+    return times[0] <= times[1] and bool(off <= _MOST_OFF * outputs[1].abs().max())
 
 
 _CHOICES = _Choices()

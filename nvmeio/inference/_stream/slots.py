@@ -504,4 +504,4 @@ def _convert(weight: Weight, parts: Sequence[torch.Tensor], out: torch.Tensor) -
     if weight.quantised is None:
         out.copy_(parts[0].view(out.shape))
     else:
-        dequantise(parts[0], parts[1], parts[2], weight.quantised, out)
+        dequantise(parts, weight.quantised, out)

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,9 +20,10 @@ from nvmeio._residency.reader import Fill, Reader
 from nvmeio._residency.window import Keeper
 from nvmeio.errors import BatchError, RowsError, TransferError, counted, with_context
 from nvmeio.handle import AioHandle
-from nvmeio.inference._plan.slot_layout import FileExtent, Read
+from nvmeio.inference._plan.slot_layout import FileExtent, Read, WeightPart
 from nvmeio.inference._plan.units import Unit
 from nvmeio.inference._ranks.rank_reader import RankReader, SharedFill
+from nvmeio.inference._stream.packed_weights import Packed
 from nvmeio.inference._stream.slots import SlotPools, WeightSlot
 from nvmeio.inference._stream.stand_ins import check_frozen, install, names_in, uninstall
 from nvmeio.operation import Operation
@@ -260,61 +261,53 @@ class EmbeddingRows:
             TransferError, IntegrityError: As for `WeightStream.use`.
         """
         weight = unit.weights[0]
-        part = weight.parts[0]
         unique, places = torch.unique(ids.reshape(-1).cpu(), return_inverse=True)
-        rows, width = weight.shape
+        rows = weight.shape[0]
         if unique.numel() and not 0 <= int(unique[0]) <= int(unique[-1]) < rows:
             raise IndexError(
                 f"index out of range: {weight.name!r} has {counted(rows, 'row')}, ids are "
                 f"{int(unique[0])} to {int(unique[-1])}"
             )
-        extent = part.extents[0]
-        offsets = extent.offset + unique * (width * part.dtype.itemsize)
-        found = torch.empty(len(unique), width, dtype=part.dtype, device="cpu")
-        checkpoint, row_of = resources.checkpoint, None
         began = time.perf_counter()
-        try:
-            for file, chosen in _by_file(checkpoint, extent, offsets):
-                row_of = chosen
-                self._gather(resources, file, found, offsets, chosen)
-                checkpoint.check(file, repr(weight.name))
-        except TransferError as failed:
-            what = f"weight {weight.name!r} of {unit.name}"
-            if isinstance(failed, RowsError):
-                row = failed.row if row_of is None else int(row_of[failed.row])
-                what = f"row {int(unique[row])} of {what}"
-            raise with_context(failed, what) from failed
-        self.number += len(found)
-        self.nbytes += found.nbytes
+        parts = [self._part(resources, unit, part, unique) for part in weight.parts]
+        self.number += len(unique)
+        self.nbytes += sum(part.nbytes for part in parts)
         self.waited_s += time.perf_counter() - began
+        found = parts[0]
+        if weight.quantised is not None:
+            found = Packed.of(weight, parts).widened()
         return found.to(self._device, weight.dtype), places.view(ids.shape).to(self._device)
 
-    def _gather(
-        self,
-        resources: Resources,
-        file: int,
-        found: torch.Tensor,
-        offsets: torch.Tensor,
-        chosen: torch.Tensor | None,
-    ) -> None:
-        """Read the rows at some of the places; None: at all of them."""
-        source = resources.checkpoint.files[file]
-        handle = resources.handles.of(source)
-        if chosen is None:
-            handle.sync_gather(found, source, offsets)
-            return
-        rows = torch.empty(len(chosen), *found.shape[1:], dtype=found.dtype, device="cpu")
-        handle.sync_gather(rows, source, offsets[chosen])
-        found[chosen] = rows
+    def _part(
+        self, resources: Resources, unit: Unit, part: WeightPart, unique: torch.Tensor
+    ) -> torch.Tensor:
+        """Rows of what a weight is read from."""
+        extent, width = part.extents[0], part.shape[1]
+        offsets = extent.offset + unique * (width * part.dtype.itemsize)
+        found = torch.empty(len(unique), width, dtype=part.dtype, device="cpu")
+        checkpoint = resources.checkpoint
+        chosen: Any = slice(None)
+        what = f"weight {unit.weights[0].name!r} of {unit.name}"
+        try:
+            for file, chosen in _by_file(checkpoint, extent, offsets):
+                source, rows = checkpoint.files[file], found[chosen]
+                resources.handles.of(source).sync_gather(rows, source, offsets[chosen])
+                found[chosen] = rows
+                checkpoint.check(file, what)
+        except TransferError as failed:
+            if isinstance(failed, RowsError):
+                what = f"row {int(unique[chosen][failed.row])} of {what}"
+            raise with_context(failed, what) from failed
+        return found
 
 
 def _by_file(
     checkpoint: SafetensorsSet, extent: FileExtent, offsets: torch.Tensor
-) -> Iterator[tuple[int, torch.Tensor | None]]:
-    """Which rows are read from which file; None: all. A row lies where it begins."""
+) -> Iterator[tuple[int, Any]]:
+    """Which rows, as an index, are read from which file. A row lies where it begins."""
     spans = checkpoint.spans(extent.file, extent.offset, extent.offset + extent.nbytes)
     if len(spans) == 1:
-        yield spans[0].file, None
+        yield spans[0].file, slice(None)
         return
     starts = torch.tensor([span.start for span in spans])
     files = torch.tensor([span.file for span in spans])
