@@ -83,7 +83,7 @@ def show_report(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What of direct I/O works here, what does not, and the command that fixes it.
+    """Shows what of direct I/O works here, and the command that fixes what does not.
 
     Example: [bold]nvmeio report --dir /mnt/nvme0 --dir /scratch[/]
 
@@ -120,7 +120,7 @@ def show_contents(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """What is in checkpoints: tensors, dtypes, shapes, where each lies and how it is aligned.
+    """Shows what is in checkpoints: tensors with dtype, shape, place in the file and alignment.
 
     No tensor is read, and nothing of the pickle is run: safe for files of any source.
 
@@ -141,9 +141,9 @@ def check_contents(
 ) -> None:
     """Checks the CRC-32 of every record of checkpoints, and that their archives are in order.
 
-    Every byte is read, past the page cache, in 64 MiB of memory. Of safetensors files, which have
-    no checksums, the structure is checked; of those that nvmeio pack wrote, every byte. Of ranks
-    with a drive each, the part that is here.
+    It reads every byte, past the page cache, in 64 MiB of memory. safetensors files have no
+    checksums: their structure is checked, and every byte if nvmeio pack wrote them. If ranks saved
+    to drives of their own, the parts that are here are checked.
 
     Example: [bold]nvmeio verify checkpoints/latest.pt[/]
 

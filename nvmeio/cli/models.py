@@ -91,14 +91,14 @@ def pack(
 ) -> None:
     """Writes a model in the order in which it is streamed, each layer as one aligned record.
 
-    `nvmeio.stream_model` and `nvmeio generate` read OUT with one large read a layer; in fewer bytes
-    a pass takes less time. OUT appears when it is complete. Of several OUT all are named when the
-    model is used; they are read at once.
+    `nvmeio.stream_model` and `nvmeio generate` read OUT with one large read a layer; the fewer
+    bytes, the faster a pass. OUT appears when it is complete. With several OUT the model lies over
+    all of them: name them all when you use it.
 
     Example: [bold]nvmeio pack Llama-3-70B /mnt/nvme/llama-70b-4bit --quant-bits 4[/]
 
-    Exit status: 0 written, 1 a file is damaged or the disk failed, 2 what was asked for makes no
-    sense, 3 transformers is not installed.
+    Exit status: 0 written, 1 a file is damaged or the disk failed, 2 the options
+    contradict each other or the model, 3 transformers is not installed.
     """
     errors = Console(stderr=True, emoji=False)
     wanted = dtype_of(dtype)
@@ -145,10 +145,10 @@ def generate(
             show_default=False,
         ),
     ],
-    prompt: Annotated[str | None, _option.value("What to go on from.", "TEXT")] = None,
+    prompt: Annotated[str | None, _option.value("The text to continue.", "TEXT")] = None,
     ids: Annotated[
         str | None,
-        _option.value("The prompt as tokens, for a model without a tokenizer.", "N,N,…"),
+        _option.value("The prompt as token numbers, if the model has no tokenizer.", "N,N,…"),
     ] = None,
     max_new_tokens: Annotated[int, _option.value("Tokens to generate at most.", "N", min=1)] = 32,
     resident_bytes: Annotated[
@@ -175,9 +175,9 @@ def generate(
         str, _option.value("With packed weights: auto, packed or widened.", "HOW")
     ] = "auto",
     sample: Annotated[
-        bool, _option.flag("Draw tokens instead of taking the likeliest.", "--sample")
+        bool, _option.flag("Sample tokens instead of taking the most likely one.", "--sample")
     ] = False,
-    seed: Annotated[int, _option.value("Of --sample.")] = 0,
+    seed: Annotated[int, _option.value("Seed for --sample.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Generates text, with the weights read from disk layer by layer.

@@ -57,72 +57,71 @@ def stream_model(
 ) -> Any:
     """A model whose weights are read from disk while it computes.
 
-    `forward` and `generate` work unmodified, with the logits and tokens of the model loaded whole,
-    bit for bit (of a quantised model see `compute`). The weights are never in memory together:
-    `resident_bytes` is all that they take, beside what the model's own computation allocates.
+    `forward` and `generate` are the model's own. Logits and tokens are those of the model loaded
+    whole, bit for bit (for quantised models see `compute`). All weights together take
+    `resident_bytes` of memory. What the model allocates while it computes comes on top.
 
     Args:
         model_or_config_or_path: A directory that `save_pretrained` or `nvmeio pack` wrote; the name
-            of a repository on the Hugging Face hub, which is taken from the hub's cache and
-            downloaded where it is not there (``HF_HUB_OFFLINE=1`` forbids that); a
-            transformers configuration; or any `torch.nn.Module` with its parameters on the meta
-            device, which is changed in place and returned. A list of directories is a model that
-            `nvmeio pack` wrote into several: all are read at once, in any order of the list.
-        checkpoint: Where the weights are, as safetensors: a file, an index of shards, or a
-            directory that holds either; or a list, as above. Not needed for a directory.
+            of a repository on the Hugging Face hub, from its cache or downloaded
+            (``HF_HUB_OFFLINE=1`` forbids that); a transformers configuration; or any
+            `torch.nn.Module` with its parameters on the meta device, which is changed in place and
+            returned. A list of directories is a model that `nvmeio pack` wrote over several drives:
+            all are read at once, and may be named in any order.
+        checkpoint: Where the weights are, as safetensors: a file, an index of shards, a directory
+            that holds either, or a list as above. Not needed if the model is a directory.
         device: Where it computes. A GPU gets the layers through page-locked memory, copied on a
-            stream of its own, and holds `resident_bytes` and the window as well.
-        window: Layers that the window holds, the one in use included; 3, or fewer where
-            `resident_bytes` leaves no room for them.
-        resident_bytes: Bytes of memory for all weights, or a size such as "24G": what stays, the
-            window, and the room for conversions. As many layers as fit stay. Where not even one
-            fits, layers are cut into their modules, and linear layers into tiles whose outputs may
-            differ in the last bits (docs/inference.md). By default half of the
-            memory that is left (of the machine, the cgroup, or under RLIMIT_AS and RLIMIT_DATA).
+            stream of its own. Host and GPU each hold `resident_bytes`, the window included.
+        window: How many layers the window holds, the one in use included; 3, or fewer if
+            `resident_bytes` has no room for them.
+        resident_bytes: Bytes of memory for all weights, or a size such as "24G": layers that stay,
+            the window, and room for conversions. As many layers as fit stay. If not even one fits,
+            layers are cut into their modules, and linear layers into tiles, whose outputs may
+            differ in the last bits (docs/inference.md). By default half of the free memory (of the
+            machine, the cgroup, or under RLIMIT_AS and RLIMIT_DATA).
         handle: Moves the bytes and stays open; by default one for each drive with the setting
             stored for its file system, for as long as the stream is open.
-        dtype: Of the weights, converted when they are used, or its name ("bfloat16"); by default
-            that of the configuration.
-            Files in this dtype already are faster: ``nvmeio pack --dtype``.
-        kv_offload: Keep past keys and values of idle layers out of the way: True in page-locked
-            memory (GPU) or a temporary file (CPU), a path in a file in that directory, a list of
-            paths in files there, one on each of several drives, which work at once. For
-            transformers' models that use a `DynamicCache`.
-        layers: What is streamed as one: modules, or their names. By default transformers' decoder
-            and encoder layers; of other models the members of the outermost ModuleList and
+        dtype: Convert weights to this dtype, or the one of this name ("bfloat16"), when they are
+            used; by default that of the configuration. Files that have this dtype already are
+            faster: ``nvmeio pack --dtype``.
+        kv_offload: Where past keys and values of idle layers go. True: page-locked memory (GPU) or
+            a temporary file (CPU). A path: a file in that directory. A list of paths: a file on
+            each of several drives, which work at once. For transformers' models that use a
+            `DynamicCache`.
+        layers: The modules, or their names, that are streamed as one. By default transformers'
+            decoder and encoder layers; in other models the members of the outermost ModuleList and
             Sequential containers.
-        strict: Refuse a checkpoint that holds tensors for which the model has no place.
-        checksum: Compare what is read of a packed model with the checksums in its index, and the
-            blocks of `kv_offload` in a file with what was written. Rows of an embedding that are
-            read one by one have none; an embedding that stays is compared.
+        strict: Refuse a checkpoint with tensors that the model has no place for.
+        checksum: Compare the bytes of a packed model with the checksums in its index, and blocks of
+            `kv_offload` in a file with what was written. Rows of an embedding that are read one by
+            one are not compared.
         revision: Branch, tag or commit of a repository on the hub; by default its main branch.
-        progress: Told in each pass of the model, by the thread that computes, of every layer that
-            is about to be used: ``progress(name, done_bytes, total_bytes)``, of the weights of all
-            layers; see `nvmeio.progress`. What it raises goes through the forward.
-            ``model.weight_stream.progress`` is it, and may be changed.
-        trainable: Gradients go through the model, for adapters that are put into it afterwards
-            (``peft.get_peft_model``, or any module of your own) and stay in memory, as copies of
-            its modules do (`modules_to_save`): backward reads the weights once more, in reverse.
-            They themselves get no gradients and are in no
-            `state_dict`. Experts are read whole. The CPU, or a CUDA device, which no such machine
-            has run yet.
+        progress: Called in each pass, by the thread that computes, before each layer is used:
+            ``progress(name, done_bytes, total_bytes)``, of the weights of all layers; see
+            `nvmeio.progress`. If it raises, the forward raises that. It may be changed:
+            ``model.weight_stream.progress``.
+        trainable: Let gradients go through the model, for adapters that are added afterwards
+            (``peft.get_peft_model``, or modules of your own). Adapters, and copies of modules
+            (`modules_to_save`), are in memory. Backward reads the weights once more, in reverse.
+            The weights get no gradients and are in no `state_dict`. Experts are read whole. On the
+            CPU or a CUDA device; no GPU has run it yet.
         compute: How linear layers, embeddings and fused experts compute with weights that
-            `nvmeio pack` quantised. They stay packed in memory. "auto" multiplies few rows with
-            them as they are, and widens a part at a time for many; from how many rows on that is
-            faster is measured once in a process. "packed" never widens on a CPU. Both sum the very
-            elements that widening gives, in another order (docs/inference.md has the bounds).
-            "widened" converts each layer whole before it is used, which takes memory for one, and
-            gives the bits of a model whose weights are those elements.
+            `nvmeio pack` quantised. They stay packed in memory. "auto" multiplies few rows with the
+            packed weights, and for many rows widens a part of the weights at a time; how many is
+            measured once in a process. "packed" never widens on a CPU. Both sum the elements that
+            widening gives in another order (docs/inference.md has the bounds). "widened" converts
+            each layer whole before it is used, which takes memory for one, and gives the bits of a
+            model that has these weights.
         process_group: A `torch.distributed` group whose ranks all call this with the same model
             and the same settings: each reads an equal part of every layer from its own files, and
             gets the rest from the others. Prompts, and the number of passes, are each rank's own.
             `model_or_config_or_path` may be the directory that ``nvmeio pack --ranks`` wrote.
-        tp_plan: "auto", and the ranks of `process_group` compute one model together, as
-            transformers' own plan for it cuts its linear layers: each reads its rows or columns of
-            these and all of what is not cut, and transformers' hooks exchange what is computed. Or
-            a dictionary with words in the place of those of that plan. All ranks make the same
-            passes with the same prompts, one at a time. On the CPU, of plain safetensors files.
-            A pass that fails on one rank ends the model on all of them.
+        tp_plan: "auto": the ranks of `process_group` compute one model together. Linear layers are
+            cut by transformers' own plan for the model: each rank reads its rows or columns of
+            them, and all of what is not cut; transformers' hooks exchange results. A dictionary
+            replaces some of the plan's words. All ranks make the same passes with the same
+            prompts, one at a time. On the CPU, from plain safetensors files. If a pass fails on
+            one rank, all refuse to go on.
         timeout_s: How long a rank may make no progress before it is given up, in seconds.
 
     Returns:

@@ -104,12 +104,12 @@ def offload(
             fp32 on master weights. ``aio``: the parameters of `AioHandle`; num_threads and
             thread_count are intra_op_parallelism; use_gds has parameters go straight between drive
             and device (offload_param on "nvme", a CUDA device, and no compat mode). ``resume``
-            (true, false or "must") and ``overwrite``: as for `SwappedOptimizer`. DeepSpeed, which
-            has neither word, removes what an earlier run left; this asks.
+            (true, false or "must") and ``overwrite``: as for `SwappedOptimizer`. DeepSpeed
+            has neither word, and removes what an earlier run left.
 
             ``activation_checkpointing``: cpu_checkpointing (where a module on the CPU has its
-            activations anyway; `SwappedActivations` has them on the drive). Which regions are
-            checkpointed says the model.
+            activations anyway; `SwappedActivations` has them on the drive). The model
+            says which regions are checkpointed.
         params: Parameter groups of the (swapped) module; None: all its parameters.
         init: As for `SwappedModule`.
         module_device: Where a module with ``offload_param`` on "nvme" computes: the CPU or a CUDA

@@ -46,11 +46,11 @@ def command(
         ),
     ] = None,
     folder: Annotated[
-        list[str] | None, _where.value("The same.", "DIR", "--folder", "--dir")
+        list[str] | None, _where.value("The same as DIR.", "DIR", "--folder", "--dir")
     ] = None,
     mapping: Annotated[
         list[str] | None,
-        _where.value("The same, with the device.", "DIR:DEVICE", "--folder-to-device-mapping"),
+        _where.value("The same as DIR:DEVICE.", "DIR:DEVICE", "--folder-to-device-mapping"),
     ] = None,
     processes: Annotated[
         int,
@@ -183,7 +183,7 @@ def command(
     ] = False,
     drop_caches: Annotated[
         bool,
-        _when.flag("With --cached: reads are cold all the same (no root needed).", "--drop-caches"),
+        _when.flag("With --cached: make reads cold (no root needed).", "--drop-caches"),
     ] = False,
     no_reference: Annotated[
         bool,
@@ -195,15 +195,16 @@ def command(
     ] = False,
     as_json: Annotated[bool, _shown.flag("One JSON object on stdout.", "--json")] = False,
 ) -> None:
-    """How fast tensors go to and from files here, engine by engine.
+    """Measures how fast tensors go to and from files here, engine by engine.
 
     Writes files of its own in a hidden directory in DIR and removes them. All flags of ds_io work,
     with - or _ in them. Reads and writes are both measured unless one is named.
 
     Example: [bold]nvmeio bench /mnt/nvme0 --compare libaio,python,fio --io-size 4G[/]
 
-    Exit status: 0 measured, 1 a transfer or an engine failed, 2 it makes no sense or does not fit,
-    3 an engine or device is not there, 130 interrupted: what was measured is told all the same.
+    Exit status: 0 measured, 1 a transfer or an engine failed, 2 the options contradict each
+    other or the data does not fit, 3 an engine or device is missing, 130 interrupted: what was
+    measured by then is printed.
     """
     from nvmeio.cli.bench.session import Session
     from nvmeio.cli.bench.workload import Workload

@@ -34,8 +34,8 @@ def command(
             show_default=False,
         ),
     ] = None,
-    nvme_dir: Annotated[list[Path] | None, _option.value("The same.", "DIR", "--nvme-dir")] = None,
-    budget: Annotated[float, _option.duration("How long it may take: 60s, 5m.", "60s")] = 60.0,
+    nvme_dir: Annotated[list[Path] | None, _option.value("As DIR.", "DIR", "--nvme-dir")] = None,
+    budget: Annotated[float, _option.duration("Time that it may take: 60s, 5m.", "60s")] = 60.0,
     sweep_config: Annotated[
         Path | None,
         _option.value(
@@ -44,8 +44,8 @@ def command(
             "JSON",
         ),
     ] = None,
-    no_read: Annotated[bool, _option.flag("Writes alone count.", "--no-read")] = False,
-    no_write: Annotated[bool, _option.flag("Reads alone count.", "--no-write")] = False,
+    no_read: Annotated[bool, _option.flag("Tune for writes alone.", "--no-read")] = False,
+    no_write: Annotated[bool, _option.flag("Tune for reads alone.", "--no-write")] = False,
     io_size: Annotated[
         int,
         _option.size("Bytes of a full transfer, in each directory, with K, M or G.", "400M"),
@@ -81,20 +81,21 @@ def command(
         bool, _option.flag("Show every measurement on stderr.", "--verbose")
     ] = False,
     as_json: Annotated[
-        bool, _option.flag("All that was found on stdout, not the setting alone.", "--json")
+        bool, _option.flag("Print all results on stdout, not the setting alone.", "--json")
     ] = False,
 ) -> None:
-    """The fastest setting for a drive, found within a budget.
+    """Finds the fastest setting for a drive within a budget of time.
 
-    Block size, queue depth, submission, overlap and lanes: optuna proposes instead of a full grid,
-    and the default setting stays wherever no other one stands out from the noise. Stdout is JSON
-    that AioHandle(**cfg["aio"]) and a DeepSpeed configuration take as it is. All flags of
-    ds_nvme_tune work, with - or _ in them. Needs optuna and plotly: nvmeio's extra "tune".
+    It tries block size, queue depth, submission, overlap and lanes, as optuna proposes. The default
+    setting stays if no other one is faster by more than the noise. Stdout is JSON for
+    AioHandle(**cfg["aio"]) and for a DeepSpeed configuration. All flags of ds_nvme_tune work, with
+    - or _ in them. Needs optuna and plotly: nvmeio's extra "tune".
 
     Example: [bold]nvmeio tune /mnt/nvme0 --budget 60s --save --html tune.html[/]
 
-    Exit status: 0 found, 1 a transfer failed, 2 it makes no sense or does not fit, 3 an engine,
-    library or device is not there, 130 interrupted: what was measured by then is told all the same.
+    Exit status: 0 found, 1 a transfer failed, 2 the options contradict each
+    other or the data does not fit, 3 an engine, library or device is missing, 130 interrupted: what
+    was measured by then is printed.
     """
     from nvmeio.cli.measure import machine
     from nvmeio.cli.measure.disk import check_directory
