@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -68,6 +69,8 @@ def main() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled as well
     deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(0)
+    # What ends a job (kill, a scheduler) raises SystemExit: the directory is removed then, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="zero3-", dir=directory) as files:
         config = configuration(files)
         with deepspeed.zero.Init(config_dict_or_path=config):

@@ -52,7 +52,7 @@ if typing.TYPE_CHECKING:
     from nvmeio.operation import as_future as as_future
     from nvmeio.pool import PinnedPool as PinnedPool
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Names that are loaded at first use (PEP 562), by where they are.
 _LATER = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import nvmeio
+from nvmeio.checkpoint import training
 
 
 class Loader:
@@ -119,3 +121,40 @@ def test_what_was_saved_otherwise_is_not_taken_for_a_training(tmp_path: Path) ->
         checkpointer.wait_sync()
         with pytest.raises(ValueError, match=r"was not made from training_state\(\)"):
             checkpointer.resume(model=nn.Linear(2, 2))
+
+
+class TorchWithDevices:
+    """torch, as `nvmeio.checkpoint.training` sees it, with generators of so many CUDA devices."""
+
+    def __init__(self, count: int, value: int) -> None:
+        self.states = [torch.full((16,), value + n, dtype=torch.uint8) for n in range(count)]
+        self.cuda = SimpleNamespace(
+            is_initialized=lambda: count > 0,
+            is_available=lambda: count > 0,
+            device_count=lambda: count,
+            get_rng_state_all=lambda: [state.clone() for state in self.states],
+            set_rng_state_all=lambda states: setattr(self, "states", states),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@pytest.mark.parametrize("count", [2, 0, 1])
+def test_generators_of_devices_come_back(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With another number of devices theirs begin anew, and a warning says so."""
+    monkeypatch.setattr(training, "torch", TorchWithDevices(2, 10))
+    train(tmp_path, 1)
+    devices = TorchWithDevices(count, 0)
+    monkeypatch.setattr(training, "torch", devices)
+    with nvmeio.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.resume(**new_parts()) == 1
+    values = [int(state[0]) for state in devices.states]
+    warned = [r.getMessage() for r in caplog.records if "CUDA devices" in r.getMessage()]
+    if count == 2:
+        assert values == [10, 11] and not warned
+    else:
+        assert values == list(range(count))
+        assert f"states of 2 CUDA devices, and there are {count}" in warned[0]

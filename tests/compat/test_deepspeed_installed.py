@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -106,6 +109,30 @@ def test_example(tmp_path: Path) -> None:
     output = on_nvmeio(str(example), "--dir", str(tmp_path), MASTER_PORT=str(free_port()))
     assert "step 4: loss" in output
     assert "done by nvmeio.compat.deepspeed.handles" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_example_leaves_nothing_behind_when_it_is_ended(tmp_path: Path) -> None:
+    """SIGTERM left its directory, with the swapped files."""
+    example = ROOT / "examples" / "10_deepspeed_unchanged.py"
+    started = subprocess.Popen(
+        [sys.executable, "-u", *ON_NVMEIO, str(example), "--dir", str(tmp_path)],
+        env=environment() | {"MASTER_PORT": str(free_port())},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert started.stdout is not None
+        first = next((line for line in started.stdout if line.startswith("step 0")), "")
+        assert first and list(tmp_path.iterdir())
+        started.send_signal(signal.SIGTERM)
+        started.communicate(timeout=300)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+    assert started.returncode in (143, -signal.SIGTERM)
     assert list(tmp_path.iterdir()) == []
 
 

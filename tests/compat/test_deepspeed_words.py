@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,19 @@ def fields(module: str, name: str) -> dict[str, Any]:
 def sections() -> dict[str, dict[str, Any]]:
     aio = importlib.import_module("deepspeed.runtime.swap_tensor.aio_config")
     saving = importlib.import_module("deepspeed.runtime.model_checkpointing.config")
+    engine = importlib.import_module("deepspeed.runtime.constants")
     return {
         "aio": dict(aio.AIO_DEFAULT_DICT),
         "offload_param": fields("zero.offload_config", "DeepSpeedZeroOffloadParamConfig"),
         "offload_optimizer": fields("zero.offload_config", "DeepSpeedZeroOffloadOptimizerConfig"),
         "zero_optimization": fields("zero.config", "DeepSpeedZeroConfig"),
-        "checkpoint": dict(saving.CHECKPOINT_DEFAULT_DICT),
+        # The engine reads three more keys of that section by itself.
+        "checkpoint": {
+            **{key: None for key in saving.get_checkpoint_config({})},
+            engine.LOAD_UNIVERSAL_CHECKPOINT: engine.LOAD_UNIVERSAL_CHECKPOINT_DEFAULT,
+            engine.USE_NODE_LOCAL_STORAGE_CHECKPOINT: False,
+            engine.CHECKPOINT_PARALLEL_WRITE: {},
+        },
     }
 
 
@@ -70,6 +78,13 @@ def test_no_key_of_upstreams_is_unknown(section: str, key: str, tmp_path: Path) 
     else:
         run(config)
     assert not any(tmp_path.rglob("*.[01]"))
+
+
+def test_the_page_lists_no_key_that_upstream_lacks() -> None:
+    listed = re.findall(
+        r"^\| `(\w+)` \| `(\w+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert sorted(listed) == sorted(KEYS)
 
 
 @pytest.mark.parametrize("word", ["num_threads", "thread_count"])

@@ -1,0 +1,65 @@
+"""What is published: one version in all places, and every file that a recipe names is there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import nvmeio
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_one_version_everywhere() -> None:
+    """The change log has its section, with a date, below one for what comes next."""
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    assert re.fullmatch(re.escape(nvmeio.__version__) + r" - 20\d\d-\d\d-\d\d", headings[1])
+    recipe = (ROOT / "packaging" / "conda" / "meta.yaml").read_text()
+    assert f'{{% set version = "{nvmeio.__version__}" %}}' in recipe
+
+
+def test_the_recipe_asks_for_what_the_package_asks_for() -> None:
+    names = {"torch": "pytorch", "isal": "python-isal"}
+    project = (ROOT / "pyproject.toml").read_text()
+    listed = re.search(r"^dependencies = \[(.*)\]$", project, re.MULTILINE)
+    assert listed is not None
+    recipe = (ROOT / "packaging" / "conda" / "meta.yaml").read_text()
+    run = recipe.partition("  run:\n")[2].partition("\n\n")[0]
+    wanted = [re.split("(?=>=)", each) for each in re.findall(r'"([^"]+)"', listed[1])]
+    for name, least in wanted:
+        assert f"- {names.get(name, name)} {least}" in run
+    assert len(re.findall(r"^    - ", run, re.MULTILINE)) == len(wanted) + 1  # and Python
+
+
+def test_what_the_dockerfile_copies_is_there_and_not_ignored() -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    kept = (ROOT / ".dockerignore").read_text().split()
+    copied = [
+        source
+        for line in lines
+        if line.startswith("COPY ") and "--from" not in line
+        for source in shlex.split(line)[1:-1]
+    ]
+    assert copied
+    for source in copied:
+        assert (ROOT / source).exists() and f"!{source}" in kept, source
+    (example,) = re.findall(r'"/(examples/\w+\.py)"', lines[-1])
+    assert (ROOT / example).is_file()
+
+
+@pytest.mark.parametrize("name", ["ci.yml", "release.yml"])
+def test_workflows_name_targets_and_files_that_there_are(name: str) -> None:
+    text = (ROOT / ".github" / "workflows" / name).read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"run: make ([a-z-]+)", text):
+        assert f"\n{target}: " in makefile, target
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    jobs = yaml.safe_load(text)["jobs"]
+    for job in jobs.values():
+        assert {
+            *([job["needs"]] if isinstance(job.get("needs"), str) else job.get("needs", []))
+        } <= {*jobs}
