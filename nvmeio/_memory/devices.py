@@ -378,6 +378,17 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.detach().to(device, copy=True)
 
 
+def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
+    """Move the buffers of a module that have memory; one that several modules have stays one."""
+    there: dict[int, torch.Tensor] = {}
+    for each in module.modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                if id(buffer) not in there:
+                    there[id(buffer)] = moved(buffer, device)
+                each._buffers[name] = there[id(buffer)]
+
+
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or a copy of device memory in the host's, which the CPU waits for."""
     return moved(tensor, torch.device("cpu")) if is_device(tensor) else tensor

@@ -189,7 +189,7 @@ def stream_model(
     call.wait()  # the stream's own is made next: two would take the memory of two
     model, where, sources, ranks = plan.model, asked.device, asked.sources, plan.ranks
     with _telling(ranks):
-        _move_buffers(model, where)
+        devices.move_buffers(model, where)
 
     def open_again(through: AioHandle) -> SafetensorsSet:
         again = packed_format.open_model(sources, through)
@@ -257,13 +257,6 @@ def _close_by_with(model: nn.Module) -> None:
 
 def _telling(ranks: Ranks | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if ranks is None else ranks.telling()
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta and buffer.device != device:
-                module._buffers[name] = devices.moved(buffer, device)
 
 
 def _check_same(plan: ModelPlan, again: SafetensorsSet, checksum: bool) -> None:

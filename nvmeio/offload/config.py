@@ -160,7 +160,7 @@ def offload(
         _check_gds(weights, computes_on)
     own_handle = None
     if handle is None and "nvme" in (state["device"], weights["device"]):
-        handle = own_handle = _gds_handle(aio, computes_on) if gds else _handle(aio)
+        handle = own_handle = _handle(aio, gds, computes_on)
     elif "aio" in config and handle is not None:
         raise ValueError("give either config['aio'] or a handle")
     made: Offloaded | None = None
@@ -386,15 +386,18 @@ def _check_gds(weights: Mapping[str, Any], computes_on: torch.device) -> None:
         )
 
 
-def _gds_handle(aio: Mapping[str, Any], computes_on: torch.device) -> GdsHandle:
+def _handle(aio: Mapping[str, Any], gds: bool, computes_on: torch.device) -> AioHandle:
+    words = _handle_words(aio)
     try:
         # What goes through host memory after all, on this file system say, is an error.
-        handle = GdsHandle(**_handle_words(aio), allow_compat=False)
+        handle = GdsHandle(**words, allow_compat=False) if gds else AioHandle(**words)
     except BackendUnavailableError as refused:
+        if not gds:
+            raise
         raise ValueError(f"aio: use_gds: {refused}") from refused
     except (TypeError, ValueError, AlignmentError) as refused:
         raise ValueError(f"aio: {refused}") from refused
-    if not is_direct(handle, computes_on):
+    if isinstance(handle, GdsHandle) and not is_direct(handle, computes_on):
         handle.close()
         raise ValueError(
             f'aio: use_gds: cuFile is in mode "{handle.mode}" here, which goes through host memory '
@@ -413,11 +416,3 @@ def _handle_words(aio: Mapping[str, Any]) -> dict[str, Any]:
     if given:
         words["intra_op_parallelism"] = next(iter(given.values()))
     return words
-
-
-def _handle(aio: Mapping[str, Any]) -> AioHandle:
-    words = _handle_words(aio)
-    try:
-        return AioHandle(**words)
-    except (TypeError, ValueError, AlignmentError) as refused:
-        raise ValueError(f"aio: {refused}") from refused

@@ -65,118 +65,77 @@ _WINDOW = (
 )
 _OLDER = 'an older name: write offload_optimizer or offload_param with its device, "cpu"'
 _INSIDE = "it is about DeepSpeed's own insides: leave it out"
-_IMPOSSIBLE = {
-    "checkpoint": "save with nvmeio.Checkpointer, which has settings of its own",
-    "torch_autocast": 'run forward within torch.autocast("cpu", torch.bfloat16), or "cuda"',
-    "steps_per_print": "print from the training loop",
-    "wall_clock_breakdown": "optimizer.last_step has the times of a step, torch.profiler the rest",
-    "gradient_clipping": "call optimizer.clip_grad_norm_(max_norm) before each step",
-    "optimizer": "pass the class, and its arguments by name",
-    "scheduler": "make one from torch.optim.lr_scheduler over the optimizer",
-    "train_batch_size": "batches are the training loop's own",
-    "gradient_accumulation_steps": "call backward() as often as you like before step()",
-    "super_offload": "there is one pipeline, and it overlaps by itself",
-    "cpuadam_cores_perc": "torch.set_num_threads() says how many threads compute",
-    "zenflow": "every step takes all gradients, so that results are those in memory",
-    "elastic_checkpoint": "optimizer.state_dict() has the form of the class's own",
-    "load_from_fp32_weights": "resume=True and load_state_dict bring masters back as they were",
-    "ignore_unused_parameters": "parameters without a gradient are neither read nor written",
-    "memory_efficient_linear": "autograd keeps places of parameters, whatever the module",
-    "compute_grad_norm": "optimizer.clip_grad_norm_(max_norm) computes it where it is wanted",
-    "stage3_gather_16bit_weights_on_model_save": "module.state_dict() has all weights",
-    "stage3_gather_fp16_weights_on_model_save": "module.state_dict() has all weights",
-    "leaf_module": "layers are units by themselves: see SwappedModule's `units`",
-    "save_muon_momentum_buffer_in_memory": "offload_optimizer's ratio says what stays in memory",
-    "cpu_offload": _OLDER,
-    "cpu_offload_param": _OLDER,
-    "cpu_offload_use_pin_memory": _OLDER,
-    **dict.fromkeys(
-        (
-            "legacy_stage1",
-            "parameter_alignment",
-            "pipeline_loading_checkpoint",
-            "override_module_apply",
-            "log_trace_cache_warnings",
-            "enable_sanity_checks",
-        ),
-        _INSIDE,
+_ASKS = object()  # whatever its value
+# For each word: what to do instead, and the value, DeepSpeed's default, that asks for nothing.
+_NOT_OF_OFFLOADING: dict[str, tuple[str, object]] = {
+    "checkpoint": ("save with nvmeio.Checkpointer, which has settings of its own", _ASKS),
+    "torch_autocast": (
+        'run forward within torch.autocast("cpu", torch.bfloat16), or "cuda"',
+        {"enabled": False},
     ),
-    **dict.fromkeys(
-        (
-            "allgather_partitions",
-            "allgather_bucket_size",
-            "overlap_comm",
-            "reduce_scatter",
-            "reduce_bucket_size",
-            "contiguous_gradients",
-            "round_robin_gradients",
-            "use_multi_rank_bucket_allreduce",
-            "zero_hpz_partition_size",
-            "zero_quantized_weights",
-            "zero_quantized_nontrainable_weights",
-            "zero_quantized_gradients",
-            "stage3_use_all_reduce_for_fetch_params",
-            "stage3_allgather_sequential",
-        ),
-        _RANKS,
+    "steps_per_print": ("print from the training loop", _ASKS),
+    "wall_clock_breakdown": (
+        "optimizer.last_step has the times of a step, torch.profiler the rest",
+        False,
     ),
-    **dict.fromkeys(
-        (
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "stage3_prefetch_bucket_size",
-            "stage3_param_persistence_threshold",
-            "stage3_model_persistence_threshold",
-            "stage3_module_granularity_threshold",
-        ),
-        _WINDOW,
+    "gradient_clipping": ("call optimizer.clip_grad_norm_(max_norm) before each step", _ASKS),
+    "optimizer": ("pass the class, and its arguments by name", _ASKS),
+    "scheduler": ("make one from torch.optim.lr_scheduler over the optimizer", _ASKS),
+    "train_batch_size": ("batches are the training loop's own", _ASKS),
+    "gradient_accumulation_steps": ("call backward() as often as you like before step()", 1),
+    "super_offload": ("there is one pipeline, and it overlaps by itself", False),
+    "cpuadam_cores_perc": ("torch.set_num_threads() says how many threads compute", 0.8),
+    "zenflow": ("every step takes all gradients, so that results are those in memory", None),
+    "elastic_checkpoint": ("optimizer.state_dict() has the form of the class's own", False),
+    "load_from_fp32_weights": (
+        "resume=True and load_state_dict bring masters back as they were",
+        True,
     ),
-}
-# What asks for nothing as long as it has this value, which is DeepSpeed's default.
-_ASKS_FOR_NOTHING = {
-    "allgather_bucket_size": 500_000_000,
-    "allgather_partitions": True,
-    "compute_grad_norm": True,
-    "contiguous_gradients": True,
-    "cpu_offload": None,
-    "cpu_offload_param": None,
-    "cpu_offload_use_pin_memory": None,
-    "cpuadam_cores_perc": 0.8,
-    "elastic_checkpoint": False,
-    "enable_sanity_checks": False,
-    "gradient_accumulation_steps": 1,
-    "ignore_unused_parameters": True,
-    "legacy_stage1": False,
-    "load_from_fp32_weights": True,
-    "log_trace_cache_warnings": False,
-    "memory_efficient_linear": True,
-    "overlap_comm": None,
-    "override_module_apply": True,
-    "parameter_alignment": False,
-    "pipeline_loading_checkpoint": False,
-    "reduce_bucket_size": 500_000_000,
-    "reduce_scatter": True,
-    "round_robin_gradients": False,
-    "save_muon_momentum_buffer_in_memory": False,
-    "stage3_allgather_sequential": False,
-    "stage3_gather_16bit_weights_on_model_save": False,
-    "stage3_gather_fp16_weights_on_model_save": False,
-    "stage3_max_live_parameters": 1_000_000_000,
-    "stage3_max_reuse_distance": 1_000_000_000,
-    "stage3_model_persistence_threshold": sys.maxsize,
-    "stage3_module_granularity_threshold": 0,
-    "stage3_param_persistence_threshold": 100_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
-    "stage3_use_all_reduce_for_fetch_params": False,
-    "super_offload": False,
-    "torch_autocast": {"enabled": False},
-    "use_multi_rank_bucket_allreduce": True,
-    "wall_clock_breakdown": False,
-    "zenflow": None,
-    "zero_hpz_partition_size": 1,
-    "zero_quantized_gradients": False,
-    "zero_quantized_nontrainable_weights": False,
-    "zero_quantized_weights": False,
+    "ignore_unused_parameters": (
+        "parameters without a gradient are neither read nor written",
+        True,
+    ),
+    "memory_efficient_linear": ("autograd keeps places of parameters, whatever the module", True),
+    "compute_grad_norm": (
+        "optimizer.clip_grad_norm_(max_norm) computes it where it is wanted",
+        True,
+    ),
+    "stage3_gather_16bit_weights_on_model_save": ("module.state_dict() has all weights", False),
+    "stage3_gather_fp16_weights_on_model_save": ("module.state_dict() has all weights", False),
+    "leaf_module": ("layers are units by themselves: see SwappedModule's `units`", _ASKS),
+    "save_muon_momentum_buffer_in_memory": (
+        "offload_optimizer's ratio says what stays in memory",
+        False,
+    ),
+    "cpu_offload": (_OLDER, None),
+    "cpu_offload_param": (_OLDER, None),
+    "cpu_offload_use_pin_memory": (_OLDER, None),
+    "legacy_stage1": (_INSIDE, False),
+    "parameter_alignment": (_INSIDE, False),
+    "pipeline_loading_checkpoint": (_INSIDE, False),
+    "override_module_apply": (_INSIDE, True),
+    "log_trace_cache_warnings": (_INSIDE, False),
+    "enable_sanity_checks": (_INSIDE, False),
+    "allgather_partitions": (_RANKS, True),
+    "allgather_bucket_size": (_RANKS, 500_000_000),
+    "overlap_comm": (_RANKS, None),
+    "reduce_scatter": (_RANKS, True),
+    "reduce_bucket_size": (_RANKS, 500_000_000),
+    "contiguous_gradients": (_RANKS, True),
+    "round_robin_gradients": (_RANKS, False),
+    "use_multi_rank_bucket_allreduce": (_RANKS, True),
+    "zero_hpz_partition_size": (_RANKS, 1),
+    "zero_quantized_weights": (_RANKS, False),
+    "zero_quantized_nontrainable_weights": (_RANKS, False),
+    "zero_quantized_gradients": (_RANKS, False),
+    "stage3_use_all_reduce_for_fetch_params": (_RANKS, False),
+    "stage3_allgather_sequential": (_RANKS, False),
+    "stage3_max_live_parameters": (_WINDOW, 1_000_000_000),
+    "stage3_max_reuse_distance": (_WINDOW, 1_000_000_000),
+    "stage3_prefetch_bucket_size": (_WINDOW, 50_000_000),
+    "stage3_param_persistence_threshold": (_WINDOW, 100_000),
+    "stage3_model_persistence_threshold": (_WINDOW, sys.maxsize),
+    "stage3_module_granularity_threshold": (_WINDOW, 0),
 }
 # What only informs, whatever its value.
 _INFORMS = ("train_micro_batch_size_per_gpu", "steps_per_print")
@@ -205,10 +164,10 @@ def known(name: str, section: Any, among: tuple[str, ...]) -> Mapping[str, Any]:
             continue
         if key in _INFORMS or _asks_for_nothing(key, section):
             continue
-        remedy = _IMPOSSIBLE.get(str(key))
-        if remedy is not None:
-            raise ValueError(f"{name}: {key!r} is not of offloading: {remedy}")
-        words = [*among, *_INFORMS, *_IMPOSSIBLE]
+        if key in _NOT_OF_OFFLOADING:
+            instead, _ = _NOT_OF_OFFLOADING[key]
+            raise ValueError(f"{name}: {key!r} is not of offloading: {instead}")
+        words = [*among, *_INFORMS, *_NOT_OF_OFFLOADING]
         raise ValueError(
             f"{name}: unknown key {key!r}{nearest(key, words)}; known are {', '.join(among)}"
         )
@@ -220,7 +179,7 @@ def _asks_for_nothing(key: str, section: Mapping[str, Any]) -> bool:
     if key == "train_batch_size":  # without accumulation it says what the loop does anyway
         micro = section.get("train_micro_batch_size_per_gpu", value)
         return bool(section.get("gradient_accumulation_steps", 1) == 1 and micro == value)
-    return value == "auto" or (key in _ASKS_FOR_NOTHING and value == _ASKS_FOR_NOTHING[key])
+    return value == "auto" or bool(value == _NOT_OF_OFFLOADING.get(key, ("", _ASKS))[1])
 
 
 def flag(section: Mapping[str, Any], key: str, default: bool) -> bool:

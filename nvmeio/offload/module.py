@@ -150,7 +150,7 @@ class SwappedModule(Closing, torch.nn.Module):
                     del gathered
                 store.evict()
             store.go_on_device()
-            _move_buffers(module, there)
+            devices.move_buffers(module, there)
             if sharded is not None:
                 sharded.attach(store)
             else:
@@ -415,18 +415,6 @@ def _check_buffers(module: torch.nn.Module, device: torch.device) -> None:
                 f"the buffer {name} is on {buffer.device}, and the module is to compute on "
                 f"{device}: move it to the CPU first, or to that device"
             )
-
-
-def _move_buffers(module: torch.nn.Module, device: torch.device) -> None:
-    if device.type == "cpu":
-        return
-    moved: dict[int, torch.Tensor] = {}
-    for each in module.modules():
-        for name, buffer in each._buffers.items():
-            if buffer is not None and buffer.device != device:
-                if id(buffer) not in moved:
-                    moved[id(buffer)] = devices.moved(buffer, device)
-                each._buffers[name] = moved[id(buffer)]
 
 
 def _materialised(

@@ -149,14 +149,8 @@ class ActivationStore:
         """
         self._round += 1
         self._failed = None
-        while not fits():
-            full = self._begin_writes(0)
-            if not self._writing:
-                failed, self._failed = self._failed or full, None
-                if failed is not None:
-                    raise failed
-                return
-            self._wait_for_oldest()
+        while not fits() and self._await_write(self._begin_writes(0)):
+            pass
 
     # Saving
 
@@ -191,20 +185,25 @@ class ActivationStore:
         self._failed = None
         while True:
             full = self._begin_writes(self._enough)
-            if self._memory_bytes <= self._most:
+            if self._memory_bytes <= self._most or not self._await_write(full):
                 return
-            if not self._writing:
-                failed, self._failed = self._failed or full, None
-                if failed is not None:
-                    raise failed
-                return
-            self._wait_for_oldest()
 
-    def _wait_for_oldest(self) -> None:
+    def _await_write(self, full: TransferError | None) -> bool:
+        """Wait for the oldest write; False if there is none.
+
+        Raises:
+            TransferError: There is none since one has failed, or the drive has no room (`full`).
+        """
+        if not self._writing:
+            failed, self._failed = self._failed or full, None
+            if failed is not None:
+                raise failed
+            return False
         oldest = next(iter(self._writing))
         for operation in oldest.writing or ():
             _ended(operation)
         self._written(oldest)
+        return True
 
     def _begin_writes(self, enough: int) -> TransferError | None:
         """Begin to write the oldest; returns the error where the drive has no room."""

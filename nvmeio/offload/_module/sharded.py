@@ -26,7 +26,7 @@ from nvmeio.errors import BackendUnavailableError, ClosedError, an
 from nvmeio.offload._module.param_store import ParamStore, store_of
 from nvmeio.offload._module.stages import ParamUnit, Stage
 from nvmeio.offload._swap_files.subgroups import SlotSpan, aligned
-from nvmeio.offload._swap_files.tensors import is_absent, is_sharded, local, view
+from nvmeio.offload._swap_files.tensors import is_absent, is_sharded, local, nothing, view
 
 _GROUP = ("fsdp_params", "unshard", "wait_for_unshard", "is_sharded", "_all_gather_result")
 _SHARD = ("sharded_param", "padded_sharded_param_size", "_sharded_param_data")
@@ -88,7 +88,7 @@ class _Gathering:
         self._shards: list[Any] = list(group.fsdp_params)
         self._sizes = [_padded_numel(each) for each in self._shards]
         self._nothing = [
-            torch.full((), _nothing(span.dtype), dtype=span.dtype).expand(numel)
+            torch.full((), nothing(span.dtype), dtype=span.dtype).expand(numel)
             for span, numel in zip(unit.spans, self._sizes, strict=True)
         ]
         self._alone = _ranks_of(group) == 1
@@ -236,10 +236,6 @@ def _padded_numel(shard: Any) -> int:
 def _flat(memory: torch.Tensor, span: SlotSpan, numel: int) -> torch.Tensor:
     room = SlotSpan(span.offset, numel * span.dtype.itemsize, span.dtype, (numel,))
     return view(memory, room)
-
-
-def _nothing(dtype: torch.dtype) -> float:
-    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
 
 
 def _ranks_of(group: Any) -> int:

@@ -79,7 +79,7 @@ class SwapDir:
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         except OSError as failed:  # a full disk must not leave the lock behind
             self.release()
-            raise _wrapped(failed, "write", lock) from failed
+            raise transfer_error(failed, "write", lock) from failed
         with on_error(self.release):
             self._check_ours()
 
@@ -112,7 +112,7 @@ class SwapDir:
                 pass
             except OSError as failed:
                 os.close(fd)
-                raise _wrapped(failed, "lock", lock) from failed
+                raise transfer_error(failed, "lock", lock) from failed
             os.close(fd)  # its owner removed it meanwhile
 
     def _check_ours(self) -> None:
@@ -138,7 +138,7 @@ class SwapDir:
             except FileNotFoundError:
                 continue
             except OSError as failed:
-                raise _wrapped(failed, "remove", path) from failed
+                raise transfer_error(failed, "remove", path) from failed
 
     def sync_names(self) -> None:
         """Make the names of the files durable: without, a power cut may take what they name.
@@ -203,10 +203,6 @@ def _unlink(paths: Sequence[str]) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             os.unlink(path)
-
-
-def _wrapped(failed: OSError, operation: str, path: str) -> TransferError:
-    return transfer_error(failed, operation, path)
 
 
 class _DriveRecord(NamedTuple):

@@ -139,7 +139,7 @@ def absent(span: SlotSpan, device: torch.device) -> torch.Tensor:
     refused by torch, since its elements share their memory.
     """
     mark = _MARK if math.prod(span.shape) == 1 else 0
-    value = torch.full((1 + mark,), _fill(span.dtype), dtype=span.dtype)
+    value = torch.full((1 + mark,), nothing(span.dtype), dtype=span.dtype)
     there = value if device.type == "cpu" else devices.moved(value, device)
     return there[mark].expand(span.shape)
 
@@ -153,9 +153,10 @@ def is_absent(parameter: torch.Tensor) -> bool:
     nbytes = (1 + _MARK) * parameter.element_size()
     if parameter.storage_offset() != _MARK or parameter.untyped_storage().nbytes() != nbytes:
         return False
-    value, fill = parameter.detach(), _fill(parameter.dtype)  # torch does let one be written to
+    value, fill = parameter.detach(), nothing(parameter.dtype)  # torch does let one be written to
     return bool(value.isnan().all() if fill else (value == fill).all())
 
 
-def _fill(dtype: torch.dtype) -> float:
+def nothing(dtype: torch.dtype) -> float:
+    """What stands for an element without a value: NaN, or 0 where the dtype has none."""
     return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
