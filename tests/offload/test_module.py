@@ -569,7 +569,7 @@ def test_the_number_in_the_refusal_is_enough_and_so_is_any_above(tmp_path: Path)
 
 def test_modules_that_cannot_be_swapped(tmp_path: Path) -> None:
     ours = gpt()
-    with swapped(ours, tmp_path), pytest.raises(ValueError, match="swapped already"):
+    with swapped(ours, tmp_path), pytest.raises(ValueError, match="swapped by another"):
         swapped(ours, tmp_path)
     meta = torch.nn.BatchNorm1d(4, device="meta")
     with pytest.raises(ValueError, match="buffer running_mean"):

@@ -124,10 +124,10 @@ def test_a_module_is_swapped_once(tmp_path: Path) -> None:
     made = sharded()
     with (
         SwappedModule(made, swap_dir=tmp_path, resident_bytes=WINDOW),
-        pytest.raises(ValueError, match="swapped already"),
+        pytest.raises(ValueError, match="swapped by another"),
     ):
         SwappedModule(made, swap_dir=tmp_path, resident_bytes=WINDOW)
-    with pytest.raises(ValueError, match="SwappedModule that is closed"):
+    with pytest.raises(ValueError, match="swapped by another"):
         SwappedModule(made, swap_dir=tmp_path, resident_bytes=WINDOW)
 
 
