@@ -36,20 +36,20 @@ def snapshot(state: State) -> FrozenState[State]:
         with frozen as before:
             evaluate(before)  # as it was before the step
 
-    Large tensors in host memory are write-protected, not copied, where the kernel allows that
-    (see `Checkpointer`); a thread copies them beside what the program does next, and what
-    somebody writes to before that is copied first. So are shards (DTensors), of which this process
-    has a part. Everything else is copied before this returns: small tensors, Parameters (take a
-    ``state_dict``), other subclasses, nested tensors, objects.
+    If the kernel allows it (see `Checkpointer`), large tensors in host memory are write-protected
+    and a thread copies them while the program goes on; a part that is written to before that is
+    copied first. The same holds for the shards of DTensors. Everything else is copied before this
+    returns: small tensors, Parameters (take a ``state_dict``), other subclasses, nested tensors,
+    objects.
 
     Args:
         state: Tensors in dicts, lists and tuples, or anything else that `copy.deepcopy` takes.
 
     Returns:
-        What gives the copy: as a context manager, awaited, or by `FrozenState.result`.
+        The copy to come: ``await`` it, use it in a ``with`` statement, or call its `result`.
 
     Raises:
-        Exception: What `copy.deepcopy` raises, of a tensor that is a result of autograd, say.
+        Exception: `copy.deepcopy` refuses something, such as a tensor that autograd has computed.
         TypeError: A nested tensor of the strided layout has a gradient.
         MemoryError: There is no room for the copy.
 
@@ -108,7 +108,7 @@ class FrozenState(Generic[State]):
         memory: Where the copies of protected tensors go; None for memory of their own.
 
     Attributes:
-        protected_bytes: What was not copied before `snapshot` returned.
+        protected_bytes: Bytes that were not copied before `snapshot` returned.
     """
 
     def __init__(self, state: State, memory: CopyMemory | None = None) -> None:
@@ -138,7 +138,7 @@ class FrozenState(Generic[State]):
             raise
 
     def done(self) -> bool:
-        """Whether all of it is there."""
+        """Whether the copy is complete."""
         return self._copying.done
 
     def peek(self) -> State:
@@ -146,10 +146,10 @@ class FrozenState(Generic[State]):
         return self._state
 
     def result(self) -> State:
-        """The copy; waits until all of it is there.
+        """Wait until the copy is complete, and return it.
 
         Raises:
-            TransferError: A write came first, and there was no room to copy what it changed.
+            TransferError: The program wrote to the state, and there was no room for the copy.
         """
         self._copying.wait()
         self._copying.result()

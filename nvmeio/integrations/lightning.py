@@ -1,4 +1,4 @@
-"""Lightning checkpoints through nvmeio: a `CheckpointIO` plugin, and one that saves meanwhile.
+"""Lightning checkpoints through nvmeio: plugins that save in the foreground or meanwhile.
 
     Trainer(plugins=[NvmeCheckpointIO()])
     Trainer(callbacks=[NvmeModelCheckpoint(...)])  # while training goes on
@@ -55,9 +55,7 @@ class NvmeCheckpointIO:
 
     Args:
         checksum: Write the CRC-32 of every record, as torch.save does.
-        handle: Moves the bytes and stays open; None makes one for each call. (One that was kept
-            would outlive the Trainer: plugins are used behind its `teardown` as well, and some
-            wrappers, Lightning's own `AsyncCheckpointIO` among them, do not pass that on.)
+        handle: Moves the bytes and stays open; None makes one for each call.
 
     Raises:
         BackendUnavailableError: Neither `lightning` nor `pytorch_lightning` is installed.
@@ -144,16 +142,14 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
     """`NvmeCheckpointIO` that writes while training goes on.
 
     `save_checkpoint` waits for the save before it, takes a snapshot and returns; a thread writes
-    it. Everything else waits for what it must see: `load_checkpoint` for
-    the save before it; a checkpoint is removed only once all saves asked for earlier are durable,
-    and not at all if one failed. A failure is raised by the next call of any method, `teardown`
-    included, which the Trainer calls at its end. Of a save behind that, which nobody waits for, the
-    program's exit tells (status 120).
+    it. `load_checkpoint` waits for the save before it. A checkpoint is removed once all earlier
+    saves are durable, and not at all if one failed. The next call of any method raises a failure,
+    also `teardown`, which the Trainer calls at its end. If a later save fails and nobody waits for
+    it, the program's exit status is 120.
 
-    A save that another thread than the one that made this asks for returns when it is durable: so
-    a wrapper that saves in a thread of its own (Lightning's `AsyncCheckpointIO`), and does not
-    pass `teardown` on, is told of a failure. There is no use for one around this; the wrapper
-    also has old checkpoints removed before new ones are there.
+    Do not put Lightning's `AsyncCheckpointIO` around this: it removes old checkpoints before new
+    ones are there. If a wrapper saves in a thread of its own, the save returns when it is durable,
+    so the wrapper learns of a failure.
 
     Args:
         checksum: As for `NvmeCheckpointIO`, like `handle`.
@@ -179,7 +175,7 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
 
     @property
     def report(self) -> SaveReport | None:
-        """Of the last save: what was copied, what was left where it lies, how long it took."""
+        """The last save's: what was copied, what was left where it lies, how long it took."""
         return None if self._made is None else self._made.last
 
     def save_checkpoint(
@@ -254,8 +250,8 @@ class NvmeModelCheckpointMixin:
     When training starts, the Trainer's own `CheckpointIO` gives way to an `AsyncNvmeCheckpointIO`
     (one that was passed in ``plugins=[…]`` stays), which writes while training goes on.
 
-    Where that cannot be, training goes on as it would without, and a warning says why: another
-    plugin saves; the strategy writes checkpoints of its own (DeepSpeed, sharded FSDP).
+    If another plugin saves, or the strategy writes checkpoints of its own (DeepSpeed, sharded
+    FSDP), a warning says so, and checkpoints are written as without this class.
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

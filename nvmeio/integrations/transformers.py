@@ -120,12 +120,11 @@ class NvmeTrainerMixin:
 
     Attributes:
         nvme_handle: Moves the bytes and stays open; None makes one for each file.
-        nvme_guard: Write checkpoints while training goes on, each with the state of the moment when
-            it was saved (see `Checkpointer`).
-            It is made in ``.nvmeio-saving-…`` and gets its name once all of it is durable: after
-            ``on_save``, and before the next is saved and `train` returns, which raise what
-            failed. Older ones are removed after that. Not with several processes, `push_to_hub`,
-            or a best model to be kept: a warning says so, and saves block as without.
+        nvme_guard: Write checkpoints while training goes on, each with the state at the moment of
+            the save (see `Checkpointer`). A checkpoint is made in ``.nvmeio-saving-…`` and gets its
+            name when it is durable: after ``on_save``, but before the next save and before `train`
+            returns, which raise what failed. Then older ones are removed. With several processes,
+            `push_to_hub` or a best model to be kept a warning says that saves block as ever.
     """
 
     nvme_handle: AioHandle | None = None

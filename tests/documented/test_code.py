@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import json
 import os
@@ -120,6 +121,14 @@ def test_commands_of_nvmeio_are_understood() -> None:
             if type(error).__name__ != "Exit":  # of --help
                 pytest.fail(f"{block.place}: {shlex.join(words)}: {said or error!r}")
     assert seen > 15
+
+
+@pytest.mark.parametrize("module", ["nvmeio", "nvmeio.checkpoint", "nvmeio.data", "nvmeio.offload"])
+def test_every_public_name_is_in_the_reference(module: str) -> None:
+    named = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    listed = set(re.findall(r"\w+", named))
+    public = importlib.import_module(module)
+    assert {name for name in public.__all__ if not name.startswith("__")} <= listed
 
 
 def test_targets_of_make_exist() -> None:
