@@ -18,6 +18,7 @@
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
+#include <stddef.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -465,6 +466,7 @@ int64_t nv_moved(nv_request *request) {
 
 nv_rows *nv_request_rows(nv_request *request) { return request->rows; }
 
+_Static_assert(offsetof(nv_request, result) == 0, "Python reads it there, without a call");
 const nv_result *nv_request_result(nv_request *request) { return &request->result; }
 
 /* NULL is what an allocation that failed left to be freed. */

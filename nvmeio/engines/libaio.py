@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import functools
 import itertools
@@ -40,6 +41,12 @@ _gc, _new, _unpack = ffi.gc, ffi.new, ffi.unpack
 _short_prepare, _short_start = lib.nv_short_prepare, lib.nv_short_start
 _short_moved, _short_end = lib.nv_short_moved, lib.nv_short_end
 
+
+_RESULT, _ADDRESS = ffi.typeof("nv_result *"), ffi.typeof("intptr_t")  # a request begins with it
+# A call of cffi's lets go of the GIL, which a thread that is busy in Python then has for 5 ms. This
+# one is shorter than that, and keeps it.
+_start_address = int(ffi.cast(_ADDRESS, ffi.addressof(lib, "nv_start")))
+_start = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_start_address)
 
 _giving_back: weakref.WeakSet[Job[object]] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_giving_back.clear)
@@ -191,7 +198,7 @@ class _NativeRequest:
         self._raw = raw
 
     def start(self) -> None:
-        lib.nv_start(self._raw)
+        _start(int(ffi.cast(_ADDRESS, self._raw)))
 
     def started(self) -> bool:
         return bool(lib.nv_is_started(self._raw))
@@ -211,7 +218,7 @@ class _NativeRequest:
         return moved
 
     def outcome(self) -> Outcome:
-        return _outcome(lib.nv_request_result(self._raw))
+        return _outcome(ffi.cast(_RESULT, self._raw))
 
 
 class _ShortRequest(_NativeRequest):
@@ -258,6 +265,9 @@ class _BatchRequest(_NativeRequest):
     def __init__(self, raw: Any, number: int) -> None:
         super().__init__(raw)
         self._number = number
+
+    def start(self) -> None:
+        lib.nv_start(self._raw)  # long, of many
 
     def outcomes(self) -> list[Outcome]:
         raw = self._raw

@@ -281,7 +281,8 @@ def test_a_chunk_takes_few_turns_of_the_gil(
 ) -> None:
     """Each call of the shim lets go of it, and a thread busy in Python has it for 5 ms then.
 
-    The pump asked each part that was under way, at every look: eight turns a chunk.
+    The pump asked each part that was under way, at every look: eight turns a chunk. Then it started
+    each part and asked for its outcome by calls that let go of the GIL: four.
     """
     chunks, calls = 64, Counter[str]()
     path.write_bytes(bytes(chunks * 4 * PAGE))
@@ -299,9 +300,9 @@ def test_a_chunk_takes_few_turns_of_the_gil(
         handle.close()
     finally:
         threading.setprofile(before)  # type: ignore[arg-type]
-    assert calls["Lib.nv_start"] == calls["Lib.nv_request_result"] == chunks
-    assert calls["Lib.nv_wait"] == 0
-    assert sum(calls.values()) <= 5 * chunks + 20, calls
+    for name in ("nv_start", "nv_request_result", "nv_wait"):
+        assert not calls[f"Lib.{name}"]
+    assert sum(calls.values()) <= 3 * chunks + 20, calls
 
 
 def test_small_one_does_not_wait_behind_a_large_one(
