@@ -190,20 +190,20 @@ def switch(name: str, value: Any) -> bool:
     raise TypeError(f"{name} must be true or false, not {value!r:.80}")
 
 
-def refuse_pickling(self: object, instead: str) -> NoReturn:
-    """Refuse to pickle what has descriptors and threads of this process.
+class NotPickled:
+    """Has descriptors and threads of its process, and is not sent to another one: TypeError.
 
-    Args:
-        self: Of a public class.
-        instead: What to do there.
-
-    Raises:
-        TypeError: Always.
+    A class says in `_elsewhere` what to do there.
     """
-    raise TypeError(
-        f"{an(type(self).__name__)} belongs to the process that made it and is not pickled: "
-        f"{instead}"
-    )
+
+    __slots__ = ()
+    _elsewhere: str
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"{an(type(self).__name__)} belongs to the process that made it and is not pickled: "
+            f"{self._elsewhere}"
+        )
 
 
 def directory_path(what: str, value: str | os.PathLike[str]) -> str:

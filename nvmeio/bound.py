@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
-from nvmeio import _checks
 from nvmeio._checks import OFFSET_MAX
 from nvmeio._core.core import REAP_EVERY, Core
 from nvmeio._core.records import Record, make_room
@@ -47,6 +46,11 @@ class BoundFile(File):
 
     It keeps the handle. All that takes a `File` takes it as well, other handles too.
     """
+
+    _elsewhere = (
+        "keep its path, make an AioHandle in each process, and call its open there (in a "
+        "dataset, on first use or in worker_init_fn)"
+    )
 
     def __init__(
         self, handle: Handle, core: Core | None, path: str | os.PathLike[str], mode: str
@@ -106,13 +110,6 @@ class BoundFile(File):
         """As `File.close`."""
         self._reading = self._writing = None
         super().close()
-
-    def __reduce__(self) -> NoReturn:
-        _checks.refuse_pickling(
-            self,
-            "keep its path, make an AioHandle in each process, and call its open there (in a "
-            "dataset, on first use or in worker_init_fn)",
-        )
 
 
 class _ShortWay:

@@ -6,9 +6,9 @@ import errno
 import mmap
 import os
 import tempfile
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from nvmeio import _checks
+from nvmeio._checks import NotPickled
 from nvmeio._files.descriptors import MEMORY_FILE_SYSTEMS, Descriptors, open_error
 from nvmeio._files.system import file_system_of
 from nvmeio._pages import PAGE_BYTES
@@ -24,12 +24,17 @@ _MODES = {
 }
 
 
-class File(Closing):
+class File(NotPickled, Closing):
     """An open file that keeps its descriptors for repeated transfers; see `open`.
 
     Usable with any handle, from any thread. Closing it while transfers are in flight is safe:
     they finish, and the descriptors go with the last of them.
     """
+
+    _elsewhere = (
+        "keep its path, and call nvmeio.open in each process (in a dataset, on first use or "
+        "in worker_init_fn)"
+    )
 
     def __init__(self, path: str | os.PathLike[str], mode: str = "r") -> None:
         if not isinstance(mode, str):
@@ -87,13 +92,6 @@ class File(Closing):
         if self._closed:
             raise ClosedError(f"{self._path} is closed; open it again with nvmeio.open")
         return os.fstat(self._descriptors.any_fd()).st_size
-
-    def __reduce__(self) -> NoReturn:
-        _checks.refuse_pickling(
-            self,
-            "keep its path, and call nvmeio.open in each process (in a dataset, on first "
-            "use or in worker_init_fn)",
-        )
 
     def __repr__(self) -> str:
         users = self._descriptors.users - (not self._closed)

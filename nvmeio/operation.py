@@ -11,9 +11,9 @@ import concurrent.futures
 import functools
 import time
 from collections.abc import Callable, Generator
-from typing import Any, NoReturn
+from typing import Any
 
-from nvmeio import _checks
+from nvmeio._checks import NotPickled
 from nvmeio._core.records import Record
 from nvmeio._core.settling import Watchers
 from nvmeio._threads.future import Begun
@@ -23,7 +23,7 @@ from nvmeio._threads.threads import log_failure
 _running_loop = asyncio._get_running_loop
 
 
-class Operation(Begun[int]):
+class Operation(NotPickled, Begun[int]):
     """A transfer that has started. Await it, or use it as a future.
 
     It may be awaited any number of times, on any loop of asyncio or uvloop, and handed to
@@ -35,6 +35,8 @@ class Operation(Begun[int]):
     have yet and waits for the others. Then `CancelledError` is raised, and nobody touches the
     tensor's memory any more. Any part of a cancelled read or write may have happened.
     """
+
+    _elsewhere = "wait for it here, and send the tensor"
 
     __slots__ = ("__weakref__", "_record", "_watchers")
 
@@ -172,9 +174,6 @@ class Operation(Begun[int]):
     def buffered_bytes(self) -> int:
         """Bytes that went through the page cache."""
         return 0 if self._record.state == "pending" else self._record.outcome().buffered_bytes
-
-    def __reduce__(self) -> NoReturn:
-        _checks.refuse_pickling(self, "wait for it here, and send the tensor")
 
     def __repr__(self) -> str:
         return repr(self._record)

@@ -22,11 +22,11 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import NoReturn
 
 import torch
 
 from nvmeio import _checks
+from nvmeio._checks import NotPickled
 from nvmeio._memory.leases import LeaseQueue, Waiter
 from nvmeio._memory.mappings import Mapping
 from nvmeio._pages import PAGE_BYTES, round_up
@@ -43,7 +43,7 @@ _COLLECT_AFTER_S = 1.0
 _COLLECT_EVERY_S = 10.0
 
 
-class PinnedPool(Closing):
+class PinnedPool(NotPickled, Closing):
     """A fixed budget of aligned huge-page memory from which byte tensors are leased.
 
         with PinnedPool(256 << 20) as pool:
@@ -64,6 +64,10 @@ class PinnedPool(Closing):
     Cost:
         The arena is mapped and touched once, here (about 0.1 s per GiB; see `empty_aligned`).
     """
+
+    _elsewhere = (
+        "keep its budget, and make one in each process; to share memory use tensor.share_memory_()"
+    )
 
     def __init__(self, budget_bytes: int | str) -> None:
         nbytes = _checks.size("budget_bytes", budget_bytes)
@@ -207,13 +211,6 @@ class PinnedPool(Closing):
                 "make a pool of your own after the fork"
             )
 
-    def __reduce__(self) -> NoReturn:
-        _checks.refuse_pickling(
-            self,
-            "keep its budget, and make one in each process; to share memory use "
-            "tensor.share_memory_()",
-        )
-
     def __repr__(self) -> str:
         kind = "page-locked" if self._locked else "not locked"
         leases = self._queue.leases
@@ -224,17 +221,16 @@ class PinnedPool(Closing):
         )
 
 
-class Lease:
+class Lease(NotPickled):
     """What `PinnedPool.take` returns: a request until it is entered, bytes until it is left."""
+
+    _elsewhere = "send the tensor, which is copied, or share_memory_()"
 
     def __init__(self, pool: PinnedPool, nbytes: int, timeout: float | None) -> None:
         self._pool = pool
         self._nbytes = nbytes
         self._timeout = timeout
         self._waiter: Waiter | None = None
-
-    def __reduce__(self) -> NoReturn:
-        _checks.refuse_pickling(self, "send the tensor, which is copied, or share_memory_()")
 
     def __enter__(self) -> torch.Tensor:
         # A raw lock: waiting for it ends at once with Ctrl-C, and leaves nothing behind.

@@ -25,14 +25,15 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from nvmeio import _checks, files
+from nvmeio import files
 from nvmeio._blocks.catalog import BlockPlace, Catalog
 from nvmeio._blocks.table import Key, names_of
 from nvmeio._blocks.transfers import InPlace, SlotPiece, StoreWorker, Transfers
+from nvmeio._checks import NotPickled
 from nvmeio._io.handles import new_handle
 from nvmeio._pages import round_up
 from nvmeio._storage import crc32
@@ -69,7 +70,7 @@ class Stats(NamedTuple):
     damaged: int
 
 
-class BlockStore(Closing):
+class BlockStore(NotPickled, Closing):
     """Blocks of bytes by name, on the drive.
 
     Args:
@@ -96,6 +97,8 @@ class BlockStore(Closing):
     and a second interrupt at once; then, and with `begin_load` and `begin_store`, the tensors are
     in use for as long as `drain` waits.
     """
+
+    _elsewhere = "keep its directory and name, and open it with writer=False in other processes"
 
     def __init__(
         self,
@@ -438,11 +441,6 @@ class BlockStore(Closing):
         _finish(self._loads)
         self._loads.close()
         self._ending.close()
-
-    def __reduce__(self) -> NoReturn:
-        _checks.refuse_pickling(
-            self, "keep its directory and name, and open it with writer=False in other processes"
-        )
 
     def __repr__(self) -> str:
         state = "closed, " if self._closed else ""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, NoReturn, TypedDict
+from typing import Any, TypedDict
 
 import torch
 
 from nvmeio import _checks, buffers
+from nvmeio._checks import NotPickled
 from nvmeio._core.core import Cores
 from nvmeio._pages import PAGE_BYTES
 from nvmeio.engines.base import Counters, Options
@@ -24,8 +25,13 @@ class DeepSpeedWords(TypedDict, total=False):
     thread_count: int
 
 
-class HandleSettings:
+class HandleSettings(NotPickled):
     """The part of a handle that moves nothing."""
+
+    _elsewhere = (
+        "keep its settings, and make one in each process (in a dataset, on first use or in "
+        "worker_init_fn)"
+    )
 
     _options: Options
     _cores: Cores
@@ -101,13 +107,6 @@ class HandleSettings:
     def closed(self) -> bool:
         """Whether operations are refused."""
         return self._cores.closed
-
-    def __reduce__(self) -> NoReturn:
-        _checks.refuse_pickling(
-            self,
-            "keep its settings, and make one in each process (in a dataset, on first use "
-            "or in worker_init_fn)",
-        )
 
     def __repr__(self) -> str:
         o = self._options

@@ -14,11 +14,11 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from nvmeio import _checks
+from nvmeio._checks import NotPickled
 from nvmeio._formats.torch_writing import padded_nbytes
 from nvmeio._io.handles import new_handle
 from nvmeio._ranks import DEFAULT_TIMEOUT_S
@@ -38,7 +38,7 @@ logger = logging.getLogger("nvmeio")
 _LOOK_S = 0.05
 
 
-class BackgroundSaver:
+class BackgroundSaver(NotPickled):
     """Saves into files, one after the other, each durable at once or not at all.
 
     `save` waits for the save before, takes a snapshot and returns. A failure is raised by the next
@@ -50,6 +50,8 @@ class BackgroundSaver:
         handle: Moves the bytes and stays open; None makes one for each save.
         memory_bytes: As for `Checkpointer`.
     """
+
+    _elsewhere = "make one in each process"
 
     def __init__(
         self,
@@ -193,9 +195,6 @@ class BackgroundSaver:
         if getpid() == self.pid:
             for future in self._pending:
                 future.add_done_callback(_nobody_asked)
-
-    def __reduce__(self) -> NoReturn:
-        _checks.refuse_pickling(self, "make one in each process")
 
     def _settle(self, job: SaveJob, future: concurrent.futures.Future[Any]) -> None:
         try:

@@ -7,9 +7,10 @@ import os
 import warnings
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from nvmeio import _checks
+from nvmeio._checks import NotPickled
 from nvmeio._io.long_call import LongCall, profiled
 from nvmeio._ranks import DEFAULT_TIMEOUT_S
 from nvmeio._threads.closing import ClosingWork
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Checkpointer(ClosingWork):
+class Checkpointer(NotPickled, ClosingWork):
     """Saves the state of a training loop, step by step, into a directory.
 
     `save` takes a snapshot and returns; the file is written in the background. Every byte of it is
@@ -123,6 +124,8 @@ class Checkpointer(ClosingWork):
 
     Cost: memory for what is copied, kept for the next save; 48 MiB of staging, and the handle's.
     """
+
+    _elsewhere = "keep its directory, and make one in each process that saves"
 
     _work = "a save"
 
@@ -570,12 +573,6 @@ class Checkpointer(ClosingWork):
     def closed(self) -> bool:
         """Whether saves are refused."""
         return self._saver.closed
-
-    def __reduce__(self) -> NoReturn:
-        _checks.refuse_pickling(
-            self,
-            "keep its directory, and make one in each process that saves",
-        )
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"

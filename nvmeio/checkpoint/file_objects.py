@@ -15,11 +15,12 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from nvmeio import _checks, buffers
+from nvmeio import buffers
+from nvmeio._checks import NotPickled
 from nvmeio._formats import torch_zip
 from nvmeio._io.handles import new_handle
 from nvmeio._io.inflight import WriteBehind
@@ -37,7 +38,7 @@ BUFFER_BYTES = 32 << 20
 _READ_AHEAD_BYTES = 1 << 20
 
 
-class FastFileWriter(Discarding):
+class FastFileWriter(NotPickled, Discarding):
     """A file for `torch.save` that replaces `path` at once, durably, at the drive's speed.
 
         torch.save(obj, nvmeio.FastFileWriter(path))
@@ -58,6 +59,8 @@ class FastFileWriter(Discarding):
 
     Cost: one copy of every byte into 32 MiB of huge pages; torch computes the CRCs, if any.
     """
+
+    _elsewhere = "keep its path, and write the file in one process"
 
     def __init__(self, path: str | os.PathLike[str], *, handle: AioHandle | None = None) -> None:
         self._archive = ArchiveWatch()
@@ -185,9 +188,6 @@ class FastFileWriter(Discarding):
         """Whether it was committed or discarded."""
         return self._replacement.closed
 
-    def __reduce__(self) -> NoReturn:
-        _checks.refuse_pickling(self, "keep its path, and write the file in one process")
-
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self._stream.position} bytes so far"
         return f"<nvmeio.FastFileWriter {self._replacement.path!r} {state}>"
@@ -238,7 +238,7 @@ def _open_parts(
     return parts, Ending(owner, parts.end)
 
 
-class FastFileReader(Closing):
+class FastFileReader(NotPickled, Closing):
     """A file for `torch.load`: large pieces straight into the caller's memory, small ones ahead.
 
         torch.load(nvmeio.FastFileReader(path))
@@ -252,6 +252,8 @@ class FastFileReader(Closing):
     Raises:
         TransferError: The file cannot be opened; here, or read, later.
     """
+
+    _elsewhere = "keep its path, and make one in each process"
 
     def __init__(self, path: str | os.PathLike[str], *, handle: AioHandle | None = None) -> None:
         self._own = handle is None
@@ -344,9 +346,6 @@ class FastFileReader(Closing):
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._file.closed
-
-    def __reduce__(self) -> NoReturn:
-        _checks.refuse_pickling(self, "keep its path, and make one in each process")
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"at byte {self._position} of {self._size}"

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import operator
 import os
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio import _checks
+from nvmeio._checks import NotPickled
 from nvmeio._formats.safetensors_header import TensorEntry
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._formats.safetensors_shards import as_package, device_of, noted
@@ -67,12 +67,17 @@ def safe_open(
     return LazyTensors(filename, framework, device, backend=backend, handle=handle)
 
 
-class LazyTensors:
+class LazyTensors(NotPickled):
     """What `safe_open` returns: use it with ``with``, or close it.
 
     A file that is replaced or removed meanwhile goes on being read as it was; one that is written
     to is noticed (`IntegrityError`).
     """
+
+    _elsewhere = (
+        "keep its path, and call nvmeio.safe_open in each process (in a dataset, on first "
+        "use or in worker_init_fn)"
+    )
 
     def __init__(
         self,
@@ -242,13 +247,6 @@ class LazyTensors:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __reduce__(self) -> NoReturn:
-        _checks.refuse_pickling(
-            self,
-            "keep its path, and call nvmeio.safe_open in each process (in a dataset, on first use "
-            "or in worker_init_fn)",
-        )
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"

@@ -10,11 +10,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from nvmeio import _checks
+from nvmeio._checks import NotPickled
 from nvmeio._threads import threads
 from nvmeio._threads.closing import ClosingWork
 from nvmeio._threads.future import Begun
@@ -30,7 +31,7 @@ _CUT_SHORT = (
 )
 
 
-class Prefetch(ClosingWork):
+class Prefetch(NotPickled, ClosingWork):
     """Batches of records, in order, read before they are asked for.
 
     Made by `Records.prefetch`. An iterator with and without an event loop: ``async for`` and
@@ -49,6 +50,8 @@ class Prefetch(ClosingWork):
         batches: The numbers of the records of each batch.
         depth: How many batches are read ahead, beside the one that was handed out.
     """
+
+    _elsewhere = "pickle the records, and begin one in each process"
 
     _work = "a prefetched batch"
 
@@ -170,9 +173,6 @@ class Prefetch(ClosingWork):
         """Whether no more batches are handed out."""
         return bool(self._refusal)
 
-    def __reduce__(self) -> NoReturn:
-        _checks.refuse_pickling(self, "pickle the records, and begin one in each process")
-
     def __repr__(self) -> str:
         state = "closed" if self._refusal else "open"
         return f"<nvmeio.data.Prefetch depth={self._depth} {state}, {len(self._ahead)} ahead>"
@@ -189,7 +189,7 @@ def _ignore(_: BaseException) -> None:
     """Without a thread: what is in flight finishes by itself."""
 
 
-class Gather(Begun[torch.Tensor]):
+class Gather(NotPickled, Begun[torch.Tensor]):
     """Records that are being read; the value is the tensor that holds them.
 
     Made by `Records.gather`. Await it, or call `result` where there is no event loop.
@@ -198,6 +198,8 @@ class Gather(Begun[torch.Tensor]):
         operation: The gather itself: bytes, ways, callbacks.
         out: The tensor to fill. Its contents are undefined before the end, and after an error.
     """
+
+    _elsewhere = "pickle the tensor that it is awaited for"
 
     __slots__ = ("_handle", "operation", "out")
 
@@ -241,9 +243,6 @@ class Gather(Begun[torch.Tensor]):
         """Block until it is over, whatever became of it."""
         with contextlib.suppress(CancelledError):
             self.operation.exception()
-
-    def __reduce__(self) -> NoReturn:
-        _checks.refuse_pickling(self, "pickle the tensor that it is awaited for")
 
     def __repr__(self) -> str:
         return f"<nvmeio.data.Gather {self.operation!r}>"

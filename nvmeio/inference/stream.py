@@ -21,11 +21,11 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from nvmeio import _checks
+from nvmeio._checks import NotPickled
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.drives import DriveHandles
 from nvmeio._io.long_call import profiled
@@ -101,7 +101,7 @@ def _caller(lockstep: Lockstep[Any] | None) -> Any:
     return threading.get_ident() if lockstep is None else lockstep
 
 
-class WeightStream(Closing):
+class WeightStream(NotPickled, Closing):
     """The weights of one streamed model; `model.weight_stream`, made by `nvmeio.stream_model`.
 
     Usable as a context manager, which closes it. Several threads may use the model, whose layers
@@ -120,6 +120,8 @@ class WeightStream(Closing):
         trainable: Backward needs the weights again.
         ranks: Who reads a part of each unit; None for a process alone.
     """
+
+    _elsewhere = "call stream_model in each process, with a share of the memory each"
 
     def __init__(
         self,
@@ -533,12 +535,6 @@ class WeightStream(Closing):
         if owner.forked:
             raise ClosedError("the stream of weights is the parent process's: make one in this one")
         return owner, uses
-
-    def __reduce__(self) -> NoReturn:
-        _checks.refuse_pickling(
-            self,
-            "call stream_model in each process, with a share of the memory each",
-        )
 
     def __repr__(self) -> str:
         kept = sum(unit.resident for unit in self.units)

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from nvmeio._checks import Paths
+from nvmeio._checks import NotPickled, Paths
 from nvmeio._memory import devices
 from nvmeio._residency import calls
 from nvmeio._residency.calls import Place, check_unchanged, has_memory, in_backward, kept, unpack
@@ -21,7 +21,7 @@ from nvmeio.offload._optimizer import arguments
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
-class SwappedActivations(Closing):
+class SwappedActivations(NotPickled, Closing):
     """Keeps the tensors that autograd saves in forward on the drive until backward needs them.
 
         with SwappedActivations(swap_dir="/mnt/nvme", resident_bytes="4G") as activations:
@@ -68,6 +68,8 @@ class SwappedActivations(Closing):
     Cost: up to 0.1 ms for each tensor that is saved, and again when backward needs it. The file
     grows by a quarter, at least 64 MiB, when it has no room in a row, and never shrinks.
     """
+
+    _elsewhere = "make one there"
 
     def __init__(
         self,
@@ -201,9 +203,6 @@ class SwappedActivations(Closing):
     def __repr__(self) -> str:
         state = "closed" if self._store.closed else f"{self.bytes_written} bytes written"
         return f"<SwappedActivations, resident_bytes={self.resident_bytes}, {state}>"
-
-    def __reduce__(self) -> Any:
-        arguments.refuse_pickling(self, "make one there")
 
 
 class _Saving(BaseException):

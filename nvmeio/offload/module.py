@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from nvmeio import _checks
-from nvmeio._checks import Paths
+from nvmeio._checks import NotPickled, Paths
 from nvmeio._memory import devices
 from nvmeio._threads.closing import Closing
 from nvmeio.gds import GdsHandle
@@ -30,7 +29,7 @@ from nvmeio.offload._optimizer import arguments
 from nvmeio.offload._swap_files.tensors import is_absent, is_sharded, own_strides, sharded_alike
 
 
-class SwappedModule(Closing, torch.nn.Module):
+class SwappedModule(NotPickled, Closing, torch.nn.Module):
     """A module whose parameters are on the drive, and in memory only while they are used.
 
     Before a part of the module runs, its parameters are read into a window of memory, and those of
@@ -92,6 +91,8 @@ class SwappedModule(Closing, torch.nn.Module):
     what stays in the window from one to the other. A parameter under autocast is kept as its
     converted copy for the backward pass, as without this class.
     """
+
+    _elsewhere = "send its state_dict(), and swap it in each process"
 
     def __init__(
         self,
@@ -342,9 +343,6 @@ class SwappedModule(Closing, torch.nn.Module):
             "a swapped module cannot be moved or converted (to, half, cuda, …): do so before it is "
             "swapped"
         )
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        _checks.refuse_pickling(self, "send its state_dict(), and swap it in each process")
 
     def __deepcopy__(self, memo: Any) -> SwappedModule:
         raise TypeError("a swapped module cannot be copied: swap another module, in another place")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from nvmeio import _checks
-from nvmeio._checks import Paths, switch
+from nvmeio._checks import NotPickled, Paths, switch
 from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
 from nvmeio._threads import shutdown
@@ -32,7 +31,7 @@ DEFAULT_SUBGROUP_BYTES = 64 << 20
 _CLOSED = "the optimizer is closed"
 
 
-class SwappedOptimizer(Closing, torch.optim.Optimizer):
+class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
     """A torch optimizer whose state lies on the drive and passes through a few buffers.
 
     The result is that of `optimizer_class` in memory, bit for bit. Works with every torch optimizer
@@ -117,6 +116,8 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         >>> opt.step()  # or: await opt.async_step()
         >>> opt.zero_grad()
     """
+
+    _elsewhere = "send its state_dict(), and make one in each process, in a swap_dir of its own"
 
     def __init__(
         self,
@@ -517,11 +518,6 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         if self._swapper is None:
             raise ClosedError("the optimizer was never opened: make a new one")
         return self._swapper
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        _checks.refuse_pickling(
-            self, "send its state_dict(), and make one in each process, in a swap_dir of its own"
-        )
 
     def __deepcopy__(self, memo: Any) -> SwappedOptimizer:
         raise TypeError("a swapped optimizer cannot be copied: make another in another swap_dir")

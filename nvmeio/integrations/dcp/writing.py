@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from nvmeio import _checks
+from nvmeio._checks import NotPickled
 from nvmeio._formats.torch_layout import (
     FileLayout,
     KnownBytes,
@@ -320,7 +320,7 @@ def stream_transforms(name: str, extensions: Any) -> Any:
     return None
 
 
-class SnapshotStager(AsyncStager):
+class SnapshotStager(NotPickled, AsyncStager):
     """Stages for `dcp.async_save` without holding the training for a copy.
 
         stager = SnapshotStager()
@@ -337,6 +337,11 @@ class SnapshotStager(AsyncStager):
     Cost: memory of the size of the state, kept for the next save of tensors of the same sizes until
     `close`. A save that begins before the one before has ended takes as much again, meanwhile.
     """
+
+    _elsewhere = (
+        "make one in each process; a save by another process (AsyncCheckpointerType.PROCESS) "
+        "needs torch's own stager"
+    )
 
     _synchronize_after_execute = False
 
@@ -360,13 +365,6 @@ class SnapshotStager(AsyncStager):
     def close(self) -> None:
         """Give the memory back; that of what is being saved, once it is. It may stage again."""
         self._memory.release()
-
-    def __reduce__(self) -> NoReturn:
-        _checks.refuse_pickling(
-            self,
-            "make one in each process; a save by another process (AsyncCheckpointerType.PROCESS) "
-            "needs torch's own stager",
-        )
 
 
 class GuardingStager(SnapshotStager):

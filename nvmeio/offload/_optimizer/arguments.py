@@ -11,7 +11,6 @@ import torch
 
 from nvmeio._checks import dtype as dtype
 from nvmeio._checks import integer as integer
-from nvmeio._checks import refuse_pickling as refuse_pickling
 from nvmeio._checks import size as size
 from nvmeio._checks import switch as switch
 from nvmeio.errors import nearest
