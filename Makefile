@@ -27,7 +27,7 @@ DOCS_STAMP := $(VENV)-docs/.installed
 CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-clients serve-vllm serve-sglang stress interrupts power native-check coverage lint type format bench bench-small bench-instructions bench-checkpoint bench-offload bench-inference figures tables docs plots clients gpu-check wheel-check clean
+.PHONY: help demo test test-fast test-clients serve-vllm serve-sglang stress interrupts power native-check coverage lint type editor-check format bench bench-small bench-instructions bench-checkpoint bench-offload bench-inference figures tables docs plots clients gpu-check wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -112,6 +112,12 @@ lint: $(STAMP) ## ruff (rules and format) and mypy --strict
 type: $(STAMP) ## mypy --strict on nvmeio
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini
+
+PYRIGHT ?= pyright@1.1.414
+
+# Not part of lint: it comes from npm.
+editor-check: $(STAMP) ## the public names as pyright shows them in an editor; needs npx
+	@npx --yes $(PYRIGHT) --pythonpath $(BIN)/python tests/typed_by_users.py
 
 format: $(STAMP) ## let ruff format and fix what it can
 	$(BIN)/ruff check --fix .

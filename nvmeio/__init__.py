@@ -23,7 +23,25 @@ from nvmeio.errors import ShortTransferError as ShortTransferError
 from nvmeio.errors import TransferError as TransferError
 
 if typing.TYPE_CHECKING:
-    # What type checkers and editors see of the table below.
+    # What type checkers and editors see of the tables below.
+    from nvmeio import bound as bound
+    from nvmeio import buffers as buffers
+    from nvmeio import checkpoint as checkpoint
+    from nvmeio import compat as compat
+    from nvmeio import data as data
+    from nvmeio import engines as engines
+    from nvmeio import errors as errors
+    from nvmeio import files as files
+    from nvmeio import gds as gds
+    from nvmeio import handle as handle
+    from nvmeio import inference as inference
+    from nvmeio import integrations as integrations
+    from nvmeio import offload as offload
+    from nvmeio import operation as operation
+    from nvmeio import pool as pool
+    from nvmeio import progress as progress
+    from nvmeio import testing as testing
+    from nvmeio import tuned as tuned
     from nvmeio._memory.tensors import cast_to_byte_tensor as cast_to_byte_tensor
     from nvmeio.bound import BoundFile as BoundFile
     from nvmeio.buffers import empty_aligned as empty_aligned
@@ -58,53 +76,31 @@ __version__ = "0.2.0"
 _LATER = {
     name: module
     for module, names in {
-        "nvmeio._memory.tensors": ("cast_to_byte_tensor",),
-        "nvmeio.bound": ("BoundFile",),
-        "nvmeio.buffers": ("empty_aligned", "empty_pinned"),
-        "nvmeio.checkpoint": (
-            "Checkpointer",
-            "FastFileReader",
-            "FastFileWriter",
-            "async_load",
-            "async_save",
-            "load",
-            "save",
-        ),
-        "nvmeio.checkpoint.frozen": ("FrozenState", "snapshot"),
-        "nvmeio.checkpoint.lazy_safetensors": ("safe_open",),
-        "nvmeio.checkpoint.safetensors": ("load_safetensors", "save_safetensors"),
-        "nvmeio.engines.base": ("Counters",),
-        "nvmeio.files": ("File", "open"),
-        "nvmeio.gds": ("GdsHandle",),
-        "nvmeio.handle": ("AioHandle",),
-        "nvmeio.inference": ("stream_model",),
-        "nvmeio.offload": ("SwappedModule", "SwappedOptimizer"),
-        "nvmeio.operation": ("Operation", "as_future"),
-        "nvmeio.pool": ("PinnedPool",),
+        "nvmeio._memory.tensors": "cast_to_byte_tensor",
+        "nvmeio.bound": "BoundFile",
+        "nvmeio.buffers": "empty_aligned empty_pinned",
+        "nvmeio.checkpoint": "Checkpointer FastFileReader FastFileWriter "
+        "async_load async_save load save",
+        "nvmeio.checkpoint.frozen": "FrozenState snapshot",
+        "nvmeio.checkpoint.lazy_safetensors": "safe_open",
+        "nvmeio.checkpoint.safetensors": "load_safetensors save_safetensors",
+        "nvmeio.engines.base": "Counters",
+        "nvmeio.files": "File open",
+        "nvmeio.gds": "GdsHandle",
+        "nvmeio.handle": "AioHandle",
+        "nvmeio.inference": "stream_model",
+        "nvmeio.offload": "SwappedModule SwappedOptimizer",
+        "nvmeio.operation": "Operation as_future",
+        "nvmeio.pool": "PinnedPool",
     }.items()
-    for name in names
+    for name in names.split()
 }
 # Public modules: attributes too, without an import of their own.
-_MODULES = (
-    "bound",
-    "buffers",
-    "checkpoint",
-    "compat",
-    "data",
-    "engines",
-    "errors",
-    "files",
-    "gds",
-    "handle",
-    "inference",
-    "integrations",
-    "offload",
-    "operation",
-    "pool",
-    "progress",
-    "testing",
-    "tuned",
+_NAMES = (
+    "bound buffers checkpoint compat data engines errors files gds handle inference integrations "
+    "offload operation pool progress testing tuned"
 )
+_MODULES = _NAMES.split()
 
 __all__ = [
     "AioHandle",
