@@ -16,6 +16,7 @@ from nvmeio.errors import BackendUnavailableError as BackendUnavailableError
 from nvmeio.errors import BatchError as BatchError
 from nvmeio.errors import ClosedError as ClosedError
 from nvmeio.errors import CuFileError as CuFileError
+from nvmeio.errors import DeviceTimeoutError as DeviceTimeoutError
 from nvmeio.errors import IntegrityError as IntegrityError
 from nvmeio.errors import NvmeioError as NvmeioError
 from nvmeio.errors import RowsError as RowsError
@@ -112,6 +113,7 @@ __all__ = [
     "ClosedError",
     "Counters",
     "CuFileError",
+    "DeviceTimeoutError",
     "FastFileReader",
     "FastFileWriter",
     "File",

@@ -143,7 +143,7 @@ def dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def device(name: str, value: str | int | torch.device) -> torch.device:
-    """A device that is there.
+    """A device that is there, of CUDA with its number: other threads are on others.
 
     Raises:
         BackendUnavailableError: It is a CUDA device, and there is no such one here.
@@ -159,7 +159,8 @@ def device(name: str, value: str | int | torch.device) -> torch.device:
         return found
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (found.index or 0) < count:
-        return found
+        index = torch.cuda.current_device() if found.index is None else found.index
+        return torch.device("cuda", index)
     if not count:
         why = "no CUDA device was found" if torch.version.cuda else "it is built without CUDA"
     else:

@@ -10,6 +10,7 @@ The classes, and what each has beside its message:
     │  ├ RowsError                          row, rows, whole, mask()
     │  ├ BatchError                         item, items, whole, failures
     │  └ CuFileError                        cufile_status, cuda_status
+    ├ DeviceTimeoutError(RuntimeError)      a device has not done what it was asked
     ├ BackendUnavailableError(RuntimeError) attempts = [(name, reason), …], remedy
     └ IntegrityError                        expected, found
 """
@@ -89,6 +90,14 @@ class AlignmentError(NvmeioError, ValueError):
         self.file_offset = file_offset
         self.nbytes = nbytes
         self.required = required
+
+
+class DeviceTimeoutError(NvmeioError, RuntimeError):
+    """A device has not done in half an hour what it was asked.
+
+    Work on that device fails with this from then on. Host memory that the device may still write
+    to is kept until the process ends.
+    """
 
 
 class TransferError(NvmeioError, OSError):

@@ -656,6 +656,7 @@ def accelerator(
 
     to_numpy = torch.Tensor.numpy
     patch.setattr(devices, "_side_streams", {})
+    patch.setattr(devices, "_pause", fake_cuda.synchronized)
     patch.setattr(torch._C, "_cuda_hasPrimaryContext", cuda.contexts.__contains__, raising=False)
     patch.setattr(devices, "as_here", with_kernels)
     patch.setattr(threads.Thread, "run", run_with_kernels)

@@ -361,11 +361,18 @@ NAMES = [
 ]
 
 
+def synchronized(seconds: float, mark: Any) -> None:
+    """In the place of a pause between two looks at a mark."""
+    with torch.cuda.device(mark.device):
+        mark.event.synchronize()
+
+
 def fake_cuda(patch: pytest.MonkeyPatch) -> FakeCuda:
     """`torch.cuda` is the model from now on."""
     page_locked.forget()
     cuda = FakeCuda()
     patch.setattr(devices, "_side_streams", {})
+    patch.setattr(devices, "_pause", synchronized)
     patch.setattr(system, "tolerate_captures", cuda.tolerate_captures)
     has_context = cuda.contexts.__contains__
     patch.setattr(torch._C, "_cuda_hasPrimaryContext", has_context, raising=False)

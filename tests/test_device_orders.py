@@ -155,6 +155,20 @@ WORKS: list[Callable[..., None]] = [
 
 
 @pytest.mark.parametrize("work", WORKS)
+def test_the_current_device_is_the_caller_s(
+    work: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A model that was streamed to "cuda" went to the first device, whose owner's thread is there.
+
+    So did its contexts.
+    """
+    with accelerator(monkeypatch) as cuda:
+        cuda.set_device(1)
+        work(cuda, tmp_path)
+        assert cuda.contexts == {1}
+
+
+@pytest.mark.parametrize("work", WORKS)
 def test_work_on_another_device_makes_no_context_on_the_first(
     work: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

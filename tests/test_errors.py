@@ -18,6 +18,7 @@ from nvmeio.errors import (
     AlignmentError,
     BackendUnavailableError,
     ClosedError,
+    DeviceTimeoutError,
     IntegrityError,
     NvmeioError,
     ShortTransferError,
@@ -55,6 +56,7 @@ def test_the_tree() -> None:
         (TransferError, OSError),
         (ShortTransferError, TransferError),
         (BackendUnavailableError, RuntimeError),
+        (DeviceTimeoutError, RuntimeError),
         (IntegrityError, NvmeioError),
     ):
         assert issubclass(kind, NvmeioError)

@@ -22,27 +22,17 @@ from nvmeio._files.descriptors import Descriptors
 from nvmeio._files.plan import Plan
 from nvmeio._memory.tensors import Memory, touch
 from nvmeio.engines import base, transfers
-from nvmeio.engines.base import (
-    CompletionQueue,
-    Counters,
-    Engine,
-    EngineError,
-    Opcode,
-    Outcome,
-    Request,
-    Transfer,
-)
 from nvmeio.engines.transfers import RowPlaces
 from nvmeio.errors import ClosedError, ShortTransferError, TransferError, counted, errno_of, naming
 
 NAMES = {
-    Opcode.READ: "pread",
-    Opcode.WRITE: "pwrite",
-    Opcode.FSYNC: "fsync",
-    Opcode.FDATASYNC: "fsync",
+    base.Opcode.READ: "pread",
+    base.Opcode.WRITE: "pwrite",
+    base.Opcode.FSYNC: "fsync",
+    base.Opcode.FDATASYNC: "fsync",
 }
-ROWS_NAMES = {Opcode.READ: "gather", Opcode.WRITE: "scatter"}
-NOTHING = Outcome(0, 0, 0, 0, 0)
+ROWS_NAMES = {base.Opcode.READ: "gather", base.Opcode.WRITE: "scatter"}
+NOTHING = base.Outcome(0, 0, 0, 0, 0)
 
 logger = logging.getLogger("nvmeio")
 
@@ -71,8 +61,8 @@ class Record:
     released = False  # these
     is_plain = False  # nothing follows, but for telling torch, if all of it was moved
     plan: Plan | None = None
-    request: Request | None = None
-    home: CompletionQueue | None = None  # where its end is reported
+    request: base.Request | None = None
+    home: base.CompletionQueue | None = None  # where its end is reported
     state = "pending"
     stop = False
     claimed = 0  # the thread that concludes it, or HANDED_ON
@@ -86,7 +76,7 @@ class Record:
     def __init__(
         self,
         token: int,
-        opcode: Opcode,
+        opcode: base.Opcode,
         memory: Memory | None,
         path: str,
         file_offset: int,
@@ -124,15 +114,15 @@ class Record:
     def writes_to(self, inode: tuple[int, int]) -> bool:
         """Whether it writes to this file."""
         opened = self.opened
-        return self.opcode is Opcode.WRITE and opened is not None and opened.inode == inode
+        return self.opcode is base.Opcode.WRITE and opened is not None and opened.inode == inode
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> base.Outcome:
         """What the engine tells of it, once the kernel is done."""
         return NOTHING if self.request is None else self.request.outcome()
 
     # --- for the core, in this order --------------------------------------------------------
 
-    def prepare(self, engine: Engine, cq: CompletionQueue, transfer: Any) -> Request:
+    def prepare(self, engine: base.Engine, cq: base.CompletionQueue, transfer: Any) -> base.Request:
         """The engine's request for it."""
         return base.prepare(engine, cq, self.token, transfer, self.rows)
 
@@ -147,7 +137,7 @@ class Record:
         """Whether more is to be done by the finisher, now that the request has moved so much."""
         return moved == -errno.EINVAL and self.plan is not None and self.plan.direct
 
-    def go_on(self) -> tuple[Transfer | list[Transfer] | None, dict[str, int]]:
+    def go_on(self) -> tuple[base.Transfer | list[base.Transfer] | None, dict[str, int]]:
         """The engine's next step, if any, and the correction of its counters.
 
         Here what it refused as direct I/O, without.
@@ -186,7 +176,7 @@ class Record:
 
     def _is_no_sync(self, moved: int) -> bool:
         """Whether the kernel has no fsync for AIO: IOCB_CMD_FSYNC came with Linux 4.18."""
-        return moved == -errno.EINVAL and self.opcode >= Opcode.FSYNC
+        return moved == -errno.EINVAL and self.opcode >= base.Opcode.FSYNC
 
     def has_last_steps(self, moved: int) -> bool:
         """Whether something follows a transfer that went well."""
@@ -212,7 +202,7 @@ class Record:
         assert self.opened is not None
         fd = self.opened.any_fd()
         with naming("fsync", self.path):
-            (os.fsync if self.opcode is Opcode.FSYNC else os.fdatasync)(fd)
+            (os.fsync if self.opcode is base.Opcode.FSYNC else os.fdatasync)(fd)
 
     def let_go(self) -> TransferError | None:
         """Give memory and file back; the error of closing the file, if there is one.
@@ -301,9 +291,9 @@ def let_go_plain(records: list[Record]) -> bool:
     return True
 
 
-def failure_of(outcome: Outcome, about: dict[str, Any]) -> BaseException:
+def failure_of(outcome: base.Outcome, about: dict[str, Any]) -> BaseException:
     """The error of a transfer that is not whole; `about` is what `TransferError` takes."""
-    if isinstance(outcome.cause, EngineError):
+    if isinstance(outcome.cause, base.EngineError):
         return outcome.cause.with_context(**about)
     if outcome.cause is not None:
         return outcome.cause
@@ -329,7 +319,7 @@ def copy_back(memory: Memory, about: dict[str, Any]) -> None:
         raise TransferError(errno_of(failed), detail=detail, **about) from failed
 
 
-def refused_once(opcode: Opcode, refused: Outcome) -> dict[str, int]:
+def refused_once(opcode: base.Opcode, refused: base.Outcome) -> dict[str, int]:
     """How counters are to change where a transfer was refused, and is done again."""
     return {
         "operations": -1,
@@ -337,7 +327,7 @@ def refused_once(opcode: Opcode, refused: Outcome) -> dict[str, int]:
         "direct_bytes": -refused.direct_bytes,
         "bounced_bytes": -refused.bounced_bytes,
         "buffered_bytes": -refused.buffered_bytes,
-        "bytes_read" if opcode is Opcode.READ else "bytes_written": -refused.transferred,
+        "bytes_read" if opcode is base.Opcode.READ else "bytes_written": -refused.transferred,
     }
 
 
@@ -362,7 +352,7 @@ class LiveRecords:
         self.refusal = ""
         self._failed: dict[int, Record] = {}  # whose error nobody has seen yet
         self._finished = 0
-        self._unissued = Counters()  # what the engine's counters lack, or have too much
+        self._unissued = base.Counters()  # what the engine's counters lack, or have too much
 
     # --- taking in --------------------------------------------------------------------------
 
@@ -468,7 +458,7 @@ class LiveRecords:
                 self.end(record, record.state)  # an interrupt came before it was taken out
         return None
 
-    def at(self, cq: CompletionQueue) -> list[Record]:
+    def at(self, cq: base.CompletionQueue) -> list[Record]:
         """With the lock held: those whose end is to be reported at a completion queue."""
         return [record for record in list(self.records.values()) if record.home is cq]
 
@@ -492,11 +482,13 @@ class LiveRecords:
             sums = {name: getattr(self._unissued, name) + n for name, n in more.items()}
             self._unissued = self._unissued._replace(**sums)
 
-    def corrected(self, counters: Counters) -> Counters:
+    def corrected(self, counters: base.Counters) -> base.Counters:
         """The engine's counters with that."""
         with self.lock:
             pairs = zip(counters, self._unissued, strict=True)
-            return Counters(*(sum(pair) for pair in pairs))._replace(in_flight=len(self.records))
+            return base.Counters(*(sum(pair) for pair in pairs))._replace(
+                in_flight=len(self.records)
+            )
 
     def after_fork(self) -> None:
         """In the child: the lock may have been copied while held."""

@@ -26,14 +26,6 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from nvmeio._formats import torch_pickling, torch_zip
-from nvmeio._formats.torch_pickling import (
-    Pickled,
-    PickleModule,
-    Replay,
-    Seen,
-    Storages,
-    aligned_storages,
-)
 from nvmeio._storage import crc32
 from nvmeio.errors import BackendUnavailableError, IntegrityError
 
@@ -149,7 +141,7 @@ class Pickling(NamedTuple):
     """
 
     data: bytes
-    storages: Storages
+    storages: torch_pickling.Storages
     sizes: dict[str, int]
 
     @property
@@ -169,9 +161,9 @@ class Pickling(NamedTuple):
         for key, storage in self.storages.items():
             if storage.nbytes() != self.sizes[key]:
                 raise resized(f"archive/data/{key}", self.sizes[key], storage.nbytes())
-        replay: Any = Replay(self.data)
+        replay: Any = torch_pickling.Replay(self.data)
         storages: Any = self.storages
-        with aligned_storages(), torch.serialization.skip_data():
+        with torch_pickling.aligned_storages(), torch.serialization.skip_data():
             if has_seam():
                 skeleton = self._records(replay).skeleton()
             else:
@@ -207,8 +199,8 @@ def pickled(
     """
     if getattr(torch.serialization, "skip_data", None) is None:
         raise unknown_torch("torch.serialization.skip_data is missing")
-    seen = Seen({}, {})
-    watching: Any = PickleModule(pickle_module, seen, ends=True)
+    seen = torch_pickling.Seen({}, {})
+    watching: Any = torch_pickling.PickleModule(pickle_module, seen, ends=True)
     nowhere: Any = io.BytesIO()
     try:
         if pickle_module is pickle and has_seam():
@@ -217,7 +209,7 @@ def pickled(
             )
         else:
             torch.save(obj, nowhere, watching, pickle_protocol)
-    except Pickled as ended:
+    except torch_pickling.Pickled as ended:
         return Pickling(ended.data, dict(seen.storages), dict(seen.nbytes))
     finally:
         seen.storages.clear()  # as after an error, which leaves the pickler's class in a cycle
@@ -229,7 +221,7 @@ def plan_layout(obj: object) -> FileLayout:
     return pickled(obj).layout()
 
 
-def layout_of(skeleton: Skeleton, storages: Storages) -> FileLayout:
+def layout_of(skeleton: Skeleton, storages: torch_pickling.Storages) -> FileLayout:
     """A skeleton with the memory that belongs into its holes, by the key of each."""
     records: list[StorageRecord] = []
     for name, offset, nbytes, crc_at, is_hole in skeleton.entries:

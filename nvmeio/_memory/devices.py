@@ -15,12 +15,17 @@ another one uses is recorded (`record_use`), so that it is not given away while 
 Which device. Threads begin on device 0, and CUDA makes a context (some 300 MB of its memory) on the
 device that a thread is on at its first call, even one about another device's event. So every call
 here is made with its own device current, and the thread is put back as it was found.
+
+How long. CUDA waits for ever, for a kernel that never ends and for a rank that is gone. We look,
+and give up after half an hour, as torch's process groups do. Then the device is `silent`: whatever
+is asked of it here fails at once, and page-locked memory is kept, since copies may still come.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -28,7 +33,12 @@ import torch
 
 from nvmeio import _checks
 from nvmeio._memory import page_locked, system
+from nvmeio._threads.future import Future
 from nvmeio._threads.threads import Thread
+from nvmeio.errors import DeviceTimeoutError
+
+_PATIENCE_S = 1800.0
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 50e-6, 1e-3  # between two looks of who waits
 
 Value = TypeVar("Value")
 
@@ -238,27 +248,49 @@ def _tolerate_captures() -> None:
 class _CudaMark:
     def __init__(self, stream: Any) -> None:
         cuda: Any = torch.cuda
-        self._device = stream.device
-        # "blocking": whoever waits sleeps instead of spinning (cudaEventBlockingSync).
-        self._event = cuda.Event(blocking=True)
-        with torch.cuda.device(self._device):
+        self.device = stream.device
+        check_answers(self.device)
+        self._until = time.monotonic() + _PATIENCE_S
+        self.event = cuda.Event()
+        with torch.cuda.device(self.device):
             _tolerate_captures()
-            self._event.record(stream)
+            self.event.record(stream)
 
     def done(self) -> bool:
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             _tolerate_captures()
-            return bool(self._event.query())
+            if self.event.query():
+                return True
+        if time.monotonic() > self._until:
+            system.silent_devices.add(self.device)
+        check_answers(self.device)
+        return False
 
     def wait(self) -> None:
-        with torch.cuda.device(self._device):
-            _tolerate_captures()
-            self._event.synchronize()
+        pause = _LEAST_PAUSE_S
+        while not self.done():
+            _pause(pause, self)
+            pause = min(1.5 * pause, _MOST_PAUSE_S)
 
-    def hold_back(self, stream: Any) -> None:
-        """Order what a stream is asked from now on behind this."""
-        with torch.cuda.device(self._device):
-            stream.wait_event(self._event)
+
+def _pause(seconds: float, mark: _CudaMark) -> None:
+    """Sleep before the next look at a mark."""
+    time.sleep(seconds)
+
+
+def check_answers(device: torch.device) -> None:
+    """Raise for one that did not do in time what it was asked.
+
+    Raises:
+        DeviceTimeoutError: It did not, once in this process.
+    """
+    if device in system.silent_devices:
+        raise DeviceTimeoutError(
+            f"{device} has not done in {_PATIENCE_S:.0f} s what it was asked: a kernel does not "
+            "end, a collective waits for a rank that is gone, or the device has failed (look at "
+            "`nvidia-smi` and for Xid in `dmesg`). Nothing works with it in this process any more: "
+            "end it, and go on from a checkpoint"
+        )
 
 
 def is_device(tensor: object) -> bool:
@@ -336,8 +368,22 @@ def synchronize(device: torch.device) -> None:
 
     Raises:
         RuntimeError: It has failed.
+        DeviceTimeoutError: It has not done so in time.
     """
-    torch.get_device_module(device).synchronize(device)
+    check_answers(device)
+    ended: Future[None] = Future()
+
+    def wait() -> None:
+        try:
+            ended.set(torch.get_device_module(device).synchronize(device))
+        except BaseException as failed:
+            ended.fail(failed)
+
+    Thread(wait, "nvmeio-synchronize").start()
+    if not ended.wait(_PATIENCE_S):
+        system.silent_devices.add(device)
+        check_answers(device)
+    ended.result()
 
 
 def empty(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -352,7 +398,8 @@ def empty(nbytes: int, device: torch.device) -> torch.Tensor:
 def come_after(stream: Any, mark: Mark) -> None:
     """Order the later work of a stream of `stream_here` behind a mark; nobody waits."""
     if isinstance(mark, _CudaMark):
-        mark.hold_back(stream)
+        with torch.cuda.device(mark.device):
+            stream.wait_event(mark.event)
 
 
 def usable(name: str, value: str | int | torch.device) -> torch.device:
@@ -367,10 +414,9 @@ def usable(name: str, value: str | int | torch.device) -> torch.device:
         return torch.device("cpu")
     if found.type != "cuda":
         raise ValueError(f"{name} must be the CPU or a CUDA device, not {str(found)!r}")
-    index = torch.cuda.current_device() if found.index is None else found.index
-    with torch.cuda.device(index):
-        torch.cuda.mem_get_info(index)  # has a context: what is page-locked is from now on for it
-    return torch.device("cuda", index)
+    with torch.cuda.device(found):
+        torch.cuda.mem_get_info(found)  # has a context: what is page-locked is from now on for it
+    return found
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -391,7 +437,10 @@ def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or a copy of device memory in the host's, which the CPU waits for."""
-    return moved(tensor, torch.device("cpu")) if is_device(tensor) else tensor
+    if not is_device(tensor):
+        return tensor
+    now(device_of(tensor)).wait()  # the copy itself knows no limit
+    return moved(tensor, torch.device("cpu"))
 
 
 def _begin_copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -25,17 +25,7 @@ from typing import Any
 
 import torch
 
-from nvmeio._memory.system import (
-    check_available,
-    clear_cuda_error,
-    cuda_device,
-    cuda_refusal,
-    huge_page_bytes,
-    huge_pages_for_all,
-    libc,
-    no_memory,
-    not_lockable,
-)
+from nvmeio._memory import system
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._threads.threads import Thread
 
@@ -58,7 +48,7 @@ _ROUNDING_SHARE = 8
 # Below this the reads are done before a thread has begun.
 PREFAULT_FROM_BYTES = 64 << 20
 
-_madvise = libc.madvise  # lets go of the GIL
+_madvise = system.libc.madvise  # lets go of the GIL
 _PREFAULT_THREADS = max(1, min(4, (os.cpu_count() or 1) - 1))
 
 
@@ -166,7 +156,7 @@ class Pin:
 
     def unregister(self, address: int) -> str:
         """Unregister it from CUDA; the reason where that failed, or ""."""
-        if self.runtime is None:
+        if self.runtime is None or system.silent_devices:  # CUDA would wait for them
             return ""
         try:
             # A destructor's thread may be on a device not in use: CUDA would make a context.
@@ -175,11 +165,11 @@ class Pin:
         except Exception as failed:  # a device that has failed refuses to be made current
             return f"cudaHostUnregister of {self.nbytes} bytes failed: {failed}"
         if int(error) == _NOT_REGISTERED:  # an interrupt came after CUDA had forgotten it
-            clear_cuda_error()
+            system.clear_cuda_error()
             return ""
         if int(error) == 0:
             return ""
-        return cuda_refusal(self.runtime, "cudaHostUnregister", self.nbytes, error)
+        return system.cuda_refusal(self.runtime, "cudaHostUnregister", self.nbytes, error)
 
 
 _changes = Serial()  # one for both: a destructor may come in the middle of a change of either
@@ -229,7 +219,7 @@ def unpin(address: int) -> bool:
         if pinned.get(address) is not pin:
             return False
         refused = pin.unregister(address)
-        libc.munlock(address, pin.nbytes)
+        system.libc.munlock(address, pin.nbytes)
         pinned.pop(address, None)  # last: after an interrupt all of this is done again
     if refused:
         raise OSError(errno.EIO, refused)
@@ -275,13 +265,13 @@ class Mapping(mmap.mmap):
         Raises:
             MemoryError: The kernel refused, or more is asked for than is available.
         """
-        huge = huge_page_bytes()
+        huge = system.huge_page_bytes()
         align = huge if nbytes >= huge else PAGE_BYTES
         length = round_up(max(nbytes, 1), PAGE_BYTES)
         rounded = round_up(length, align)
         if (rounded - length) * _ROUNDING_SHARE <= length:
             length = rounded
-        check_available(nbytes, length)
+        system.check_available(nbytes, length)
         try:
             # Linux aligns a mapping of whole huge pages by itself from 6.7 on; where it did not,
             # a longer one contains an aligned span. What is left over is never touched.
@@ -290,10 +280,10 @@ class Mapping(mmap.mmap):
                 self = _anonymous(cls, length + align)
                 self.address = round_up(self.address, align)
         except (OSError, OverflowError, ValueError) as error:
-            raise MemoryError(no_memory(nbytes, str(error))) from None
+            raise MemoryError(system.no_memory(nbytes, str(error))) from None
         if align == huge:
             # Refused (EINVAL) only by a kernel without huge pages, where small ones must do.
-            libc.madvise(self.address, length, _MADV_HUGEPAGE)
+            system.libc.madvise(self.address, length, _MADV_HUGEPAGE)
         take_out_dead()  # one of them may have had this address
         self._alive = Alive()
         self.nbytes = length
@@ -308,12 +298,12 @@ class Mapping(mmap.mmap):
         at once and `mlock` does not populate in one long call (see _POPULATE_BYTES).
         """
         pinned[self.address] = Pin(self.nbytes)  # first: what is interrupted can be undone
-        if libc.mlock2(self.address, self.nbytes, _MLOCK_ONFAULT) != 0:
+        if system.libc.mlock2(self.address, self.nbytes, _MLOCK_ONFAULT) != 0:
             code = ctypes.get_errno()
-            if code != errno.ENOSYS or libc.mlock(self.address, self.nbytes) != 0:
+            if code != errno.ENOSYS or system.libc.mlock(self.address, self.nbytes) != 0:
                 code = ctypes.get_errno()
                 unpin(self.address)
-                raise OSError(code, not_lockable(self.nbytes, code))
+                raise OSError(code, system.not_lockable(self.nbytes, code))
         locked.add(self.address, self.nbytes)
 
     def populate(self) -> None:
@@ -324,11 +314,11 @@ class Mapping(mmap.mmap):
         """
         for start in range(0, self.nbytes, _POPULATE_BYTES):
             length = min(_POPULATE_BYTES, self.nbytes - start)
-            if libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE) == 0:
+            if system.libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE) == 0:
                 continue
             code = ctypes.get_errno()
             if code not in (errno.EINVAL, errno.ENOSYS):
-                raise MemoryError(no_memory(self.nbytes, os.strerror(code)))
+                raise MemoryError(system.no_memory(self.nbytes, os.strerror(code)))
             ctypes.memset(self.address + start, 0, length)  # Linux before 5.14; no GIL either
 
     def register_with_cuda(self) -> bool:
@@ -339,7 +329,7 @@ class Mapping(mmap.mmap):
         Returns:
             Whether CUDA is.
         """
-        device = cuda_device()
+        device = system.cuda_device()
         if device is None:
             return False
         with torch.cuda.device(device):
@@ -360,7 +350,9 @@ class Mapping(mmap.mmap):
         if int(error) != 0:
             pin.runtime = None
             unpin(self.address)
-            raise OSError(errno.EIO, cuda_refusal(runtime, "cudaHostRegister", self.nbytes, error))
+            raise OSError(
+                errno.EIO, system.cuda_refusal(runtime, "cudaHostRegister", self.nbytes, error)
+            )
 
     def tensor(self, offset: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor from byte `offset` on, with a storage of exactly its size.
@@ -427,7 +419,7 @@ def on_huge_pages(address: int, nbytes: int) -> bool:
     True for nvmeio's own buffers, and for all memory where transparent huge pages are "always".
     Parameters and cost as for `owns`.
     """
-    return huge_pages_for_all() or owns(address, nbytes)
+    return system.huge_pages_for_all() or owns(address, nbytes)
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -452,7 +444,7 @@ def accessible(address: int, nbytes: int, writing: bool) -> bool:
     """
     advice = _MADV_POPULATE_WRITE if writing else _MADV_POPULATE_READ
     start = address - address % PAGE_BYTES
-    if not nbytes or libc.madvise(start, address + nbytes - start, advice) == 0:
+    if not nbytes or system.libc.madvise(start, address + nbytes - start, advice) == 0:
         return True
     code = ctypes.get_errno()
     if code == errno.EINVAL:  # read-only, or an advice that this kernel does not know
@@ -463,7 +455,7 @@ def accessible(address: int, nbytes: int, writing: bool) -> bool:
 @functools.cache
 def _knows_populate() -> bool:
     page = mmap.mmap(-1, PAGE_BYTES)
-    return bool(libc.madvise(_address_of(page), PAGE_BYTES, _MADV_POPULATE_READ) == 0)
+    return bool(system.libc.madvise(_address_of(page), PAGE_BYTES, _MADV_POPULATE_READ) == 0)
 
 
 class Prefault:

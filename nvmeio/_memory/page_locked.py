@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from nvmeio._memory import system
 from nvmeio._memory.mappings import Mapping
 from nvmeio._pages import PAGE_BYTES, round_up
 
@@ -91,7 +92,7 @@ def _taken(nbytes: int) -> Mapping | None:
 
 
 def _take_back() -> None:
-    while not _ended.empty():
+    while not _ended.empty() and not system.silent_devices:  # those may still write there
         try:
             mark = _ended.get_nowait()
         except Empty:  # another thread was first

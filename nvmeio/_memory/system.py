@@ -104,6 +104,9 @@ def _limit(value: int) -> str:
 
 # CUDA
 
+# Devices that have not done in time what they were asked, which they may still do.
+silent_devices: set[torch.device] = set()
+
 _CAPTURE_RELAXED = 2  # cudaStreamCaptureModeRelaxed; driver_types.h
 
 

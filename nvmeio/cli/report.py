@@ -19,16 +19,7 @@ from rich.text import Text
 
 from nvmeio._memory.copy_on_write import HOW_TO_ALLOW
 from nvmeio.cli._terminal import binary_size, trimmed
-from nvmeio.cli.measure.machine import (
-    Aio,
-    CuFile,
-    Directory,
-    EngineChoice,
-    Facts,
-    MemoryLimits,
-    check_directory,
-    gather,
-)
+from nvmeio.cli.measure import machine
 from nvmeio.cli.tune.space import in_words
 from nvmeio.engines.base import Options
 from nvmeio.tuned import Tuned
@@ -47,7 +38,7 @@ _Row = tuple[bool | None, str, str, str]
 class Report:
     """The facts and what is wrong with them."""
 
-    facts: Facts
+    facts: machine.Facts
     problems: list[Finding]
 
     @property
@@ -66,8 +57,8 @@ def run(directories: Sequence[Path]) -> Report:
         OSError: One of them is missing, no directory, or cannot be written in.
     """
     for directory in directories:
-        check_directory(directory)
-    facts = gather(directories)
+        machine.check_directory(directory)
+    facts = machine.gather(directories)
     return Report(facts, list(find_problems(facts)))
 
 
@@ -146,7 +137,7 @@ def _problems(problems: Sequence[Finding]) -> RenderableType:
     )
 
 
-def _machine(facts: Facts) -> Iterator[_Row]:
+def _machine(facts: machine.Facts) -> Iterator[_Row]:
     engine, aio, memory = facts.engine, facts.aio, facts.memory
     if engine.auto is None:
         yield False, "engine", "none can be started", engine.reason
@@ -190,7 +181,7 @@ _MODES = {
 }
 
 
-def _gds(cufile: CuFile, has_gpu: bool) -> Iterator[_Row]:
+def _gds(cufile: machine.CuFile, has_gpu: bool) -> Iterator[_Row]:
     if not has_gpu:  # nothing of it matters then; --json tells it all the same
         yield None, "no GPU", "cuFile is not needed", f"cuFile: {cufile.path or 'not found'}"
         return
@@ -213,7 +204,7 @@ def _gds(cufile: CuFile, has_gpu: bool) -> Iterator[_Row]:
     yield None, "cufile.json", cufile.json or "none", "" if cufile.json else "cuFile's defaults"
 
 
-def _directory(directory: Directory) -> Iterator[_Row]:
+def _directory(directory: machine.Directory) -> Iterator[_Row]:
     direct, device, stored = directory.direct, directory.device, directory.tuned
     if direct.supported:
         offsets, memory = map(binary_size, (direct.offset_alignment, direct.memory_alignment))
@@ -273,7 +264,7 @@ class Finding:
     fix: str
 
 
-def find_problems(facts: Facts) -> Iterator[Finding]:
+def find_problems(facts: machine.Facts) -> Iterator[Finding]:
     """Everything that is wrong, the gravest first."""
     found = [
         *(problem for directory in facts.directories for problem in _of_directory(directory)),
@@ -285,7 +276,7 @@ def find_problems(facts: Facts) -> Iterator[Finding]:
     return iter(sorted(found, key=lambda problem: order.index(problem.severity)))
 
 
-def _of_directory(directory: Directory) -> Iterator[Finding]:
+def _of_directory(directory: machine.Directory) -> Iterator[Finding]:
     if not directory.direct.supported:
         reason = f": {directory.direct.reason}" if directory.direct.reason else ""
         yield Finding(
@@ -301,7 +292,7 @@ def _of_directory(directory: Directory) -> Iterator[Finding]:
         )
 
 
-def _of_engine(engine: EngineChoice, aio: Aio) -> Iterator[Finding]:
+def _of_engine(engine: machine.EngineChoice, aio: machine.Aio) -> Iterator[Finding]:
     if engine.auto is None:
         remedy = "unset NVMEIO_LIBAIO" if aio.library is None else engine.remedy
         yield Finding("error", f"no handle can be opened: {engine.reason}", remedy)
@@ -322,14 +313,14 @@ def _of_engine(engine: EngineChoice, aio: Aio) -> Iterator[Finding]:
         )
 
 
-def aio_is_plentiful(aio: Aio) -> bool:
+def aio_is_plentiful(aio: machine.Aio) -> bool:
     """Whether several handles can still be opened, or nobody can tell."""
     if aio.nr is None or aio.max_nr is None:
         return True
     return aio.max_nr - aio.nr >= COMFORTABLE_AIO_EVENTS
 
 
-def _of_memory(memory: MemoryLimits) -> Iterator[Finding]:
+def _of_memory(memory: machine.MemoryLimits) -> Iterator[Finding]:
     if memory.huge_pages == "never":
         yield Finding(
             "warning",
@@ -351,7 +342,9 @@ def _of_memory(memory: MemoryLimits) -> Iterator[Finding]:
     )
 
 
-def _of_cufile(cufile: CuFile, cuda_available: bool, torch_cuda: str | None) -> Iterator[Finding]:
+def _of_cufile(
+    cufile: machine.CuFile, cuda_available: bool, torch_cuda: str | None
+) -> Iterator[Finding]:
     if cufile.usable:
         if cuda_available and not cufile.udev:
             yield Finding(

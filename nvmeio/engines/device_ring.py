@@ -39,18 +39,7 @@ from nvmeio._threads.threads import Thread
 from nvmeio.engines import base, transfers
 from nvmeio.engines._device_ring_requests import Chunks, RingPart, RingRequest, RingRowsRequest
 from nvmeio.engines._queued import QueuedEngine, counted
-from nvmeio.engines.base import (
-    CompletionQueue,
-    Counters,
-    Engine,
-    Opcode,
-    Options,
-    Outcome,
-    Request,
-    Rows,
-    Transfer,
-)
-from nvmeio.errors import TransferError, errno_of
+from nvmeio.errors import DeviceTimeoutError, TransferError, errno_of
 
 logger = logging.getLogger("nvmeio")
 
@@ -79,7 +68,7 @@ class RingEngine(QueuedEngine[RingRequest]):
 
     name = "ring"
 
-    def __init__(self, host: Engine, copier: Copier, ring_bytes: int = DEFAULT_BYTES) -> None:
+    def __init__(self, host: base.Engine, copier: Copier, ring_bytes: int = DEFAULT_BYTES) -> None:
         super().__init__()
         self._host = host
         self._copier = copier
@@ -93,9 +82,9 @@ class RingEngine(QueuedEngine[RingRequest]):
         self._pump: Thread | None = None
         self._closed = False
         self.wake_fd = -1  # readable while there is something new
-        self._inside = Counters()
+        self._inside = base.Counters()
 
-    def start(self, options: Options) -> None:
+    def start(self, options: base.Options) -> None:
         """Start the pump; the ring itself is made for the first transfer."""
         if self._pump is not None:
             raise RuntimeError("this engine was started before: one engine serves one handle")
@@ -111,13 +100,15 @@ class RingEngine(QueuedEngine[RingRequest]):
             raise
         self._pump = pump
 
-    def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
+    def prepare(
+        self, cq: base.CompletionQueue, token: int, transfer: base.Transfer
+    ) -> base.Request:
         """A request that the pump takes up once it is started."""
         return RingRequest(self, token, transfer, cq)
 
     def prepare_rows(
-        self, cq: CompletionQueue, token: int, transfer: Transfer, rows: Rows
-    ) -> Request:
+        self, cq: base.CompletionQueue, token: int, transfer: base.Transfer, rows: base.Rows
+    ) -> base.Request:
         """The same for rows.
 
         Raises:
@@ -151,14 +142,14 @@ class RingEngine(QueuedEngine[RingRequest]):
         if self._pump is not None:
             self._pump.join()
 
-    def inside(self) -> Counters:
+    def inside(self) -> base.Counters:
         """What the host engine has counted of this one's transfers."""
         with self.lock:
             return self._inside
 
     # --- for the pump -----------------------------------------------------------------------
 
-    def count_inside(self, opcode: int, nbytes: int, outcome: Outcome) -> None:
+    def count_inside(self, opcode: int, nbytes: int, outcome: base.Outcome) -> None:
         """Note down one transfer of the host engine."""
         with self.lock:
             self._inside = counted(self._inside, opcode, nbytes, outcome)
@@ -178,9 +169,9 @@ class _Pump:
     """The ring and what is in it; everything here is the pump thread's alone."""
 
     engine: RingEngine
-    host: Engine
+    host: base.Engine
     copier: Copier
-    cq: CompletionQueue
+    cq: base.CompletionQueue
     chunks: Chunks | None = None
     unready: list[RingRequest] = field(default_factory=list)
     ready: deque[RingRequest] = field(default_factory=deque)
@@ -188,6 +179,7 @@ class _Pump:
     last_token: int = 0
     some_ended: bool = False  # of these; the completion queue is readable
     at_device: list[RingPart] = field(default_factory=list)
+    broken: DeviceTimeoutError | None = None
 
     def run(self) -> None:
         """Until the engine is stopped and nothing is in flight."""
@@ -297,6 +289,9 @@ class _Pump:
     def _chunk_for(self, request: RingRequest) -> torch.Tensor | None:
         """A chunk, or a cell of one where that is enough; None where none is free."""
         engine = self.engine
+        if self.broken is not None:
+            request.fail(errno.EIO, self.broken)
+            return None
         if self.chunks is None:
             try:
                 device = request.transfer.memory.device
@@ -321,7 +316,7 @@ class _Pump:
         return part
 
     def _begin(self, part: RingPart) -> None:
-        if part.request.transfer.opcode == Opcode.READ:
+        if part.request.transfer.opcode == base.Opcode.READ:
             self._to_drive(part)
         else:
             part.mark = self.copier.download(part.bytes, part.on_device)
@@ -336,7 +331,7 @@ class _Pump:
             plan = transfers.plan_buffered
         try:
             part.plan, planned = plan(
-                Opcode(transfer.opcode), memory, transfer.opened, part.file_offset
+                base.Opcode(transfer.opcode), memory, transfer.opened, part.file_offset
             )
         except TransferError as failed:
             part.request.fail(errno_of(failed), failed)
@@ -344,7 +339,7 @@ class _Pump:
             return
         self._submit(part, planned)
 
-    def _submit(self, part: RingPart, planned: Transfer) -> None:
+    def _submit(self, part: RingPart, planned: base.Transfer) -> None:
         self.last_token = part.token = self.last_token + 1
         part.host = base.prepare(self.host, self.cq, part.token, planned, part.rows)
         part.host.start()
@@ -359,7 +354,7 @@ class _Pump:
             logger.warning("%s refused direct I/O: buffered instead", transfer.opened.path)
             self._to_drive(part, buffered=True)
             return
-        reads = transfer.opcode == Opcode.READ
+        reads = transfer.opcode == base.Opcode.READ
         if reads and request.cancelled:
             self._drop(part)  # not counted as moved: the device does not have it, nor will it
             return
@@ -373,14 +368,17 @@ class _Pump:
         self.at_device.append(part)
 
     def _after_device(self, part: RingPart) -> None:
-        if part.request.transfer.opcode == Opcode.READ or part.request.stop:
+        if part.request.transfer.opcode == base.Opcode.READ or part.request.stop:
             self._drop(part)
         else:
             self._to_drive(part)
 
     def _drop(self, part: RingPart) -> None:
         """Its chunk is free, and it may have been its transfer's last."""
-        self._give_back(part.chunk)
+        if isinstance(part.request.cause, DeviceTimeoutError):
+            self.broken = part.request.cause  # the device may write to the chunk even now
+        else:
+            self._give_back(part.chunk)
         part.request.parts_out -= 1
         self._retire(part.request)
 

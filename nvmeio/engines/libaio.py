@@ -15,18 +15,7 @@ from typing import Any
 from nvmeio._shim import KernelAio, ffi, lib, open_kernel_aio
 from nvmeio._threads.interruptible import Job
 from nvmeio._threads.threads import Thread
-from nvmeio.engines.base import (
-    BatchRequest,
-    CompletionQueue,
-    Counters,
-    Options,
-    Outcome,
-    Request,
-    Rows,
-    ShortRequest,
-    Transfer,
-    with_cause,
-)
+from nvmeio.engines import base
 from nvmeio.errors import BackendUnavailableError, counted
 
 # A ring of bounce blocks: enough in flight to keep a drive busy while one is copied, and a little
@@ -71,7 +60,7 @@ class LibaioEngine:
         self._lanes: list[Thread] = []
         self.given_back: Job[object] | None = None
 
-    def start(self, options: Options) -> None:
+    def start(self, options: base.Options) -> None:
         """Set up one AIO context a lane and start the lanes' threads."""
         if self._engine is not None:
             raise RuntimeError("this engine was started before: one engine serves one handle")
@@ -105,14 +94,16 @@ class LibaioEngine:
             self.join()
             raise
 
-    def open_completion_queue(self) -> CompletionQueue:
+    def open_completion_queue(self) -> base.CompletionQueue:
         """A completion queue with an eventfd."""
         cq = lib.nv_cq_new(self._engine)
         if cq == ffi.NULL:
             raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: no eventfd (ulimit -n)")
         return _CompletionQueue(ffi.gc(cq, lib.nv_cq_free))
 
-    def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
+    def prepare(
+        self, cq: base.CompletionQueue, token: int, transfer: base.Transfer
+    ) -> base.Request:
         """A request for one of the lanes."""
         assert isinstance(cq, _CompletionQueue)
         request = _owned(lib.nv_prepare, (self._engine, cq.raw, token, *transfer))
@@ -122,7 +113,7 @@ class LibaioEngine:
 
     def short_place(
         self, opcode: int, fd: int, direct: bool, unit: int, memory: int
-    ) -> Callable[[CompletionQueue, int, int], ShortRequest]:
+    ) -> Callable[[base.CompletionQueue, int, int], base.ShortRequest]:
         """What makes a file's short transfers, which take less of everything.
 
         It is called with a queue, a token, and the flag of a storage (`holds`) that is to be held.
@@ -135,8 +126,8 @@ class LibaioEngine:
         return functools.partial(_ShortRequest, raw)  # no call of Python's in between
 
     def prepare_rows(
-        self, cq: CompletionQueue, token: int, transfer: Transfer, rows: Rows
-    ) -> Request:
+        self, cq: base.CompletionQueue, token: int, transfer: base.Transfer, rows: base.Rows
+    ) -> base.Request:
         """One request for all rows; the shim sorts them and cuts them into blocks."""
         assert isinstance(cq, _CompletionQueue)
         told = transfer.opcode, transfer.direct_fd, transfer.buffered_fd, transfer.address
@@ -150,8 +141,8 @@ class LibaioEngine:
         return _RowsRequest(request, rows)
 
     def prepare_batch(
-        self, cq: CompletionQueue, token: int, transfers: Sequence[Transfer]
-    ) -> BatchRequest:
+        self, cq: base.CompletionQueue, token: int, transfers: Sequence[base.Transfer]
+    ) -> base.BatchRequest:
         """One request for all; the shim hands them to the lanes."""
         assert isinstance(cq, _CompletionQueue)
         number = len(transfers)
@@ -161,11 +152,11 @@ class LibaioEngine:
             raise MemoryError(f"the native shim could not allocate {counted(number, 'request')}")
         return _BatchRequest(request, number)
 
-    def counters(self) -> Counters:
+    def counters(self) -> base.Counters:
         """Counted by the lanes."""
         raw = ffi.new("nv_counters *")
         lib.nv_engine_counters(self._engine, raw)
-        return Counters(*(getattr(raw, field) for field in Counters._fields))
+        return base.Counters(*(getattr(raw, field) for field in base.Counters._fields))
 
     def stop(self) -> None:
         """Tell the lanes to return once nothing is in flight."""
@@ -209,7 +200,7 @@ class _NativeRequest:
     def wait(self, timeout_s: float) -> bool:
         return bool(lib.nv_wait(self._raw, timeout_s))
 
-    def move(self, cq: CompletionQueue) -> None:
+    def move(self, cq: base.CompletionQueue) -> None:
         assert isinstance(cq, _CompletionQueue)
         lib.nv_move(self._raw, cq.raw)
 
@@ -217,7 +208,7 @@ class _NativeRequest:
         moved: int = lib.nv_moved(self._raw)
         return moved
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> base.Outcome:
         return _outcome(ffi.cast(_RESULT, self._raw))
 
 
@@ -251,12 +242,12 @@ class _ShortRequest(_NativeRequest):
 class _RowsRequest(_NativeRequest):
     __slots__ = ("_rows",)
 
-    def __init__(self, raw: Any, rows: Rows) -> None:
+    def __init__(self, raw: Any, rows: base.Rows) -> None:
         super().__init__(raw)
         self._rows = rows
 
-    def outcome(self) -> Outcome:
-        return with_cause(super().outcome(), lib.nv_request_rows(self._raw), self._rows)
+    def outcome(self) -> base.Outcome:
+        return base.with_cause(super().outcome(), lib.nv_request_rows(self._raw), self._rows)
 
 
 class _BatchRequest(_NativeRequest):
@@ -269,7 +260,7 @@ class _BatchRequest(_NativeRequest):
     def start(self) -> None:
         lib.nv_start(self._raw)  # long, of many
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[base.Outcome]:
         raw = self._raw
         return [_outcome(lib.nv_batch_result(raw, member)) for member in range(self._number)]
 
@@ -283,8 +274,8 @@ def _owned(prepare: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     return next(map(ffi.gc, itertools.starmap(prepare, (arguments,)), (lib.nv_request_free,)))
 
 
-def _outcome(raw: Any) -> Outcome:
-    return Outcome(
+def _outcome(raw: Any) -> base.Outcome:
+    return base.Outcome(
         raw.error, raw.transferred, raw.direct_bytes, raw.bounced_bytes, raw.buffered_bytes
     )
 
@@ -346,7 +337,7 @@ def _through(source: KernelAio) -> str:
     return f"through the system calls ({source.reason})"
 
 
-def _unavailable(code: int, options: Options) -> BackendUnavailableError:
+def _unavailable(code: int, options: base.Options) -> BackendUnavailableError:
     if code == errno.EAGAIN:
         used, limit = (_sysctl(f"/proc/sys/fs/aio-{name}") for name in ("nr", "max-nr"))
         wanted = options.queue_depth * options.intra_op_parallelism

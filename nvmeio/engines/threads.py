@@ -22,17 +22,8 @@ from typing import Any
 from nvmeio._memory import copy_on_write
 from nvmeio._shim import copy_foreign, ffi, lib, memory_at
 from nvmeio._threads.threads import Thread
+from nvmeio.engines import base
 from nvmeio.engines._queued import QueuedEngine, QueuedRequest
-from nvmeio.engines.base import (
-    CompletionQueue,
-    Opcode,
-    Options,
-    Outcome,
-    Request,
-    Rows,
-    Transfer,
-    with_cause,
-)
 from nvmeio.errors import counted, errno_of
 
 WORKERS_PER_LANE = 4
@@ -59,7 +50,7 @@ class ThreadsRequest(QueuedRequest):
     engine: ThreadsEngine
 
     def __init__(
-        self, engine: ThreadsEngine, token: int, transfer: Transfer, cq: CompletionQueue
+        self, engine: ThreadsEngine, token: int, transfer: base.Transfer, cq: base.CompletionQueue
     ) -> None:
         super().__init__(engine, token, transfer, cq)
         self.next = transfer.span_start
@@ -78,9 +69,9 @@ class RowsRequest(ThreadsRequest):
         self,
         engine: ThreadsEngine,
         token: int,
-        transfer: Transfer,
-        cq: CompletionQueue,
-        rows: Rows,
+        transfer: base.Transfer,
+        cq: base.CompletionQueue,
+        rows: base.Rows,
         raw: Any,
     ) -> None:
         super().__init__(engine, token, transfer, cq)
@@ -95,8 +86,8 @@ class RowsRequest(ThreadsRequest):
         lib.nv_rows_stop(self.raw)  # sorting takes long
         super().cancel()
 
-    def outcome(self) -> Outcome:
-        return with_cause(super().outcome(), self.raw, self.rows)
+    def outcome(self) -> base.Outcome:
+        return base.with_cause(super().outcome(), self.raw, self.rows)
 
     def plan(self) -> None:
         """Sort the rows."""
@@ -125,7 +116,7 @@ class RowsRequest(ThreadsRequest):
         memory = memoryview(bounce)[: block.nbytes]
         if found.address:
             memory = memory_at(found.address, block.nbytes)
-        elif transfer.opcode == Opcode.WRITE:
+        elif transfer.opcode == base.Opcode.WRITE:
             failure = lib.nv_rows_collect(self.raw, found, own)
             if failure:
                 self.fail(-failure)
@@ -135,7 +126,7 @@ class RowsRequest(ThreadsRequest):
         # EINVAL is a file that refuses direct I/O: all of it is done again, without.
         if failure == errno.EINVAL and transfer.direct_fd >= 0:
             self.fail(failure)
-        if self.cancelled and transfer.opcode == Opcode.READ and not found.address:
+        if self.cancelled and transfer.opcode == base.Opcode.READ and not found.address:
             return  # the caller's memory is left alone
         copied_from = ffi.NULL if found.address else own
         with self.guard:
@@ -162,7 +153,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._options: Options | None = None
+        self._options: base.Options | None = None
         self._turns: deque[ThreadsRequest] = deque()  # requests with blocks to issue, in turn
         self._pending: list[Block] = []  # prepared, not yet accepted by the queue
         self._queue: deque[Block] = deque()  # accepted, waiting for a worker
@@ -172,7 +163,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
 
     # --- the contract ---------------------------------------------------------------------
 
-    def start(self, options: Options) -> None:
+    def start(self, options: base.Options) -> None:
         """Start the workers."""
         if self._options is not None:
             raise RuntimeError("this engine was started before: one engine serves one handle")
@@ -188,13 +179,15 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
             self.join()
             raise
 
-    def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
+    def prepare(
+        self, cq: base.CompletionQueue, token: int, transfer: base.Transfer
+    ) -> base.Request:
         """A request that `start` puts behind the others."""
         return ThreadsRequest(self, token, transfer, cq)
 
     def prepare_rows(
-        self, cq: CompletionQueue, token: int, transfer: Transfer, rows: Rows
-    ) -> Request:
+        self, cq: base.CompletionQueue, token: int, transfer: base.Transfer, rows: base.Rows
+    ) -> base.Request:
         """The same for rows."""
         assert self._options is not None
         raw = lib.nv_rows_new(
@@ -242,7 +235,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
 
     def _move(self, block: Block, fd: int, memory: memoryview, offset: int) -> int:
         """Hook: one system call; bytes moved, or an OSError."""
-        if block.request.transfer.opcode == Opcode.READ:
+        if block.request.transfer.opcode == base.Opcode.READ:
             copy_on_write.give_up(int(ffi.cast("uintptr_t", ffi.from_buffer(memory))), len(memory))
             return os.preadv(fd, [memory], offset)
         return os.pwritev(fd, [memory], offset)
@@ -367,9 +360,9 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
                     request.move_block(block, bounce)
                 elif not request.planned:
                     request.plan()
-            elif transfer.opcode >= Opcode.FSYNC:
+            elif transfer.opcode >= base.Opcode.FSYNC:
                 fd = transfer.direct_fd if transfer.direct_fd >= 0 else transfer.buffered_fd
-                (os.fsync if transfer.opcode == Opcode.FSYNC else os.fdatasync)(fd)
+                (os.fsync if transfer.opcode == base.Opcode.FSYNC else os.fdatasync)(fd)
             elif block.nbytes:
                 self._move_block(block, bounce)
         except OSError as failed:
@@ -389,7 +382,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
             or (transfer.address + first - transfer.file_offset) % transfer.memory_alignment != 0
         )
         memory = memoryview(bounce)[: block.nbytes] if bounced else mine
-        if bounced and transfer.opcode == Opcode.WRITE:
+        if bounced and transfer.opcode == base.Opcode.WRITE:
             self._copy(transfer, memory, mine)
         done, failure = self.move_all(block, memory, last - block.offset)
         if failure == errno.ENODATA:
@@ -397,7 +390,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
         elif failure:
             request.fail(failure)
         useful = max(0, min(block.offset + done, last) - first)
-        if bounced and transfer.opcode == Opcode.READ:
+        if bounced and transfer.opcode == base.Opcode.READ:
             if request.cancelled:
                 return  # the caller's memory is left alone
             self._copy(transfer, memory[first - block.offset :][:useful], mine[:useful])
@@ -410,9 +403,9 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
                 request.buffered += useful
 
     @staticmethod
-    def _copy(transfer: Transfer, bounce: memoryview, mine: memoryview) -> None:
+    def _copy(transfer: base.Transfer, bounce: memoryview, mine: memoryview) -> None:
         """Between a bounce block and the caller's memory; EFAULT where that is not there."""
-        into = transfer.opcode == Opcode.READ
+        into = transfer.opcode == base.Opcode.READ
         if transfer.foreign:
             address = ctypes.addressof(ctypes.c_char.from_buffer(mine)) if len(mine) else 0
             copy_foreign(bounce, address, len(mine), into)
@@ -445,7 +438,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
             if done + moved >= wanted:
                 return done + moved, 0
             if not whole or request.stop:
-                if transfer.opcode == Opcode.WRITE and not request.stop:
+                if transfer.opcode == base.Opcode.WRITE and not request.stop:
                     return done + moved, errno.EIO
                 return done + moved, 0 if whole else errno.ENODATA
             done += whole
@@ -453,7 +446,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
     def _write_edges(self, request: ThreadsRequest) -> None:
         """A write's head and tail, before and behind its direct span, through the page cache."""
         transfer = request.transfer
-        if transfer.opcode != Opcode.WRITE:
+        if transfer.opcode != base.Opcode.WRITE:
             return
         if isinstance(request, RowsRequest):
             if not request.stop and lib.nv_rows_has_edges(request.raw):

@@ -20,14 +20,7 @@ import struct
 from nvmeio import files
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_writing import Crc, finish, padded_nbytes, unfinished_pages
-from nvmeio._storage.durable import (
-    allocate,
-    exchange,
-    rename,
-    sync_data,
-    sync_directory,
-    write_small,
-)
+from nvmeio._storage import durable
 from nvmeio._storage.guarded import create
 from nvmeio._storage.locks import lock_alone
 from nvmeio._storage.replace import (
@@ -73,7 +66,7 @@ class OneFile(SaveJob):
     def _write_and_report(self) -> None:
         with files.open(_place_of_first(self), "r+") as file:
             crcs = self._write_part(file)
-            sync_data(file)
+            durable.sync_data(file)
             self.messages.put("part", b"".join(_CRC.pack(*crc) for crc in crcs))
 
     def _write_and_commit(self) -> bool:
@@ -89,7 +82,9 @@ class OneFile(SaveJob):
             self.messages.put("place", os.path.basename(replacement.temporary).encode())
             crcs = self._write_part(replacement.file)
             if self.messages.size > 1:
-                sync_data(replacement.file)  # while the others write: the commit is a moment, then
+                durable.sync_data(
+                    replacement.file
+                )  # while the others write: the commit is a moment, then
                 for rank in range(1, self.messages.size):
                     crcs += map(Crc._make, _CRC.iter_unpack(self.messages.get("part", rank)))
                 finish(setup.get_handle(), replacement.file, layout, self.parts(layout), crcs)
@@ -171,16 +166,16 @@ class FileOfEachRank(SaveJob):
         with files.open(path, "rw") as file:
             opened = file.acquire(True)
             try:
-                allocate(opened.any_fd(), padded_nbytes(layout), path)
+                durable.allocate(opened.any_fd(), padded_nbytes(layout), path)
                 self.write_bytes(file, 0, padded_nbytes(layout))
                 os.ftruncate(opened.any_fd(), layout.nbytes)
             except OSError as failed:
                 raise self._error(failed, "truncate") from failed
             finally:
                 opened.release()
-            sync_data(file)
+            durable.sync_data(file)
         try:
-            sync_directory(directory)
+            durable.sync_directory(directory)
         except OSError as failed:
             raise self._error(failed, "fsync") from failed
         self.messages.put("part", str(layout.nbytes).encode())
@@ -194,14 +189,14 @@ class FileOfEachRank(SaveJob):
             index = {"format": 1, "step": self.step, "files": sizes}
             path = os.path.join(temporary, retention.INDEX)
             text = json.dumps(index, indent=1)
-            write_small(create(path, 0o666), text.encode(), self._stamp_and_sync)
-            sync_directory(temporary)
+            durable.write_small(create(path, 0o666), text.encode(), self._stamp_and_sync)
+            durable.sync_directory(temporary)
             if os.path.isdir(self.path):
                 self._exchange(temporary)
-                sync_directory(self.setup.directory)
+                durable.sync_directory(self.setup.directory)
                 shutil.rmtree(temporary, ignore_errors=True)
             else:
-                rename(temporary, self.path)
+                durable.rename(temporary, self.path)
         except OSError as failed:
             raise self._error(failed, "rename") from failed
 
@@ -212,7 +207,7 @@ class FileOfEachRank(SaveJob):
 
     def _exchange(self, temporary: str) -> None:
         try:
-            exchange(temporary, self.path)
+            durable.exchange(temporary, self.path)
         except OSError as refused:
             if refused.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
                 raise

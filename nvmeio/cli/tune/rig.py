@@ -19,15 +19,7 @@ import nvmeio
 from nvmeio._pages import PAGE_BYTES
 from nvmeio.cli import _terminal
 from nvmeio.cli._terminal import GB, binary_size, say
-from nvmeio.cli.measure import Op
-from nvmeio.cli.measure.disk import (
-    check_memory,
-    check_space,
-    drop_from_cache,
-    fill,
-    scratch,
-    write_file,
-)
+from nvmeio.cli.measure import Op, disk
 from nvmeio.cli.tune.result import Latencies, Log, TunePlan, TuneResult
 from nvmeio.cli.tune.search import Search, UnusableSetting
 from nvmeio.cli.tune.space import DEFAULT, in_words
@@ -83,8 +75,8 @@ class Rig:
         """
         for index, path in enumerate(self._files):
             host = nvmeio.empty_aligned(self._nbytes, dtype=torch.uint8)
-            fill(host, index)
-            write_file(path, host)
+            disk.fill(host, index)
+            disk.write_file(path, host)
             self._tensors.append(host.to(f"cuda:{index}") if self._gpu else host)
 
     def measure(self, setting: Options, op: Op, nbytes: int) -> float:
@@ -135,7 +127,7 @@ class Rig:
             DROP_CACHES.write_text("1\n")
         elif not self.direct:
             for path in self._files:
-                drop_from_cache(path)
+                disk.drop_from_cache(path)
 
     def latencies(self, setting: Options, op: Op, seconds: float) -> list[float]:
         """How long single blocks take, in seconds, with the queue kept full.
@@ -207,8 +199,8 @@ class TuneRun:
         for directory in plan.directories:
             needs[directory] += plan.io_size
         self._nbytes = plan.io_size * len(plan.directories)
-        check_space(needs)
-        check_memory(self._nbytes, needs)
+        disk.check_space(needs)
+        disk.check_memory(self._nbytes, needs)
         with nvmeio.AioHandle(engine=plan.engine) as handle:
             self._engine = handle.engine
         self._rig: Rig | None = None
@@ -226,7 +218,7 @@ class TuneRun:
         plan = self._plan
         latency_s = min(plan.budget_s * _LATENCY_PART, _LATENCY_MOST_S) if plan.latencies else 0.0
         with (
-            scratch(plan.directories, "tune") as made,
+            disk.scratch(plan.directories, "tune") as made,
             _terminal.budget(self._errors, plan.budget_s) as self._tell,
         ):
             rig = self._rig = Rig(

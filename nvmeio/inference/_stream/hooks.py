@@ -23,16 +23,6 @@ from nvmeio.inference._plan import tiles
 from nvmeio.inference._plan.transformers import cache_among
 from nvmeio.inference._plan.units import Unit
 from nvmeio.inference._stream import stand_ins
-from nvmeio.inference._stream.stand_ins import (
-    NOT_HERE,
-    Elsewhere,
-    WeightOnDisk,
-    check_absent,
-    check_frozen,
-    count_changes,
-    is_meta,
-    mark_absent,
-)
 from nvmeio.inference.stream import WeightStream
 
 
@@ -91,9 +81,9 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
             source = WeightSource(stream, unit, target.weight)
             if target.is_buffer:
                 buffers.setdefault(target.module, {})[target.attribute] = source
-            elif isinstance(target.empty, Elsewhere):
+            elif isinstance(target.empty, stand_ins.Elsewhere):
                 target.empty.source = source
-        count_changes(unit.targets)
+        stand_ins.count_changes(unit.targets)
         for target in unit.targets:
             if target.attribute != "num_batches_tracked":  # batch norm brings its own
                 owned.setdefault(target.module, set()).add(target.attribute)
@@ -105,7 +95,7 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
         if stream.trainable:
             _leave_out(module, names)
         else:
-            marking = functools.partial(mark_absent, names)
+            marking = functools.partial(stand_ins.mark_absent, names)
             module._register_state_dict_hook(marking)  # type: ignore[no-untyped-call]
 
 
@@ -193,7 +183,9 @@ def _own(output: Any, unit: Unit) -> Any:
         return output
     shown = [t.module._parameters.get(t.attribute) for t in unit.targets if not t.is_buffer]
     # Weights of one unit lie in one mapping; converted ones in the room for conversions.
-    storages = {t.untyped_storage().data_ptr() for t in shown if t is not None and not is_meta(t)}
+    storages = {
+        t.untyped_storage().data_ptr() for t in shown if t is not None and not stand_ins.is_meta(t)
+    }
 
     def copied(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -247,8 +239,8 @@ def _save(module: nn.Module, call: Callable[..., Any], /, *args: Any, **options:
     """Transformers' `save_pretrained`, of adapters and other weights that are here."""
     if not getattr(module, "_hf_peft_config_loaded", False) and "state_dict" not in options:
         found = module.state_dict()
-        if not found or any(isinstance(each, WeightOnDisk) for each in found.values()):
-            raise TypeError(f"save_pretrained: {NOT_HERE}")
+        if not found or any(isinstance(each, stand_ins.WeightOnDisk) for each in found.values()):
+            raise TypeError(f"save_pretrained: {stand_ins.NOT_HERE}")
     return call(*args, **options)
 
 
@@ -290,9 +282,9 @@ def _attach_tiles(module: nn.Linear, unit: Unit, stream: WeightStream) -> None:
 
 def _check(unit: Unit, stream: WeightStream) -> None:
     """What `WeightStream.use` checks, for weights that are never in memory as a whole."""
-    check_absent(unit.targets)
+    stand_ins.check_absent(unit.targets)
     if stream.trainable:
-        check_frozen(unit.targets)
+        stand_ins.check_frozen(unit.targets)
 
 
 def _attach_experts(module: nn.Module, unit: Unit, stream: WeightStream) -> None:

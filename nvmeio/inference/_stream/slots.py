@@ -202,6 +202,7 @@ class SlotPools:
 
     def take(self, unit: Unit, stays: bool) -> WeightSlot | None:
         """A slot for a unit, or None where none is free now."""
+        devices.check_answers(self.device)
         if self._lent is not None and not stays:
             nbytes = unit.layout.nbytes
             # In like parts of the largest: layers whose sizes differ by pages leave no odd pieces.

@@ -17,7 +17,7 @@ from nvmeio._residency.order import Cyclic, Remembered
 from nvmeio._residency.window import Window
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.owner import Claim, OwnerThread
-from nvmeio.errors import ClosedError
+from nvmeio.errors import ClosedError, DeviceTimeoutError
 from nvmeio.inference._plan.units import Partition, Unit
 from nvmeio.inference._stream.packed_weights import Packed
 from nvmeio.inference._stream.slots import WeightSlot
@@ -110,10 +110,13 @@ class Uses:
         self._settled.clear()
         self._use = self._kept = None
         self.resources.memory.settle()  # streams that had no need to ask may still compute
-        self._window.drop_all()
-        uninstall(self._fixed.targets)
-        if self._fixed_slot is not None:
-            self.resources.memory.give_back(self._fixed_slot)
+        try:
+            self._window.drop_all()
+            uninstall(self._fixed.targets)
+            if self._fixed_slot is not None:
+                self.resources.memory.give_back(self._fixed_slot)
+        except DeviceTimeoutError:  # whose copies may still come
+            uninstall(self._fixed.targets)
         self.turns.close()
 
     # --- what stays in place --------------------------------------------------------------------

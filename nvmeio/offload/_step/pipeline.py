@@ -179,6 +179,8 @@ class Pipeline:
         times, began = Times(), time.perf_counter()
         if not turns:
             return times
+        if self._device is not None:  # it may still write to the slots
+            devices.check_answers(self._device.device)
         device = self._device if on_device else None
         helper = self._helper if self._read_ahead and len(turns) > 1 else None
         filled = _Filled(self._handles, self.slots, turns, helper)
