@@ -76,12 +76,61 @@ struct nv_snapshot {
   nv_snapshot_counters counters;
 };
 
-static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+/* A handler's thread. A filter of system calls can end it alone (SECCOMP_RET_KILL_THREAD). */
+typedef struct nv_handler {
+  struct nv_handler *next;
+  int fd;
+  pthread_mutex_t alive; /* its thread has it for as long as it runs: who asks for it is told of its end */
+  atomic_int runs;
+  nv_snapshot *serves; /* which is busy for it */
+} nv_handler;
+
+static pthread_mutex_t mutex;
+static pthread_cond_t changed, begun; /* begun: there are snapshots */
+static nv_handler *threads;
+static int watched;
+static __thread nv_handler *self;
 static nv_snapshot *snapshots; /* those that have memory registered */
 static atomic_uint active;     /* how many */
 static int descriptor = -1, page_tables = -1, kind, handlers;
 static unsigned generation;
+
+/* --- one lock for all of it ------------------------------------------------------------------- */
+
+/* Robust: the next one who wants it is told that its owner has ended. */
+static void mutex_init(pthread_mutex_t *made) {
+  pthread_mutexattr_t robust;
+  pthread_mutexattr_init(&robust);
+  pthread_mutexattr_setrobust(&robust, PTHREAD_MUTEX_ROBUST);
+  pthread_mutex_init(made, &robust);
+  pthread_mutexattr_destroy(&robust);
+}
+
+/* What an owner that has ended was changing concerns snapshots that fail by its end. */
+static void lock(void) {
+  if (pthread_mutex_lock(&mutex) == EOWNERDEAD) pthread_mutex_consistent(&mutex);
+}
+
+static void unlock(void) { pthread_mutex_unlock(&mutex); }
+
+static void wait_for(pthread_cond_t *condition) {
+  if (pthread_cond_wait(condition, &mutex) == EOWNERDEAD) pthread_mutex_consistent(&mutex);
+}
+
+static void forget_threads(void) {
+  mutex_init(&mutex);
+  pthread_cond_init(&changed, NULL);
+  pthread_cond_init(&begun, NULL);
+  threads = NULL;
+  watched = 0;
+}
+
+/* With the mutex held: nothing of what there is now is read any more. */
+static void fail_all(int error) {
+  for (nv_snapshot *each = snapshots; each; each = each->next)
+    if (!each->error) each->error = error;
+  pthread_cond_broadcast(&changed);
+}
 
 /* --- the descriptor -------------------------------------------------------------------------- */
 
@@ -92,9 +141,7 @@ static int check_descriptor(void) {
   if (errno != EBADF && errno != ENOTTY) close(descriptor); /* a filter of system calls forbids it */
   descriptor = -1;
   handlers = 0; /* they end when they look */
-  for (nv_snapshot *each = snapshots; each; each = each->next)
-    if (!each->error) each->error = EBADFD;
-  pthread_cond_broadcast(&changed);
+  fail_all(EBADFD);
   return 0;
 }
 
@@ -113,11 +160,11 @@ static void after_fork_in_child(void) {
   snapshots = NULL;
   atomic_store(&active, 0);
   generation++;
-  pthread_mutex_init(&mutex, NULL);
-  pthread_cond_init(&changed, NULL);
+  forget_threads();
 }
 
-__attribute__((constructor)) static void watch_forks(void) {
+__attribute__((constructor)) static void begin(void) {
+  forget_threads();
   pthread_atfork(NULL, NULL, after_fork_in_child);
 }
 
@@ -232,15 +279,16 @@ static void give_up(nv_snapshot *snapshot, nv_area *area, uint64_t cell) {
     if (!in_arena) error = take_room_in_file(snapshot, high - low, &place);
   }
   snapshot->busy++; /* its memory stays its own */
+  if (self) self->serves = snapshot;
   if (copy) {
-    pthread_mutex_unlock(&mutex);
+    unlock();
     char *memory = (char *)(uintptr_t)low;
     if (in_arena)
       memcpy(snapshot->arena + place, memory, high - low);
     else if (!error)
       error = move_spilled(snapshot->spill_fd, 1, memory, high - low, place);
     if (!error && !nv_wp_is_kept(page_tables, low, high)) error = EBADFD;
-    pthread_mutex_lock(&mutex);
+    lock();
     area->places[cell] = place;
     area->states[cell] = in_arena ? ASIDE : SPILLED;
     if (error && !snapshot->error) snapshot->error = error;
@@ -248,31 +296,34 @@ static void give_up(nv_snapshot *snapshot, nv_area *area, uint64_t cell) {
     if (!error && !in_arena) snapshot->counters.spilled_bytes += high - low;
     pthread_cond_broadcast(&changed);
   }
-  pthread_mutex_unlock(&mutex);
+  unlock();
   nv_wp_lift(descriptor, low, high);
-  pthread_mutex_lock(&mutex);
+  lock();
   check_descriptor();
   if (copy) snapshot->counters.held_ns += now_ns() - began;
+  if (self) self->serves = NULL;
   if (!--snapshot->busy) pthread_cond_broadcast(&changed);
 }
 
 /* --- handlers -------------------------------------------------------------------------------- */
 
-static void *handle_faults(void *opened) {
-  int fd = (int)(intptr_t)opened;
+static void *handle_faults(void *given) {
+  int fd = (self = given)->fd;
+  pthread_mutex_lock(&self->alive);
+  atomic_store(&self->runs, 1);
   for (;;) {
     /* A fault wakes all handlers, and they look whether the descriptor is still theirs: one that
      * waited in read(2) would keep what was closed, and with it those who wait to write. */
     struct pollfd faults = {fd, POLLIN, 0};
     poll(&faults, 1, -1);
-    pthread_mutex_lock(&mutex);
+    lock();
     int goes_on = fd == descriptor && check_descriptor();
-    pthread_mutex_unlock(&mutex);
-    if (!goes_on) return NULL;
+    unlock();
+    if (!goes_on) break;
     uint64_t address;
     if (!nv_wp_read_fault(fd, &address)) continue; /* another handler's */
     nv_snapshot *snapshot = NULL;
-    pthread_mutex_lock(&mutex);
+    lock();
     uint64_t at = address;
     nv_area *area = protector(&at, at + 1, &snapshot);
     if (area) {
@@ -281,14 +332,62 @@ static void *handle_faults(void *opened) {
       uint64_t page = address / PAGE * PAGE;
       nv_wp_lift(descriptor, page, page + PAGE);
     }
-    pthread_mutex_unlock(&mutex);
+    unlock();
   }
+  pthread_mutex_unlock(&self->alive);
+  return NULL;
+}
+
+/* With the mutex held: handlers that have ended are forgotten. One that was ended leaves writers who
+ * wait for it, and perhaps a cell half copied: all snapshots fail, and nothing is protected any more. */
+static void look_after_handlers(void) {
+  int lost = 0;
+  for (nv_handler **at = &threads; *at;) {
+    nv_handler *each = *at;
+    int found = atomic_load(&each->runs) ? pthread_mutex_trylock(&each->alive) : EBUSY;
+    if (found == EBUSY) {
+      at = &each->next;
+      continue;
+    }
+    if (found == EOWNERDEAD) {
+      lost = 1;
+      pthread_mutex_consistent(&each->alive);
+      if (each->fd == descriptor) handlers--; /* the next snapshot begins another */
+      if (each->serves) each->serves->busy--;
+    }
+    pthread_mutex_unlock(&each->alive);
+    pthread_mutex_destroy(&each->alive);
+    *at = each->next;
+    free(each);
+  }
+  if (!lost) return;
+  fail_all(EOWNERDEAD);
+  for (nv_snapshot *each = snapshots; each; each = each->next) {
+    for (nv_area *area = each->areas; area < each->areas + each->count; area++) {
+      if (area->held < area->high) nv_wp_unregister(descriptor, area->held, area->high);
+      nv_wp_wake(descriptor, area->low, area->high);
+    }
+  }
+}
+
+/* Looks after them while there are snapshots: who waits to write may hold what all others wait for. */
+static void *watch_handlers(void *unused) {
+  const struct timespec tick = {0, 50000000};
+  for (;;) {
+    lock();
+    while (!snapshots) wait_for(&begun);
+    look_after_handlers();
+    unlock();
+    nanosleep(&tick, NULL);
+  }
+  return unused;
 }
 
 /* With the mutex held. */
 static int start_handlers(void) {
-  long cores = sysconf(_SC_NPROCESSORS_ONLN);
-  int wanted = cores > 2 * MOST_HANDLERS ? MOST_HANDLERS : 2;
+  static int wanted = 0;
+  if (!wanted) wanted = sysconf(_SC_NPROCESSORS_ONLN) > 2 * MOST_HANDLERS ? MOST_HANDLERS : 2;
+  if (handlers >= wanted && watched) return 0;
   sigset_t all, before;
   sigfillset(&all); /* signals are for threads of the program */
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -296,8 +395,20 @@ static int start_handlers(void) {
   pthread_attr_init(&detached);
   pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
   pthread_t thread;
-  void *opened = (void *)(intptr_t)descriptor;
-  while (handlers < wanted && !pthread_create(&thread, &detached, handle_faults, opened)) handlers++;
+  if (!watched) watched = !pthread_create(&thread, &detached, watch_handlers, NULL);
+  while (watched && handlers < wanted) {
+    nv_handler *made = calloc(1, sizeof *made);
+    if (!made) break;
+    mutex_init(&made->alive);
+    made->fd = descriptor;
+    if (pthread_create(&thread, &detached, handle_faults, made)) {
+      free(made);
+      break;
+    }
+    made->next = threads;
+    threads = made;
+    handlers++;
+  }
   pthread_attr_destroy(&detached);
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   return handlers ? 0 : -EAGAIN;
@@ -305,8 +416,10 @@ static int start_handlers(void) {
 
 /* With the mutex held: which is open, or -errno. */
 static int ensure_open(int which) {
-  if (check_descriptor()) return kind;
-  int result = descriptor = nv_wp_open(which);
+  look_after_handlers();
+  int result = check_descriptor() ? start_handlers() : 1;
+  if (result <= 0) return result ? result : kind;
+  result = descriptor = nv_wp_open(which);
   if (descriptor < 0) return result;
   if (page_tables < 0) page_tables = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
   result = start_handlers();
@@ -317,9 +430,9 @@ static int ensure_open(int which) {
 }
 
 int nv_snapshot_open(int which) {
-  pthread_mutex_lock(&mutex);
+  lock();
   int result = ensure_open(which);
-  pthread_mutex_unlock(&mutex);
+  unlock();
   return result;
 }
 
@@ -364,12 +477,13 @@ nv_snapshot *nv_snapshot_new(uint32_t count, const uint64_t *addresses, const ui
     nv_snapshot_free(snapshot);
     return NULL;
   }
-  pthread_mutex_lock(&mutex);
+  lock();
+  int refused = nv_wp_is_merging() ? -ENOTUNIQ : kind ? ensure_open(kind) : -ENODEV;
   snapshot->generation = generation;
   snapshot->next = snapshots;
   snapshots = snapshot;
   atomic_fetch_add(&active, 1);
-  int refused = nv_wp_is_merging() ? -ENOTUNIQ : kind ? ensure_open(kind) : -ENODEV;
+  pthread_cond_signal(&begun);
   for (uint32_t i = 0; i < count; i++) {
     nv_area area;
     uint64_t reached = snapshot->count ? snapshot->areas[snapshot->count - 1].end : 0;
@@ -383,17 +497,17 @@ nv_snapshot *nv_snapshot_new(uint32_t count, const uint64_t *addresses, const ui
       area_free(&area);
     results[i] = result;
   }
-  pthread_mutex_unlock(&mutex);
+  unlock();
   return snapshot;
 }
 
 int nv_snapshot_protect(nv_snapshot *snapshot, uint64_t arena, uint64_t arena_nbytes) {
   snapshot->free_cells = calloc(arena_nbytes / CELL + 1, sizeof *snapshot->free_cells);
   int failure = snapshot->free_cells ? 0 : -ENOMEM;
-  pthread_mutex_lock(&mutex); /* a fault of the snapshot before may still be served */
+  lock(); /* a fault of the snapshot before may still be served */
   snapshot->arena = (char *)(uintptr_t)arena;
   snapshot->arena_nbytes = arena_nbytes;
-  pthread_mutex_unlock(&mutex);
+  unlock();
   for (nv_area *area = snapshot->areas; area < snapshot->areas + snapshot->count; area++) {
     if (!failure) failure = nv_wp_protect(descriptor, area->low, area->high);
     if (failure) break;
@@ -414,9 +528,9 @@ static nv_snapshot **place_of(const nv_snapshot *snapshot) {
 }
 
 void nv_snapshot_end(nv_snapshot *snapshot) {
-  pthread_mutex_lock(&mutex);
+  lock();
   nv_snapshot **at;
-  while (*(at = place_of(snapshot)) && snapshot->busy) pthread_cond_wait(&changed, &mutex);
+  while (*(at = place_of(snapshot)) && snapshot->busy) wait_for(&changed);
   if (*at) { /* else somebody else has ended it meanwhile */
     *at = snapshot->next;
     atomic_fetch_sub(&active, 1);
@@ -428,7 +542,7 @@ void nv_snapshot_end(nv_snapshot *snapshot) {
     if (snapshot->spill_fd >= 0) close(snapshot->spill_fd); /* its room is the file system's again */
     snapshot->spill_fd = -1;
   }
-  pthread_mutex_unlock(&mutex);
+  unlock();
 }
 
 void nv_snapshot_free(nv_snapshot *snapshot) {
@@ -442,9 +556,9 @@ void nv_snapshot_free(nv_snapshot *snapshot) {
 }
 
 void nv_snapshot_count(nv_snapshot *snapshot, nv_snapshot_counters *counters) {
-  pthread_mutex_lock(&mutex);
+  lock();
   *counters = snapshot->counters;
-  pthread_mutex_unlock(&mutex);
+  unlock();
 }
 
 /* --- reading --------------------------------------------------------------------------------- */
@@ -478,15 +592,15 @@ static void let_go(nv_area *area) {
   if (area->next < cells) to = (area->low / CELL + area->next) * CELL;
   if (to <= from || (to - from < LET_GO && to < area->high)) return;
   area->held = to;
-  pthread_mutex_unlock(&mutex);
+  unlock();
   nv_wp_unregister(descriptor, from, to);
-  pthread_mutex_lock(&mutex);
+  lock();
   check_descriptor();
 }
 
 /* With the mutex held, which is let go of meanwhile: a cell was read to its end. */
 static void end_cell(nv_snapshot *snapshot, nv_area *area, uint64_t cell, uint64_t nbytes) {
-  while (area->states[cell] == COPYING) pthread_cond_wait(&changed, &mutex);
+  while (area->states[cell] == COPYING && !snapshot->error) wait_for(&changed);
   if (area->states[cell] == ASIDE && nbytes == CELL)
     snapshot->free_cells[snapshot->nfree++] = area->places[cell];
   area->states[cell] = DONE;
@@ -504,14 +618,14 @@ static int read_cell(nv_snapshot *snapshot, nv_area *area, uint64_t from, uint64
   uint64_t low, high, cell = cell_at(area, from), nbytes = until - from;
   bounds(area, cell, &low, &high);
   int result, again = 1;
-  pthread_mutex_lock(&mutex);
+  lock();
   snapshot->busy++;
   do {
-    while (area->states[cell] == COPYING) pthread_cond_wait(&changed, &mutex);
+    while (area->states[cell] == COPYING && !snapshot->error) wait_for(&changed);
     int state = area->states[cell], error = snapshot->error;
     uint64_t at = area->places[cell] + (from - low);
     uint32_t sum = crc ? *crc : 0;
-    pthread_mutex_unlock(&mutex);
+    unlock();
     result = -error;
     if (!result && state == DONE) result = -ESTALE;
     if (!result && state == LIVE)
@@ -521,7 +635,7 @@ static int read_cell(nv_snapshot *snapshot, nv_area *area, uint64_t from, uint64
     else if (!result)
       result = -take_spilled(snapshot->spill_fd, to, nbytes, at, crc ? &sum : NULL);
     int right = !to || state != LIVE || is_kept(from, until);
-    pthread_mutex_lock(&mutex);
+    lock();
     /* COPYING: what was read is right, for whoever wants to write still waits. */
     again = !result && state == LIVE && area->states[cell] > COPYING;
     if (again) continue;
@@ -531,7 +645,7 @@ static int read_cell(nv_snapshot *snapshot, nv_area *area, uint64_t from, uint64
   } while (again);
   if (snapshot->error) result = -snapshot->error;
   if (!--snapshot->busy) pthread_cond_broadcast(&changed);
-  pthread_mutex_unlock(&mutex);
+  unlock();
   return result;
 }
 
@@ -570,17 +684,17 @@ int nv_snapshot_read(nv_snapshot *snapshot, uint64_t address, uint64_t nbytes, u
 static int settle_cell(nv_snapshot *snapshot, nv_area *area, uint64_t from, uint64_t until) {
   uint64_t low, high, cell = cell_at(area, from);
   bounds(area, cell, &low, &high);
-  pthread_mutex_lock(&mutex);
+  lock();
   snapshot->busy++;
-  pthread_mutex_unlock(&mutex);
+  unlock();
   int kept = is_kept(from, until);
-  pthread_mutex_lock(&mutex);
+  lock();
   int right = area->states[cell] <= COPYING; /* whoever wants to write still waits */
   if (right && !kept && !snapshot->error) snapshot->error = EBADFD;
   if (right && until == high) end_cell(snapshot, area, cell, high - low);
   int result = snapshot->error ? -snapshot->error : right;
   if (!--snapshot->busy) pthread_cond_broadcast(&changed);
-  pthread_mutex_unlock(&mutex);
+  unlock();
   return result;
 }
 
@@ -612,16 +726,16 @@ void nv_snapshot_give_up(uint64_t address, uint64_t nbytes) {
   uint64_t end = address + nbytes;
   nv_snapshot *snapshot = NULL;
   nv_area *area;
-  pthread_mutex_lock(&mutex);
+  lock();
   while ((area = protector(&address, end, &snapshot))) {
     uint64_t low, high, cell = cell_at(area, address);
     bounds(area, cell, &low, &high);
-    if (area->states[cell] == COPYING) { /* another thread's copy: until it is there */
-      pthread_cond_wait(&changed, &mutex);
+    if (area->states[cell] == COPYING && !snapshot->error) { /* another thread's: until it is there */
+      wait_for(&changed);
     } else { /* whoever has copied it may not have lifted its protection yet */
       give_up(snapshot, area, cell);
       address = high;
     }
   }
-  pthread_mutex_unlock(&mutex);
+  unlock();
 }

@@ -222,7 +222,8 @@ int nv_snapshot_protect(nv_snapshot *, uint64_t arena, uint64_t arena_nbytes);
 /* Copies bytes of one range, and goes on with their CRC-32 unless it is NULL; each but once, in order.
  * To 0: they are summed only, and are still to be read.
  * 0 or -errno: why a write could not be copied aside; -ESTALE: they were read before; -EBADFD: the
- * memory lost its protection, by something else in this process. */
+ * memory lost its protection, by something else in this process; -EOWNERDEAD: a handler's thread has
+ * ended. */
 int nv_snapshot_read(nv_snapshot *, uint64_t address, uint64_t nbytes, uint64_t to, uint32_t *crc);
 /* Somebody else has read whole pages where they lie, in order. Those that nobody wrote to before now are
  * as read; the first others are left in [*address, *address + *nbytes), and have to be read. Errors as

@@ -31,6 +31,7 @@ int nv_wp_open(int which);
 int nv_wp_is_open(int fd);
 int nv_wp_register(int fd, uint64_t low, uint64_t high);
 int nv_wp_protect(int fd, uint64_t low, uint64_t high);
+void nv_wp_wake(int fd, uint64_t low, uint64_t high);
 void nv_wp_lift(int fd, uint64_t low, uint64_t high);
 void nv_wp_unregister(int fd, uint64_t low, uint64_t high);
 int nv_wp_read_fault(int fd, uint64_t *address);

@@ -81,14 +81,19 @@ int nv_wp_protect(int fd, uint64_t low, uint64_t high) {
   return ioctl(fd, UFFD_WRITEPROTECT, &wanted) ? -errno : 0;
 }
 
+/* Whoever waits to write there tries again. */
+void nv_wp_wake(int fd, uint64_t low, uint64_t high) {
+  struct range range = {low, high - low};
+  ioctl(fd, UFFD_WAKE, &range);
+}
+
 /* Whoever waits to write there goes on. */
 void nv_wp_lift(int fd, uint64_t low, uint64_t high) {
   struct protection wanted = {{low, high - low}, 0};
-  if (!ioctl(fd, UFFD_WRITEPROTECT, &wanted)) return;
-  ioctl(fd, UFFD_WAKE, &wanted.range); /* it is not registered any more: they try again */
+  if (ioctl(fd, UFFD_WRITEPROTECT, &wanted)) nv_wp_wake(fd, low, high); /* it is not registered */
 }
 
-/* Nothing there is protected any more, and whoever waits to write goes on. */
+/* Nothing there is protected any more. Who waits to write has still to be woken. */
 void nv_wp_unregister(int fd, uint64_t low, uint64_t high) {
   struct range range = {low, high - low};
   ioctl(fd, UFFD_UNREGISTER, &range);

@@ -22,6 +22,84 @@ pytestmark = needs_protection
 
 # What takes the protection away
 
+ENDED = """
+import ctypes, os, struct, threading, torch, nvmeio
+from nvmeio._memory.copy_on_write import WriteProtection, support
+from nvmeio._memory.mappings import Mapping
+
+# Calls by their numbers (x86-64), with one of their arguments. Only handlers make them.
+call, argument, value = {
+    "waiting": (7, 1, 1),  # poll
+    "told": (0, 2, 32),  # read, of a fault
+    "copying": (18, 2, 2 << 20),  # pwrite64, of a cell
+    "lifting": (16, 1, 3 << 30 | 24 << 16 | 0xAA06),  # ioctl, UFFDIO_WRITEPROTECT
+    "locked": (257, 2, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC),  # openat
+}[doing := os.environ["DOING"]]
+libc = ctypes.CDLL(None)
+
+def end_threads_that_call():
+    "A filter for this thread, and those that it begins: the call ends them, and nobody else."
+    program = [(0x20, 0, 0, 0), (0x15, 0, 3, call), (0x20, 0, 0, 16 + 8 * argument)]
+    program += [(0x15, 0, 1, value), (0x06, 0, 0, 0), (0x06, 0, 0, 0x7FFF0000)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
+    filter = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
+    assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, filter, 0, 0) == 0
+
+def begin():
+    end_threads_that_call()
+    assert support().kind == "any"
+
+beginner = threading.Thread(target=begin)
+beginner.start()
+beginner.join(60)
+tensor = torch.ones(8 << 20, dtype=torch.uint8)
+other = torch.ones(8 << 20, dtype=torch.uint8)
+
+def write(where, value):  # the writer has the GIL, and whoever saves waits for that
+    ctypes.PyDLL(None).memset(ctypes.c_void_p(where.data_ptr() + 5_000_000), value, 1000)
+
+def protect(memory):
+    made = WriteProtection([(memory.data_ptr(), memory.nbytes)], "/tmp")
+    assert made.taken == [True] and made.protect(memory is other and Mapping(8 << 20) or None)
+    return made
+
+protection = protect(tensor)  # copies go into a file
+writers = [threading.Thread(target=write, args=(tensor, 2)) for _ in range(3)]
+for writer in writers:
+    writer.start()
+for writer in writers:
+    writer.join(60)
+    assert not writer.is_alive()
+copy = torch.empty_like(tensor)
+try:
+    protection.read(tensor.data_ptr(), tensor.nbytes, copy.data_ptr(), None)
+except nvmeio.TransferError as failed:
+    assert "was ended, alone" in str(failed), failed
+else:  # its thread was replaced before anybody wrote
+    assert doing == "waiting" and (copy == 1).all()
+protection.end()
+for left in (1, 0):  # the other handler may end in the same way
+    other.fill_(1)
+    again = protect(other)
+    write(other, 3)
+    try:
+        again.read(other.data_ptr(), other.nbytes, copy.data_ptr(), None)
+        break
+    except nvmeio.TransferError as failed:
+        assert left and "was ended, alone" in str(failed), failed
+        again.end()
+assert (copy == 1).all() and other[5_000_000] == 3
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="its filter has x86-64's numbers")
+@pytest.mark.parametrize("doing", ["waiting", "told", "copying", "lifting", "locked"])
+def test_a_handler_that_is_ended_alone_holds_nobody(doing: str) -> None:
+    """Writers, the save and the end of the program waited for it for ever."""
+    found = run_python(ENDED, fresh=True, DOING=doing)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
 # asm-generic/mman-common.h
 HARMLESS = {
     "MADV_FREE": 8,

@@ -240,5 +240,14 @@ def _check(failed: int) -> None:
             "a tensor away by its address (madvise with MADV_DONTNEED, munmap). Keep it from "
             "that until the save is durable, or take snapshot='copy'",
         )
+    if failed == -errno.EOWNERDEAD:
+        raise TransferError(
+            errno.EOWNERDEAD,
+            operation="protect",
+            path="userfaultfd",
+            detail="a thread that copies protected memory aside was ended, alone. A filter of "
+            "system calls does that (SECCOMP_RET_KILL_THREAD): have it allow poll, read, ioctl, "
+            "futex, openat and pwrite64, or take snapshot='copy'",
+        )
     if failed:
         raise OSError(-failed, os.strerror(-failed))

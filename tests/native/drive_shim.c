@@ -894,6 +894,100 @@ static void closed_while_woken(void) {
   }
 }
 
+/* --- snapshots --------------------------------------------------------------------------- */
+
+enum { AREA = 5 << 20, AREAS = 3, WRITERS = 3 };
+
+typedef struct {
+  char *areas[AREAS];
+  uint64_t seed;
+  unsigned long times;
+} protected_memory;
+
+/* Who writes is stopped by the kernel until it may, which no sanitizer knows of. */
+__attribute__((no_sanitize("thread"), no_sanitize("address"), noinline)) static void
+spoil(volatile char *memory, uint64_t nbytes) {
+  for (uint64_t i = 0; i < nbytes; i++) memory[i] = (char)(memory[i] + 1);
+}
+
+static void *spoil_areas(void *given) {
+  protected_memory *m = given;
+  state ^= m->seed;
+  for (unsigned long i = 0; i < m->times; i++) {
+    uint64_t nbytes = 1 + chance(9000);
+    spoil(m->areas[chance(AREAS)] + chance(AREA - nbytes), nbytes);
+  }
+  return NULL;
+}
+
+/* Reads an area, or settles it as if a drive had read it where it lies; and looks at every byte. */
+static void read_area(nv_snapshot *snapshot, char *memory, char *copy, unsigned salt) {
+  uint64_t start = (uintptr_t)memory, at = 0;
+  while (at < AREA) {
+    uint64_t nbytes = PAGE * (1 + chance(700));
+    if (nbytes > AREA - at) nbytes = AREA - at;
+    uint32_t sum = 0, wanted = 0;
+    if (chance(2)) CHECK(nv_snapshot_read(snapshot, start + at, nbytes, 0, &sum) == 0);
+    int summed = sum != 0;
+    memset(copy, 0, nbytes);
+    CHECK(nv_snapshot_read(snapshot, start + at, nbytes, (uintptr_t)copy, &wanted) == 0);
+    CHECK(!summed || sum == wanted);
+    CHECK(holds(copy, at, nbytes, salt));
+    at += nbytes;
+  }
+}
+
+static void settle_area(nv_snapshot *snapshot, char *memory, char *copy, unsigned salt) {
+  uint64_t address = (uintptr_t)memory, end = address + AREA;
+  while (address < end) {
+    uint64_t left = end - address;
+    CHECK(nv_snapshot_settle(snapshot, &address, &left) == 0);
+    if (!left) break;
+    CHECK(nv_snapshot_read(snapshot, address, left, (uintptr_t)copy, NULL) == 0);
+    CHECK(holds(copy, address - (uintptr_t)memory, left, salt));
+    address += left;
+  }
+}
+
+static void snapshots_beside_writers(void) {
+  if (nv_snapshot_open(NV_SNAPSHOT_ANY_WRITE) < 0) return; /* this process may not */
+  for (int turn = 0; turn < 4; turn++) {
+    char *block, *copy, *arena;
+    uint64_t addresses[AREAS], sizes[AREAS], room = chance(2) ? 4 << 20 : AREAS * AREA;
+    int results[AREAS];
+    CHECK(posix_memalign((void **)&block, PAGE, AREAS * AREA) == 0);
+    CHECK(posix_memalign((void **)&arena, PAGE, room) == 0);
+    CHECK((copy = malloc(AREA)));
+    protected_memory m = {.times = 200};
+    for (int i = 0; i < AREAS; i++) {
+      m.areas[i] = block + i * AREA;
+      fill_with(m.areas[i], 0, AREA, (unsigned)i);
+      addresses[i] = (uintptr_t)m.areas[i];
+      sizes[i] = AREA;
+    }
+    nv_snapshot *snapshot = nv_snapshot_new(AREAS, addresses, sizes, results, directory);
+    CHECK(snapshot && !results[0] && !results[1] && !results[2]);
+    CHECK(nv_snapshot_protect(snapshot, (uintptr_t)arena, room) == 0);
+    pthread_t threads[WRITERS];
+    protected_memory each[WRITERS];
+    for (int i = 0; i < WRITERS; i++) {
+      each[i] = m;
+      each[i].seed = chance(1u << 30);
+      CHECK(pthread_create(&threads[i], NULL, spoil_areas, &each[i]) == 0);
+    }
+    for (unsigned i = 0; i < AREAS; i++)
+      (chance(2) ? read_area : settle_area)(snapshot, m.areas[i], copy, i);
+    nv_snapshot_counters counters;
+    nv_snapshot_count(snapshot, &counters);
+    if (chance(2)) nv_snapshot_end(snapshot);
+    for (int i = 0; i < WRITERS; i++) pthread_join(threads[i], NULL);
+    nv_snapshot_free(snapshot);
+    free(copy);
+    free(arena);
+    free(block);
+  }
+}
+
 static void set_switch(const char *library, char *assignment) {
   void *loaded = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
   char *number = strchr(assignment, '=');
@@ -942,6 +1036,7 @@ int main(int argc, char **argv) {
     never_run(f);
     forked(f);
     closed_while_woken();
+    snapshots_beside_writers();
   }
   close_file(f);
   free(kaio); /* in nvmeio tables are never freed */
