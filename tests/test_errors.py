@@ -118,7 +118,7 @@ def test_an_open_has_no_span() -> None:
 
 
 @pytest.mark.parametrize("operation", ["save", "rename", "truncate", "close", "mkdir", "pread"])
-def test_what_is_about_no_bytes_has_no_span(operation: str) -> None:
+def test_error_about_no_bytes_shows_no_span(operation: str) -> None:
     """A failed rename said "[0, 0): 0 of 0 bytes"."""
     text = str(TransferError(errno.EROFS, operation=operation, path="/x/y"))
     assert f"; {operation} /x/y (" in text

@@ -83,7 +83,7 @@ def test_one_bar_after_another(make: Make) -> None:
     assert "save" in out.getvalue()
 
 
-def test_what_is_done_may_change_on_the_way(make: Make) -> None:
+def test_text_of_a_bar_may_change(make: Make) -> None:
     """As in a pack, which names the layer."""
     out = io.StringIO()
     with make(out) as bar:

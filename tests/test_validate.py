@@ -59,7 +59,7 @@ def file(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("named", ["path", "file", "descriptor"])
-def test_what_is_right_passes(make_handle: Make, path: Path, named: str) -> None:
+def test_validate_passes_right_bytes(make_handle: Make, path: Path, named: str) -> None:
     handle = make_handle(block_size=1 << 20)
     data = DATA[: (1 << 20) + 77]
     with nvmeio.open(path, "w") as opened:

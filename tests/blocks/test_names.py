@@ -65,7 +65,7 @@ def test_blocks_of_something_else_are_not_found(
         assert loaded(store) == [True] * 3
 
 
-def test_what_nobody_can_name_is_found_until_the_store_is_closed(
+def test_blocks_without_identity_are_found_until_the_store_is_closed(
     tmp_path: Path, handle: AioHandle
 ) -> None:
     with opened(tmp_path, handle, None) as store:

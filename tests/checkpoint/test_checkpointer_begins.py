@@ -187,7 +187,7 @@ def test_a_directory_that_somebody_saves_into(new: Any, directory: Path) -> None
     new().close()  # what was refused holds nothing
 
 
-def test_one_that_was_dropped_holds_nothing(directory: Path) -> None:
+def test_dropped_checkpointer_releases_its_directory(directory: Path) -> None:
     """Never used, used, and kept by a cycle until Python collects it."""
     dropped = nvmeio.Checkpointer(directory)
     del dropped

@@ -296,7 +296,7 @@ def one_more(checkpointer: nvmeio.Checkpointer) -> SaveReport:
     return report
 
 
-def test_what_is_beyond_is_overwritten_in_place(new: Any, directory: Path) -> None:
+def test_oldest_file_beyond_keep_is_overwritten_in_place(new: Any, directory: Path) -> None:
     """As is documented, for readers who hold no lock and have no link."""
     checkpointer = new(keep=2)
     three_generations(checkpointer)

@@ -255,7 +255,7 @@ def test_an_archive_that_cannot_be(
     assert str(file) in str(raised.value)
 
 
-def test_what_is_spoiled_here_was_whole(file: Path) -> None:
+def test_file_loads_before_these_tests_spoil_it(file: Path) -> None:
     """Were it not, every test above would pass."""
     assert_same(nvmeio.load(file), STATE)
     write_records(file, records_of(file))

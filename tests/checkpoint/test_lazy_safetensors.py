@@ -214,7 +214,7 @@ def test_shards_and_directories(tmp_path: Path) -> None:
 # What cannot be
 
 
-def test_what_is_not_there(file: Path, tmp_path: Path) -> None:
+def test_missing_tensor_file_and_header_are_errors(file: Path, tmp_path: Path) -> None:
     with safe_open(file) as opened:
         with pytest.raises(KeyError, match="does not contain tensor 'c'"):
             opened.get_tensor("c")

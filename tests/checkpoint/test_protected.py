@@ -44,7 +44,7 @@ def test_the_end_of_a_second_snapshot_frees_no_memory_of_the_first() -> None:
     tensor.share_memory_()
 
 
-def test_one_that_cannot_be_made_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_protection_leaves_storages_resizable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its storages could never be resized or shared again."""
     tensor = torch.ones(1 << 20)
 

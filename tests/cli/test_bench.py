@@ -595,7 +595,7 @@ def test_fio_beside_other_work(ends: bool, tmp_path: Path, monkeypatch: pytest.M
         os.kill(pids[0], 0)
 
 
-def test_what_a_process_has_written_that_is_gone() -> None:
+def test_process_that_is_gone_has_written_nothing() -> None:
     no_process = (1 << 22) + 1  # Linux has none of so high a number
     assert fio.written_by(no_process) == 0 <= fio.written_by(os.getpid())
 

@@ -351,7 +351,7 @@ NOT_FILES: list[tuple[Callable[[Path], Path], str, int, type[OSError]]] = [
     NOT_FILES,
     ids=[f"{make.__name__}-{direction}" for make, direction, *_ in NOT_FILES],
 )
-def test_what_cannot_be_opened(
+def test_file_that_cannot_be_opened_fails_the_operation(
     one_handle: nvmeio.AioHandle,
     tmp_path: Path,
     make: Callable[[Path], Path],

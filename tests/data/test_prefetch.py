@@ -101,7 +101,7 @@ def test_no_batches_at_all(records: Records) -> None:
     assert [len(batch) for batch in records.prefetch([[], [1], []])] == [0, 1, 0]
 
 
-def test_what_are_no_batches_is_refused(records: Records) -> None:
+def test_batches_and_depth_of_the_wrong_kind_are_refused(records: Records) -> None:
     with pytest.raises(TypeError, match="not iterable"):
         records.prefetch(5)
     for depth, error in ((0, ValueError), (True, TypeError), (1.5, TypeError)):

@@ -161,7 +161,7 @@ def test_what_is_left(system: str, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("system", LOST)
-def test_what_is_lost_is_told_by_the_status(system: str, tmp_path: Path) -> None:
+def test_lost_save_sets_the_exit_status(system: str, tmp_path: Path) -> None:
     """There was a traceback at most, and status 0."""
     reports = statuses(system, tmp_path)
     errors = {end: (tmp_path / f"{end}.errors").read_text() for end in reports}

@@ -57,7 +57,7 @@ def done(
         yield make
 
 
-def test_what_is_done_is_reported_where_it_has_moved_to(
+def test_completion_follows_a_move_to_another_queue(
     done: Any, queues: list[CompletionQueue]
 ) -> None:
     first, second = queues

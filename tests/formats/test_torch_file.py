@@ -12,7 +12,7 @@ from nvmeio._formats.torch_file import TorchFile
 from nvmeio._io.spans import Load
 
 
-def test_what_is_told_of_an_archive_is_all_but_its_storages(tmp_path: Path) -> None:
+def test_archive_description_holds_all_but_storages(tmp_path: Path) -> None:
     """It was a pickle, which came over the network and was unpickled."""
     path = tmp_path / "state.pt"
     state = {f"layer.{n}.\u00e9": torch.arange(n) for n in range(1, 20)}

@@ -167,7 +167,7 @@ def test_a_new_cache_is_replaced_by_an_offloaded_one(
 
 
 @pytest.mark.parametrize("drives", [0, 1, 3])
-def test_what_is_put_away_comes_back(
+def test_offloaded_cache_follows_every_change_of_generation(
     drives: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every change that generation makes to a cache, beside a stock one."""

@@ -156,7 +156,7 @@ def test_there_is_no_such_quantisation(
     assert os.listdir(tmp_path) == ["m"]
 
 
-def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
+def test_pack_overwrites_nothing_and_refuses_packed_models(tmp_path: Path) -> None:
     saved(llama, tmp_path / "m")
     with pytest.raises(FileExistsError):
         pack(tmp_path / "m", tmp_path / "m")

@@ -154,7 +154,7 @@ def test_a_rank_drops_its_model(ranks: Any, folder: Path) -> None:
     ranks(2, "dropped", folder)
 
 
-def test_what_does_not_belong_together(ranks: Any, folder: Path) -> None:
+def test_ranks_with_parts_of_different_packings_are_refused(ranks: Any, folder: Path) -> None:
     pack(folder / "model", folder / "parts", ranks=2)
     pack(folder / "model", folder / "four", ranks=4)
     other = folder / "other"

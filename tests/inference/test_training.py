@@ -234,7 +234,7 @@ def test_gradients_accumulate_and_a_graph_is_gone_through_twice(base: Make) -> N
     assert_same(*both)
 
 
-def test_what_holds_all_layers_at_once_says_so_and_leaves_the_model_usable(base: Make) -> None:
+def test_create_graph_raises_memory_error_and_leaves_the_model_usable(base: Make) -> None:
     """Backward through backward: torch keeps what the first one used, which nobody can replace."""
     whole, model = base(window=2)
     adapted(model)
@@ -404,7 +404,7 @@ def whole_state() -> dict[str, torch.Tensor]:
     ("options", "message"),
     [({"device": "meta"}, "not on meta"), ({"kv_offload": True}, "kv_offload")],
 )
-def test_what_does_not_go_together_is_refused(
+def test_trainable_refuses_options_that_exclude_it(
     options: dict[str, Any], message: str, tmp_path: Path, stream: Make
 ) -> None:
     saved(tmp_path / "base.safetensors")

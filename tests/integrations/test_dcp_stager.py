@@ -437,7 +437,9 @@ def test_a_staged_state_that_is_dropped_holds_nothing(
         parameter.untyped_storage().resize_(parameter.nbytes)
 
 
-def test_what_cannot_be_is_refused(stager: SnapshotStager, training: Training) -> None:
+def test_stager_and_its_copies_refuse_to_be_pickled(
+    stager: SnapshotStager, training: Training
+) -> None:
     with pytest.raises(TypeError, match=r"AsyncCheckpointerType\.THREAD"):
         pickle.dumps(stager.stage(training.state()))
     with pytest.raises(TypeError, match="make one in each process"):

@@ -404,7 +404,9 @@ def test_directories_are_removed_too(plugin: NvmeCheckpointIO, tmp_path: Path) -
     assert os.listdir(tmp_path) == []
 
 
-def test_what_cannot_be_is_refused(plugin: NvmeCheckpointIO, tmp_path: Path) -> None:
+def test_arguments_that_are_not_supported_are_refused(
+    plugin: NvmeCheckpointIO, tmp_path: Path
+) -> None:
     stock = importlib.import_module("lightning.fabric.plugins.io.torch_io").TorchCheckpointIO()
     with pytest.raises(TypeError, match="storage_options") as refused:
         stock.save_checkpoint({}, tmp_path / "a", storage_options={})

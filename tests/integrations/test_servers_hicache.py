@@ -641,7 +641,7 @@ def test_clear_forgets(opened: Callable[..., Any]) -> None:
     assert backend.batch_get_v1(["a"], indices(0)) == [False]
 
 
-def test_what_is_missing_is_told(opened: Callable[..., Any]) -> None:
+def test_missing_settings_are_named(opened: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="lacks directory and capacity_bytes"):
         opened(extra_config={"backend_name": "nvmeio"})
     with pytest.raises(ValueError, match="is no size"):

@@ -40,7 +40,7 @@ def test_nothing_is_called_for_an_operation_where_nobody_asks() -> None:
     assert LongCall("load", "x").finished is None
 
 
-def test_what_cannot_be_called_is_refused() -> None:
+def test_progress_that_is_not_callable_is_refused() -> None:
     with pytest.raises(TypeError, match="rich_bar"):
         LongCall("load", "x", True)  # type: ignore[arg-type]
 

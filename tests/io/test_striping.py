@@ -49,7 +49,9 @@ def test_every_byte_has_one_place(
 
 
 @given(WEIGHTS, BANDS, BANDS)
-def test_what_follows_moves_nothing(weights: list[int], bands: list[int], more: list[int]) -> None:
+def test_further_bands_move_no_earlier_band(
+    weights: list[int], bands: list[int], more: list[int]
+) -> None:
     before, after = Striping(weights, bands), Striping(weights, bands + more)
     assert before.spans(0, sum(bands)) == after.spans(0, sum(bands))
 

@@ -175,7 +175,7 @@ NVME = {"device": "nvme", "nvme_path": "/nowhere/at/all"}
         ),
     ],
 )
-def test_what_is_unknown_or_impossible_is_refused(config: dict[str, Any], says: str) -> None:
+def test_unknown_and_impossible_keys_are_refused(config: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         offload(gpt(), torch.optim.Adam, config)
 

@@ -293,7 +293,7 @@ def test_a_snapshot_that_fails_leaves_nothing(
 # The directory
 
 
-def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+def test_foreign_directory_named_optimizer_is_not_touched(tmp_path: Path) -> None:
     """A directory called "optimizer" that had been there lost all its files."""
     theirs = tmp_path / "optimizer"
     theirs.mkdir()

@@ -349,7 +349,7 @@ def test_budgets_are_checked_for_each_level(lazy: Accelerator, tmp_path: Path) -
         assert module.device_bytes == 128 << 10
 
 
-def test_what_cannot_be_is_refused_in_words(tmp_path: Path) -> None:
+def test_impossible_devices_and_windows_are_refused(tmp_path: Path) -> None:
     made = model()
     with pytest.raises(ValueError, match=r"device_bytes is memory of a CUDA device"):
         SwappedModule(made, swap_dir=tmp_path, resident_bytes="1MiB", device_bytes="1MiB")

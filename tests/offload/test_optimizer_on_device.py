@@ -332,7 +332,7 @@ def test_device_bytes_bounds_what_the_buffers_take(
             swapped_optimizer("adamw", made, tmp_path, device_bytes=4096)
 
 
-def test_what_cannot_be_is_refused_in_words(
+def test_impossible_devices_and_buffers_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=r"device_bytes is memory of a CUDA device"):

@@ -148,7 +148,7 @@ def test_a_parameter_that_was_replaced_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_what_could_not_be_gathered_is_not_gone_on_from(backward: bool, tmp_path: Path) -> None:
+def test_failed_gather_ends_the_module(backward: bool, tmp_path: Path) -> None:
     """FSDP would go on from the middle of the pass that failed, with gradients that are wrong."""
     with SwappedModule(sharded(), swap_dir=tmp_path, resident_bytes=WINDOW) as ours:
         found = ours(torch.ones(2, 7)).sum() if backward else None

@@ -64,7 +64,7 @@ def test_what_belongs_to_another_user_is_refused(what: str, tmp_path: Path) -> N
     assert "65534" in str(told.value)
 
 
-def test_nobody_else_may_look(tmp_path: Path) -> None:
+def test_swap_directories_are_private(tmp_path: Path) -> None:
     """Also where the directory was there before, open to everybody."""
     (tmp_path / "swap" / "optimizer").mkdir(parents=True)
     (tmp_path / "swap" / "optimizer").chmod(0o777)

@@ -86,7 +86,7 @@ def test_a_region_that_is_computed_again_within_backward_is_learned() -> None:
     assert list(order.upcoming()) == ["d", "c", "a", "b"]
 
 
-def test_what_evaluation_did_does_not_tell_of_training() -> None:
+def test_evaluation_does_not_change_the_order_of_training() -> None:
     order = remembered()
     for unit in "abcd":
         order.note(unit)

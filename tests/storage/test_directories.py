@@ -97,7 +97,7 @@ def test_directories_above_are_made_where_that_is_asked_for(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("above", [False, True])
-def test_what_is_no_directory_is_told(above: bool, tmp_path: Path) -> None:
+def test_file_in_place_of_a_directory_is_an_error(above: bool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("nothing")
     for name in ("file", "file/below", "link"):

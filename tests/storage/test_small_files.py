@@ -146,7 +146,7 @@ def test_who_reads_a_file_whole_says_what_is_there_instead(
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_what_may_be_missing_counts_as_missing(kind: str, tmp_path: Path) -> None:
+def test_hostile_optional_file_counts_as_missing(kind: str, tmp_path: Path) -> None:
     HOSTILE[kind](tmp_path / "file")
     assert within_limit(lambda: _holds(tmp_path / "file", b"text")) is False
     assert within_limit(lambda: metadata.referred_to(tmp_path / "file")) == set()
