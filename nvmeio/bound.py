@@ -73,18 +73,8 @@ class BoundFile(File):
             tensor: Destination, as there.
             file_offset: First byte in the file; any value >= 0.
         """
-        way, core = self._reading, self._core
-        if (
-            way is not None
-            and core is not None
-            and type(file_offset) is int
-            and 0 <= file_offset <= _LAST_OFFSET
-            and is_simple(tensor, True)
-        ):
-            operation = _start_short(core, way, tensor, file_offset)
-            if operation is not None:
-                return operation
-        return self._handle.async_pread(tensor, self, file_offset)
+        short = _start_short(self._core, self._reading, tensor, file_offset)
+        return self._handle.async_pread(tensor, self, file_offset) if short is None else short
 
     def pwrite(self, tensor: Data, file_offset: int = 0) -> Operation:
         """Start writing a tensor: `AioHandle.async_pwrite`, in all but what a short one costs.
@@ -93,18 +83,8 @@ class BoundFile(File):
             tensor: Source, as there.
             file_offset: First byte in the file; any value >= 0.
         """
-        way, core = self._writing, self._core
-        if (
-            way is not None
-            and core is not None
-            and type(file_offset) is int
-            and 0 <= file_offset <= _LAST_OFFSET
-            and is_simple(tensor, False)
-        ):
-            operation = _start_short(core, way, tensor, file_offset)
-            if operation is not None:
-                return operation
-        return self._handle.async_pwrite(tensor, self, file_offset)
+        short = _start_short(self._core, self._writing, tensor, file_offset)
+        return self._handle.async_pwrite(tensor, self, file_offset) if short is None else short
 
     def close(self) -> None:
         """As `File.close`."""
@@ -247,12 +227,17 @@ make_room(
 
 
 def _start_short(
-    core: Core, way: _ShortWay, tensor: torch.Tensor, file_offset: int
+    core: Core | None, way: _ShortWay | None, tensor: Data, file_offset: int
 ) -> Operation | None:
-    """Start a short read or write of a tensor's own memory; None where that way is not for it.
-
-    The tensor is contiguous, on the CPU, and has the bytes that it says.
-    """
+    """Start a short read or write of a tensor's own memory; None where that way is not for it."""
+    if (
+        way is None
+        or core is None
+        or type(file_offset) is not int
+        or not 0 <= file_offset <= _LAST_OFFSET
+        or not is_simple(tensor, way.reads)
+    ):
+        return None
     live, queues = core.live, core.queues
     if live.refusal or way.alignment is not way.opened.alignment:
         return None

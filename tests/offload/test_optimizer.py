@@ -327,7 +327,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         del missing["state"][2]["exp_avg_sq"]
         for bad, says in (
             (wrong, "exp_avg"),
-            (short, "groups of"),
+            (short, "sizes of param_groups"),
             (missing, "exp_avg_sq"),
             ({"lr": 1}, "param_groups"),
         ):
