@@ -34,9 +34,9 @@ from nvmeio._storage import crc32
 from nvmeio.checkpoint.safetensors import read_header, save_safetensors
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.inference import pack
-from nvmeio.inference._plan import tiles as tiles_module
-from nvmeio.inference._plan.slot_layout import FileExtent, Weight, WeightPart
-from nvmeio.inference._plan.tiles import CutSums, Tile, rows_of
+from nvmeio.inference._plan.slot_layout import CutSums, FileExtent, Weight, WeightPart
+from nvmeio.inference._plan.tiles import Tile, rows_of
+from nvmeio.inference._stream.hooks import linear_in_tiles
 from nvmeio.testing import FakeEngine
 
 pytestmark = pytest.mark.usefixtures("small_ones_are_cut")
@@ -394,9 +394,9 @@ def test_a_tile_that_was_wrong_when_it_was_used_is_told_of(fails_between: bool) 
     others = [(1, right[1])] if fails_between else []
     others += [(0, right[0]), (1, right[1])]  # the wrong one went meanwhile
     with pytest.raises(IntegrityError, match="were not all what was packed"):
-        tiles_module.linear(unit([(0, wrong)], others), torch.ones(1, 1), None)
+        linear_in_tiles(unit([(0, wrong)], others), torch.ones(1, 1), None)
     assert sums.settled
-    assert tiles_module.linear(unit([], []), torch.ones(1, 1), None).shape == (1, 2)
+    assert linear_in_tiles(unit([], []), torch.ones(1, 1), None).shape == (1, 2)
 
 
 def test_a_tile_that_cannot_be_read_is_named_and_the_model_goes_on(

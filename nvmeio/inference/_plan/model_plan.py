@@ -152,8 +152,9 @@ def _model(asked: Asked, opened: SafetensorsSet) -> Any:
         model = transformers.empty_model(asked.given, asked.dtype, opened)
     else:
         model = asked.given
-        if asked.dtype is not None:
-            _set_dtype(model, asked.dtype)
+        dtype = asked.dtype
+        if dtype and any(p.is_floating_point() and p.dtype != dtype for p in model.parameters()):
+            model.to(dtype)
     if hasattr(model, "initialize_weights") and hasattr(model, "config"):
         transformers.compute_buffers(model, asked.device)
     return model
@@ -174,12 +175,6 @@ def _parts(
             unit.experts = None  # those of a token would have to be known to backward
         unit.plan(opened, own_alignment=own_alignment)
     return parts
-
-
-def _set_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert a module's placeholders to a dtype."""
-    if any(p.is_floating_point() and p.dtype != dtype for p in model.parameters()):
-        model.to(dtype)
 
 
 def _default_budget(fixed: Any, units: Any, window: int | None, others: int, left: int) -> int:

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio._io.spans import HOLE_BYTES, read_to
 from nvmeio._pages import PAGE_BYTES, round_down, round_up
+from nvmeio._storage import crc32
 from nvmeio.errors import IntegrityError
-
-if TYPE_CHECKING:
-    from nvmeio.inference._plan.checksums import CutSums
-    from nvmeio.inference._plan.quantised import Compute, Quantised
+from nvmeio.inference._plan.quantised import Compute, Quantised
 
 
 class Read(NamedTuple):
@@ -202,6 +200,55 @@ class FileExtent(NamedTuple):
     offset: int
     nbytes: int
     at: int
+
+
+class CutSums:
+    """The checksums of a tensor's tiles: noted until all are known, and compared from then on.
+
+    Args:
+        whole: CRC-32 of the tensor.
+        sizes: Bytes of each tile, in the order of the tensor.
+
+    Attributes:
+        failures: How often a tile was wrong. Whoever uses several tiles one after the other
+            compares it before and after: a tile that was wrong may have been read again meanwhile
+            by somebody else.
+    """
+
+    def __init__(self, whole: int, sizes: Sequence[int]) -> None:
+        self.whole = whole
+        self._sizes = tuple(sizes)
+        self.failures = 0
+        self._noted: dict[int, int] = {}
+        self._last: dict[int, int] = {}  # not noted anew with the others: it may be in memory yet
+        self._right: dict[int, int] | None = None
+
+    def agrees(self, tile: int, found: int) -> bool:
+        """Whether a tile's checksum may be right; one thread at a time.
+
+        False for the last tile to arrive means that one of them is wrong: all are noted anew.
+        """
+        if self._right is not None:
+            return self._right[tile] == found
+        if self._last.setdefault(tile, found) != found:
+            self.failures += 1
+        self._noted[tile] = self._last[tile] = found
+        if len(self._noted) < len(self._sizes):
+            return True
+        total = 0
+        for number, nbytes in enumerate(self._sizes):
+            total = crc32.combine(total, self._noted[number], nbytes)
+        noted, self._noted = self._noted, {}
+        if total != self.whole:
+            self.failures += 1
+            return False
+        self._right = noted
+        return True
+
+    @property
+    def settled(self) -> bool:
+        """Whether all tiles were there once, and were right together."""
+        return self._right is not None
 
 
 class WeightPart(NamedTuple):

@@ -7,21 +7,15 @@ know of nothing else.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from nvmeio._residency import tiled_linear
 from nvmeio._residency.tiled_linear import row_bounds
 from nvmeio._storage import crc32
-from nvmeio.errors import IntegrityError
-from nvmeio.inference._plan.checksums import CutSums
-from nvmeio.inference._plan.slot_layout import Weight, WeightPart, extents_within
-
-if TYPE_CHECKING:
-    from nvmeio.inference._plan.units import Unit
+from nvmeio.inference._plan.slot_layout import CutSums, Weight, WeightPart, extents_within
 
 
 class Tile(nn.Module):
@@ -113,52 +107,3 @@ def cut_rows(
     ]
     shape = (last - first, *part.shape[1:])
     return WeightPart(part.dtype, shape, tuple(extents), (), cut)
-
-
-def linear(unit: Unit, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`torch.nn.functional.linear` with the weight that a unit's tiles are the rows of.
-
-    Raises:
-        TransferError, IntegrityError: As for `WeightStream.use`.
-    """
-    failures = _failures(unit)
-    output = tiled_linear.compute(
-        input, unit.weights[0].shape[0], [_rows(tile, bias) for tile in unit.tiles]
-    )
-    _check_sums(unit, failures)
-    return output
-
-
-def _rows(tile: Unit, bias: torch.Tensor | None) -> tiled_linear.LinearRows:
-    module: Any = tile.modules[0]
-    return tiled_linear.LinearRows(module.first, module.last, lambda given: module(given, bias))
-
-
-def _tile_sums(unit: Unit) -> list[CutSums]:
-    """Of its parts of which the file has one checksum for all tiles; once for each tile."""
-    parts = (part for tile in unit.tiles for part in tile.weights[0].parts)
-    return [part.cut[0] for part in parts if part.cut is not None]
-
-
-def _failures(unit: Unit) -> int:
-    return sum(sums.failures for sums in _tile_sums(unit))
-
-
-def _check_sums(unit: Unit, failures: int) -> None:
-    """Raise where the tiles that were used may not have been right together.
-
-    Args:
-        unit: Of the tiles.
-        failures: `_failures`, before the first of them was used.
-    """
-    found = _tile_sums(unit)
-    wrong = next((sums for sums in found if not sums.settled), None)
-    if wrong is None and _failures(unit) != failures:
-        wrong = found[0]  # right by now, and maybe not when it was used
-    if wrong is not None:
-        raise IntegrityError(
-            f"the rows of {unit.weights[0].name!r} were not all what was packed, when they "
-            "were read: model.weight_stream.close() and reopen() read them anew",
-            expected=f"CRC-32 {wrong.whole:08x} of the whole",
-            found="another one",
-        )

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nvmeio._residency import calls
-from nvmeio.errors import ClosedError
-from nvmeio.inference._plan import tiles
+from nvmeio._residency import calls, tiled_linear
+from nvmeio.errors import ClosedError, IntegrityError
+from nvmeio.inference._plan.slot_layout import CutSums
 from nvmeio.inference._plan.transformers import cache_among
 from nvmeio.inference._plan.units import Unit
 from nvmeio.inference._stream import stand_ins
@@ -275,9 +275,58 @@ def _attach_tiles(module: nn.Linear, unit: Unit, stream: WeightStream) -> None:
 
     def forward(input: torch.Tensor) -> torch.Tensor:
         _check(unit, stream)
-        return tiles.linear(unit, input, module.bias)
+        return linear_in_tiles(unit, input, module.bias)
 
     module.forward = forward  # type: ignore[method-assign]
+
+
+def linear_in_tiles(unit: Unit, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`torch.nn.functional.linear` with the weight that a unit's tiles are the rows of.
+
+    Raises:
+        TransferError, IntegrityError: As for `WeightStream.use`.
+    """
+    failures = _failures(unit)
+    output = tiled_linear.compute(
+        input, unit.weights[0].shape[0], [_rows(tile, bias) for tile in unit.tiles]
+    )
+    _check_sums(unit, failures)
+    return output
+
+
+def _rows(tile: Unit, bias: torch.Tensor | None) -> tiled_linear.LinearRows:
+    module: Any = tile.modules[0]
+    return tiled_linear.LinearRows(module.first, module.last, lambda given: module(given, bias))
+
+
+def _tile_sums(unit: Unit) -> list[CutSums]:
+    """The checksums of the tensors that the tiles are cut from; each once for each tile."""
+    parts = (part for tile in unit.tiles for part in tile.weights[0].parts)
+    return [part.cut[0] for part in parts if part.cut is not None]
+
+
+def _failures(unit: Unit) -> int:
+    return sum(sums.failures for sums in _tile_sums(unit))
+
+
+def _check_sums(unit: Unit, failures: int) -> None:
+    """Raise where the tiles that were used may not have been right together.
+
+    Args:
+        unit: Of the tiles.
+        failures: `_failures`, before the first of them was used.
+    """
+    found = _tile_sums(unit)
+    wrong = next((sums for sums in found if not sums.settled), None)
+    if wrong is None and _failures(unit) != failures:
+        wrong = found[0]  # right by now, and maybe not when it was used
+    if wrong is not None:
+        raise IntegrityError(
+            f"the rows of {unit.weights[0].name!r} were not all what was packed, when they "
+            "were read: model.weight_stream.close() and reopen() read them anew",
+            expected=f"CRC-32 {wrong.whole:08x} of the whole",
+            found="another one",
+        )
 
 
 def _check(unit: Unit, stream: WeightStream) -> None:
