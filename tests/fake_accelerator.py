@@ -614,6 +614,9 @@ def accelerator(
     for name in fake_cuda.NAMES:
         made: Any = getattr(cuda, name)
         patch.setattr(torch.cuda, name, made)
+    # torch's optimizers ask the driver whether a graph is captured, where torch is built with CUDA.
+    check = "_accelerator_graph_capture_health_check"
+    patch.setattr(torch.optim.Optimizer, check, lambda optimizer: None, raising=False)
 
     def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         with cuda.device(device if device.type == "cuda" else cuda.device_of(tensor)):

@@ -71,6 +71,9 @@ class _Interrupting:
 
     def __enter__(self) -> _Interrupting:
         self._before = sys.gettrace()
+        # From Python 3.12 on `settrace` looks whether any frame wants opcodes; one that says so in
+        # its trace function, as below, is heard at the next `settrace` only.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._called)
         return self
 
