@@ -128,7 +128,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     places = {here / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (places.get(item.path, len(places)), item.path))
+    for item in items:
+        is_on_stand_in = hasattr(getattr(item, "module", None), "Accelerator")
+        if is_on_stand_in and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(STAND_IN_LIMIT_S))
 
+
+# A lock that nobody opens, say; longer than any test of the stand-in takes on a busy machine.
+STAND_IN_LIMIT_S = 240
 
 _failed = pytest.StashKey[bool]()
 

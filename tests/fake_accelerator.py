@@ -44,7 +44,7 @@ import fake_tensors
 import pytest
 import torch
 from fake_kernels import Kernels as Kernels
-from fake_kernels import quietly, span
+from fake_kernels import is_wrapper, quietly, span
 from torch.overrides import _get_current_function_mode_stack
 
 from nvmeio._memory import devices, mappings, page_locked
@@ -159,8 +159,9 @@ class Event:
         self.position = 0
         self._polls = 0
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Any = None) -> None:
         self._cuda.call("record")
+        stream = self._cuda.current_stream() if stream is None else stream
         with self._cuda.lock:
             self.stream, self.position = stream, stream.asked
             self.number = self._cuda.order.record(stream.number)
@@ -267,6 +268,7 @@ class Accelerator(fake_cuda.FakeCuda):
         self._blocks: dict[int, _Block] = {}  # the last one at each start
         self._free: dict[tuple[Stream, int], list[_Block]] = {}  # by stream and length
         self._used_by_others: list[_Block] = []  # freed, and other streams are at work there
+        self.emptied: set[int] = set()  # addresses of storages without memory
         self._died: SimpleQueue[_Block] = SimpleQueue()
 
     # --- memory
@@ -286,6 +288,7 @@ class Accelerator(fake_cuda.FakeCuda):
             free = self._free.get((stream, length))
             block = free.pop() if free else self._new_block(length, stream)
             block.place = fake_order.here()
+            self.emptied.discard(self._base + block.start)
             self._spoil(block)
             room = memory_at(self._base + block.start, max(nbytes, 1), self)
             weakref.finalize(room, self._died.put, block).atexit = False
@@ -299,6 +302,14 @@ class Accelerator(fake_cuda.FakeCuda):
         self._inside[start : start + length] = 0xFF
         self._blocks[start] = _Block(start, length, stream, "")
         return self._blocks[start]
+
+    def spoil_again(self, address: int) -> None:
+        """Memory that begins there is freed, or given again, to the tensor that has it."""
+        block: Any = self._blocks[address - self._base]
+        stream: Any = self.current_stream()
+        inside = self._inside[block.start : block.start + block.length]
+        self.order.asked(stream.number, f"a resize on {stream}", [], [(address, block.length)])
+        stream.ask(lambda: quietly(lambda: inside.fill_(0xFF)))
 
     def _spoil(self, block: _Block) -> None:
         inside = self._inside[block.start : block.start + block.length]
@@ -356,7 +367,7 @@ class Accelerator(fake_cuda.FakeCuda):
     def has(self, tensor: object) -> bool:
         if not isinstance(tensor, torch.Tensor) or tensor.is_meta or not tensor.numel():
             return False
-        if tensor.layout is not torch.strided:
+        if is_wrapper(type(tensor)) or tensor.layout is not torch.strided:
             return False
         return self.is_inside(tensor.untyped_storage().data_ptr())
 
@@ -520,10 +531,8 @@ class Accelerator(fake_cuda.FakeCuda):
         Raises:
             AssertionError: Always; the test is told at its end, too.
         """
-        fault = (
-            f"{stream} was looked at {times} times and never waited for ({fake_order.here()}): it "
-            "is lazy, and does nothing meanwhile. Take Pace.RANDOM for what polls"
-        )
+        seen = f"{stream} was looked at {times} times and never waited for ({fake_order.here()})"
+        fault = f"{seen}: it is lazy, and does nothing meanwhile. Take Pace.RANDOM for what polls"
         if fault not in self.order.faults:
             self.order.faults.append(fault)
         raise AssertionError(fault)

@@ -43,8 +43,10 @@ class Kernels(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         cuda, kwargs = self._cuda, kwargs or {}
-        if cuda.stopped:
-            return func(*args, **kwargs)
+        if any(map(is_wrapper, types)):  # what it does with its parts comes here again
+            return NotImplemented
+        if cuda.stopped or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE):
+            return func(*args, **kwargs)  # or only of shapes, as DTensors ask for
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         first = next((t for t in tensors if cuda.has(t)), None)
         schema = func._schema
@@ -159,6 +161,11 @@ class Kernels(TorchDispatchMode):
             # The kernels that compute are the CPU's, which keep the mean in the dtype of the rows.
             return tuple(each.to(args[0].dtype) for each in found)
         return found
+
+
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of this type have no memory of their own, as DTensors."""
+    return kind.__name__ in ("DTensor", "AsyncCollectiveTensor")
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:

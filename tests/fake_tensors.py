@@ -11,16 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from fake_kernels import is_wrapper
 
 
 def tell_device(patch: pytest.MonkeyPatch, cuda: Any) -> None:
     """From now on; `cuda` is the stand-in."""
     base, tensors = torch._C.TensorBase, torch.Tensor
-    own = {name: vars(base)[name] for name in ("device", "is_cuda", "is_cpu", "get_device")}
+    own = {name: vars(base)[name] for name in ("device", "get_device")}
     own_to, own_tensor, own_as_tensor = tensors.to, torch.tensor, torch.as_tensor
+    own_resize, own_size = torch.UntypedStorage.resize_, torch.UntypedStorage.size
     own_place = vars(torch._C.StorageBase)["device"]
 
     def device(tensor: torch.Tensor) -> torch.device:
+        if is_wrapper(type(tensor)):
+            return device(tensor._local_tensor)  # type: ignore[attr-defined]
         found: torch.device = own["device"].__get__(tensor)
         return cuda.place(tensor) if found.type == "cpu" and cuda.has(tensor) else found
 
@@ -80,14 +84,23 @@ def tell_device(patch: pytest.MonkeyPatch, cuda: Any) -> None:
         flat = torch.tensor([], dtype=torch.uint8).set_(storage)
         return to(flat, where).untyped_storage()
 
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        """FSDP2 frees the memory of a tensor that stays, and has it given again."""
+        if not cuda.is_inside(storage.data_ptr()):
+            return own_resize(storage, nbytes)
+        cuda.spoil_again(storage.data_ptr())
+        (cuda.emptied.discard if nbytes else cuda.emptied.add)(storage.data_ptr())
+        return storage
+
+    def size(storage: torch.UntypedStorage) -> int:
+        return 0 if storage.data_ptr() in cuda.emptied else own_size(storage)
+
     def index_of(device: Any, optional: bool = False, allow_cpu: bool = False) -> int:
         return int(cuda.index_of(device))
 
     patch.setattr(tensors, "device", property(device))
-    patch.setattr(tensors, "is_cuda", property(lambda t: cuda.has(t) or own["is_cuda"].__get__(t)))
-    patch.setattr(
-        tensors, "is_cpu", property(lambda t: own["is_cpu"].__get__(t) and not cuda.has(t))
-    )
+    patch.setattr(tensors, "is_cuda", property(lambda t: device(t).type == "cuda"))
+    patch.setattr(tensors, "is_cpu", property(lambda t: device(t).type == "cpu"))
     patch.setattr(
         tensors, "get_device", lambda t: device(t).index if cuda.has(t) else own["get_device"](t)
     )
@@ -99,6 +112,8 @@ def tell_device(patch: pytest.MonkeyPatch, cuda: Any) -> None:
     patch.setattr(torch.UntypedStorage, "device", property(place))
     patch.setattr(torch.UntypedStorage, "is_cuda", property(lambda s: place(s).type == "cuda"))
     patch.setattr(torch.UntypedStorage, "to", storage_to)
+    patch.setattr(torch.UntypedStorage, "resize_", resize_)
+    patch.setattr(torch.UntypedStorage, "size", size)
     patch.setattr(torch.UntypedStorage, "cpu", lambda s: storage_to(s, "cpu"))
     patch.setattr(torch.UntypedStorage, "cuda", lambda s: storage_to(s, "cuda"))
     patch.setattr(torch.cuda._utils, "_get_device_index", index_of)

@@ -455,3 +455,17 @@ def test_costs_are_counted(lazy: Accelerator) -> None:
         copier.upload(tensor, chunk)
     assert costs.streams == costs.page_locks == costs.host_waits == 0
     torch.cuda.synchronize()
+
+
+def test_tests_of_the_stand_in_have_a_time_limit_of_their_own(
+    request: pytest.FixtureRequest,
+) -> None:
+    """One that hung took the ten minutes that any test may take."""
+    limits = {}
+    for item in request.session.items:
+        is_on_stand_in = hasattr(getattr(item, "module", None), "Accelerator")
+        if is_on_stand_in and item.get_closest_marker("stress") is None:
+            marker = item.get_closest_marker("timeout")
+            limits[item.nodeid] = marker.args[0] if marker is not None else None
+    assert request.node.nodeid in limits
+    assert {nodeid: limit for nodeid, limit in limits.items() if not limit or limit > 240} == {}

@@ -1,0 +1,83 @@
+"""FSDP2 on the stand-in: an optimizer's state on the drive, and checkpoints, of its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_accelerator import DEVICE, Accelerator, Pace, accelerator
+from test_sharded import fsdp, plain
+from torch.distributed.device_mesh import init_device_mesh
+
+import nvmeio
+from nvmeio.offload import SwappedOptimizer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(params=[Pace.EAGER, Pace.LAZY, Pace.RANDOM], ids=lambda pace: pace.name.lower())
+def cuda(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
+    with accelerator(monkeypatch, request.param, request.param) as made:
+        torch.cuda.set_device(0)
+        yield made
+
+
+def sharded() -> Any:
+    made = plain()
+    mesh = init_device_mesh("cuda", (1,))
+    fsdp.fully_shard(made[2], mesh=mesh)
+    return fsdp.fully_shard(made, mesh=mesh)
+
+
+def losses(module: Any, optimizer: Any, device: str) -> list[float]:
+    found = []
+    for step in range(3):
+        loss = module((torch.ones(2, 7) * step).to(device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("steps", ["on the device", "on the CPU"])
+def test_shards_train_as_the_module_in_memory(
+    steps: str, cuda: Accelerator, tmp_path: Path
+) -> None:
+    theirs, ours = plain(), sharded()
+    assert all(p.to_local().device == DEVICE for p in ours.parameters())
+    wanted = losses(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, foreach=False), "cpu")
+    there: dict[str, Any] = {"device": "cuda"} if steps == "on the device" else {}
+    with SwappedOptimizer(
+        torch.optim.AdamW, ours.parameters(), swap_dir=tmp_path, lr=1e-2, **there
+    ) as optimizer:
+        found = losses(ours, optimizer, "cuda")
+    assert found == pytest.approx(wanted, rel=1e-6)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(cuda.value(mine.to_local()), other.detach())
+
+
+def test_shards_are_saved_as_they_were_when_save_was_called(
+    cuda: Accelerator, tmp_path: Path
+) -> None:
+    module = sharded()
+    wanted = [cuda.value(p.to_local()) for p in module.parameters()]
+    with nvmeio.Checkpointer(tmp_path / "steps") as saver:
+        saver.save_sync({"model": module.state_dict()}, 0)
+        for parameter in module.parameters():
+            parameter.to_local().detach().zero_()
+        saver.wait_sync()
+        found = saver.restore(0)["model"]
+    for (name, mine), other in zip(found.items(), wanted, strict=True):
+        local = mine.to_local() if hasattr(mine, "to_local") else mine
+        assert torch.equal(cuda.value(local), other), name
