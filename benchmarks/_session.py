@@ -39,6 +39,8 @@ TARGETS = {
     "accelerate offload": "peers.inference:Accelerate",
     "AirLLM": "peers.streamers:AirLLM",
     "llama.cpp": "peers.streamers:LlamaCpp",
+    "bitsandbytes": "peers.few_bits:BitsAndBytes",
+    "torchao": "peers.few_bits:TorchAO",
     "ZeRO-3 inference": "peers.zero3_inference:ZeroInference",
 }
 

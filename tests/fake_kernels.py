@@ -61,6 +61,8 @@ class Kernels(TorchDispatchMode):
             if cuda.order.host_spans:
                 self._of_the_host(func, tensors, args, kwargs)
             return func(*args, **kwargs)
+        if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "CPU"):
+            raise NotImplementedError(f"the stand-in has the CPU's kernels, and none is for {func}")
         where = cuda.device_of(first)
         if isinstance(wanted, torch.device):
             casts = func is torch.ops.aten._to_copy.default  # autograd's, who says "cpu" of these

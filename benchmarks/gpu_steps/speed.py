@@ -17,7 +17,18 @@ import torch
 
 import nvmeio
 from gpu_steps import common, training
-from gpu_steps.common import Plan, Step, expected, forget, rate, synchronize, transfer_rates, wrong
+from gpu_steps.common import (
+    Plan,
+    Step,
+    check,
+    expected,
+    forget,
+    rate,
+    synchronize,
+    transfer_rates,
+    wrong,
+)
+from nvmeio.inference import pack
 from nvmeio.offload import SwappedModule, SwappedOptimizer
 
 MOST_ROWS = 1 << 20  # of a gather: with sixteen times as many, a step takes a quarter of an hour
@@ -249,6 +260,57 @@ def profile_of_token(step: Step) -> dict[str, Any]:
             streamed.weight_stream.close()
 
 
+@torch.no_grad()
+def packed_model(step: Step) -> dict[str, Any]:
+    """Milliseconds of a pass over a Llama in memory: bfloat16, 4 bits as chosen, 4 bits widened.
+
+    Of 1, 16 and 256 tokens; and how far logits are from those of the weights widened.
+    """
+    import transformers
+
+    width = 2048 if step.device == "cuda" and torch.version.cuda else 256
+    config = transformers.LlamaConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        vocab_size=512,
+    )
+    told: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=step.file.parent) as made_in:
+        plain, packed = Path(made_in) / "plain", Path(made_in) / "packed"
+        transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(plain)
+        pack(plain, packed, quant_bits=4)
+        wanted: dict[int, torch.Tensor] = {}
+        for name, source, compute in (
+            ("bfloat16", plain, "auto"),
+            ("widened", packed, "widened"),
+            ("chosen", packed, "auto"),
+        ):
+            room = 2 * sum(file.stat().st_size for file in plain.glob("*.safetensors"))
+            options: dict[str, Any] = {"device": step.device, "compute": compute}
+            model = nvmeio.stream_model(source, resident_bytes=room, **options)
+            for count in (1, 16, 256):
+                ids = torch.arange(count).unsqueeze(0).to(step.device)
+                times = []
+                for _ in range(5):
+                    synchronize(step)
+                    began = time.perf_counter()
+                    logits = model(ids, use_cache=False).logits
+                    synchronize(step)
+                    times.append(1e3 * (time.perf_counter() - began))
+                found = told.setdefault(f"{count} tokens", {})
+                found[f"{name}_ms"] = round(sorted(times)[2], 3)
+                here = logits.float().cpu()
+                if name == "chosen":
+                    off = (here - wanted[count]).abs().max() / wanted[count].abs().max()
+                    found["off"] = round(float(off), 5)
+                    check(bool(off < 0.1), f"logits of {count} tokens with packed weights")
+                wanted[count] = here
+            model.weight_stream.close()
+    return told
+
+
 def deepspeed_handle(step: Step) -> dict[str, Any]:
     """Reads by DeepSpeed's own handle into page-locked memory and from there to the device."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -275,6 +337,7 @@ def steps(on_gpu: bool) -> dict[str, Plan]:
         "a busy Python thread beside": Plan(busy_beside),
         "profile of a training step": Plan(profile_of_training),
         "profile of a streamed token": Plan(profile_of_token),
+        "a model of 4 bits": Plan(packed_model, is_optional=True),
         "gradients on the drive and in memory": Plan(gradients_on_disk, 90),
         **{
             f"ring, {lanes} lanes, {chunks} chunks": Plan(partial(ring, lanes=lanes, chunks=chunks))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from _program import Row
 
-from inference_rows import lag, passes, peers_on_disk, training
+from inference_rows import few_bits, lag, passes, peers_on_disk, training
 
 ROWS: dict[str, Row] = {
     "pass": Row("time of a forward pass", passes.measure_pass, lambda size, _: 2 * size),
@@ -12,6 +12,7 @@ ROWS: dict[str, Row] = {
         "half of the layers resident", passes.measure_resident, lambda size, _: 2 * size
     ),
     "packed": Row("few bits", passes.measure_packed, lambda size, _: 3 * size),
+    "fewbits": Row("few bits beside others", few_bits.measure, lambda size, _: 4 * size),
     "checksums": Row(
         "checksums of a packed model", passes.measure_checksums, lambda size, _: 3 * size
     ),

@@ -55,10 +55,10 @@ class AirLLM(Decoding):
 
 
 class LlamaCpp:
-    """llama.cpp through its Python binding: a GGUF file in float32, mapped.
+    """llama.cpp through its Python binding: a GGUF file in float32, or in few bits.
 
-    It has as much memory for the file as the others have for weights, and a bit for computing:
-    what is mapped is in the page cache, which would else hold all of it.
+    Mapped, it has as much memory for the file as the others have for weights, and a bit for
+    computing: what is mapped is in the page cache, which would else hold all of it.
     """
 
     _BESIDE_BYTES = 64 << 20
@@ -75,16 +75,18 @@ class LlamaCpp:
         self._model: Any = None
         self._group = contextlib.ExitStack()
 
-    def prepare(self, directory: str, copy: str) -> None:
-        """Write the same weights as GGUF, and open them."""
+    def prepare(self, directory: str, copy: str, kind: str = "F32", mapped: bool = True) -> None:
+        """Write the same weights as GGUF, and open them; `kind`: F32, Q8_0 or Q4_0."""
         path = Path(copy) / "model.gguf"
         path.parent.mkdir(parents=True)
-        self._convert(Path(directory), path)
+        self._convert(Path(directory), path, self._gguf.GGMLQuantizationType[kind])
         drop_from_cache(path)  # the cache of what was written is another group's
-        nbytes = path.stat().st_size // 8 + self._BESIDE_BYTES
-        self._group.enter_context(limited(nbytes))
+        if mapped:
+            nbytes = path.stat().st_size // 8 + self._BESIDE_BYTES
+            self._group.enter_context(limited(nbytes))
+        threads = torch.get_num_threads()
         self._model = self._cpp.Llama(
-            str(path), n_ctx=512, n_threads=torch.get_num_threads(), use_mmap=True, verbose=False
+            str(path), n_ctx=512, n_threads=threads, use_mmap=mapped, verbose=False
         )
 
     def begin(self, prompts: int = 1) -> None:
@@ -114,7 +116,7 @@ class LlamaCpp:
             self._model.close()
         self._group.close()
 
-    def _convert(self, directory: Path, path: Path) -> None:
+    def _convert(self, directory: Path, path: Path, kind: Any) -> None:
         from safetensors import safe_open
 
         gguf = self._gguf
@@ -139,7 +141,10 @@ class LlamaCpp:
                     rows, columns = weight.shape
                     halves = weight.reshape(heads, 2, rows // heads // 2, columns)
                     weight = halves.swapaxes(1, 2).reshape(rows, columns)
-                out.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight)
+                stored = kind if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
+                quantised = gguf.quants.quantize(weight, stored)
+                known = names.get_name(name, try_suffixes=(".weight",))
+                out.add_tensor(known, quantised, raw_dtype=stored)
             out.write_header_to_file()
             out.write_kv_data_to_file()
             out.write_tensors_to_file()

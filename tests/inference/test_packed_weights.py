@@ -291,10 +291,11 @@ def _int4_kernel(clock: list[int], works: str) -> Iterator[list[int]]:
         )
 
     def shape(x: torch.Tensor, tiles: torch.Tensor, *_: Any) -> torch.Tensor:
-        if works == "absent":
-            raise NotImplementedError("no such kernel")
         return x.new_empty(len(x), tiles.shape[0] * 8)
 
+    if works == "absent":
+        yield calls
+        return
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_convert_weight_to_int4pack", convert, "CPU")
         library.impl("_weight_int4pack_mm", product, "CPU")
