@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fake_accelerator import Accelerator, Pace, accelerator
 from inference.test_training import data, empty, saved, unit_bytes
 from offload.test_activations_on_device import gradients_in_memory, step, window
 from offload.test_module_on_device import in_memory, losses_of, model, swapped
+from support import run_ranks
 
 import nvmeio
 from nvmeio.inference.kv_cache import KVStore
+
+HERE = Path(__file__).parent
 
 
 def streams(cuda: Accelerator, folder: Path, device: str = "cuda") -> None:
@@ -205,3 +209,10 @@ def test_work_in_hundreds_of_random_orders(
 ) -> None:
     for seed in range(1000, 1300):
         in_random_order(work, seed, monkeypatch, tmp_path / str(seed))
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is built without gloo")
+def test_ranks_stream_to_a_device_each(tmp_path: Path) -> None:
+    """Each byte is read by one rank; no rank makes a context on another's device."""
+    for status, told in run_ranks(HERE / "_device_rank.py", 2, tmp_path):
+        assert status == 0, told
