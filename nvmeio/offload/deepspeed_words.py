@@ -56,15 +56,12 @@ _ACTIVATIONS = (
 )
 # What DeepSpeed has and what becomes of it here; said where somebody asks for it.
 _RANKS = (
-    "what ranks tell each other is not of this: FSDP2 (fully_shard) or DistributedDataParallel do "
-    "it, by their own settings"
+    "leave it out: FSDP2 (fully_shard) or DistributedDataParallel communicate, with settings of "
+    "their own"
 )
-_WINDOW = (
-    "what is in memory and read ahead follows from the window: offload_param's max_in_cpu, or "
-    "buffer_count and buffer_size"
-)
+_WINDOW = "set the window instead: offload_param's max_in_cpu, or buffer_count and buffer_size"
 _OLDER = 'an older name: write offload_optimizer or offload_param with its device, "cpu"'
-_INSIDE = "it is about DeepSpeed's own insides: leave it out"
+_INSIDE = "leave it out: it is about DeepSpeed's internals"
 _ASKS = object()  # whatever its value
 # For each word: what to do instead, and the value, DeepSpeed's default, that asks for nothing.
 _NOT_OF_OFFLOADING: dict[str, tuple[str, object]] = {
@@ -83,7 +80,7 @@ _NOT_OF_OFFLOADING: dict[str, tuple[str, object]] = {
     "scheduler": ("make one from torch.optim.lr_scheduler over the optimizer", _ASKS),
     "train_batch_size": ("batches are the training loop's own", _ASKS),
     "gradient_accumulation_steps": ("call backward() as often as you like before step()", 1),
-    "super_offload": ("there is one pipeline, and it overlaps by itself", False),
+    "super_offload": ("leave it out: reading, computing and writing overlap anyway", False),
     "cpuadam_cores_perc": ("torch.set_num_threads() says how many threads compute", 0.8),
     "zenflow": ("every step takes all gradients, so that results are those in memory", None),
     "elastic_checkpoint": ("optimizer.state_dict() has the form of the class's own", False),
@@ -95,14 +92,20 @@ _NOT_OF_OFFLOADING: dict[str, tuple[str, object]] = {
         "parameters without a gradient are neither read nor written",
         True,
     ),
-    "memory_efficient_linear": ("autograd keeps places of parameters, whatever the module", True),
+    "memory_efficient_linear": (
+        "leave it out: no module keeps its weights in memory for backward",
+        True,
+    ),
     "compute_grad_norm": (
-        "optimizer.clip_grad_norm_(max_norm) computes it where it is wanted",
+        "call optimizer.clip_grad_norm_(max_norm), which returns it",
         True,
     ),
     "stage3_gather_16bit_weights_on_model_save": ("module.state_dict() has all weights", False),
     "stage3_gather_fp16_weights_on_model_save": ("module.state_dict() has all weights", False),
-    "leaf_module": ("layers are units by themselves: see SwappedModule's `units`", _ASKS),
+    "leaf_module": (
+        "leave it out: a module that does not call its children is read as a whole",
+        _ASKS,
+    ),
     "save_muon_momentum_buffer_in_memory": (
         "offload_optimizer's ratio says what stays in memory",
         False,

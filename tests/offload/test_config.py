@@ -117,11 +117,11 @@ NVME = {"device": "nvme", "nvme_path": "/nowhere/at/all"}
     ("config", "says"),
     [
         ({"offload_optimiser": {}}, "unknown key 'offload_optimiser'"),
-        ({"zero_optimization": {"stage3_max_live_parameters": 1}}, "follows from the window"),
+        ({"zero_optimization": {"stage3_max_live_parameters": 1}}, "set the window instead"),
         ({"zero_optimization": {"overlap_comm": True}}, "FSDP2"),
         ({"zero_optimization": {"cpu_offload": True}}, "an older name: write offload_optimizer"),
         ({"zero_optimization": {"stage4": 1}}, "unknown key 'stage4'"),
-        ({"offload_optimizer": {**NVME, "super_offload": True}}, "there is one pipeline"),
+        ({"offload_optimizer": {**NVME, "super_offload": True}}, "writing overlap anyway"),
         ({"offload_optimizer": {**NVME, "cpuadam_cores_perc": 0.5}}, "torch.set_num_threads"),
         ({"activation_checkpointing": {"cpu_checkpoint": True}}, "unknown key 'cpu_checkpoint'"),
         ({"activation_checkpointing": {"partition_activations": True}}, "no model parallelism"),
