@@ -18,7 +18,7 @@ import torch
 import nvmeio
 from gpu_steps import common, training
 from gpu_steps.common import Plan, Step, check, expected, synchronize
-from nvmeio.offload import SwappedActivations, SwappedModule
+from nvmeio.offload import SwappedActivations
 
 
 def correctness(step: Step, gds: bool) -> dict[str, Any]:
@@ -308,20 +308,9 @@ def swapped_beside(step: Step, dtype: torch.dtype) -> Iterator[tuple[Any, Any, t
     theirs.to(dtype)
     ours = copy.deepcopy(theirs)
     theirs.to(step.device)
-    whole = training.bytes_of(ours)
-    there: dict[str, Any] = {
-        "device": "cuda",
-        "device_bytes": 3 * whole // training.PARTS + (1 << 20),
-    }
     with (
         tempfile.TemporaryDirectory(dir=step.file.parent) as folder,
-        SwappedModule(
-            ours,
-            swap_dir=folder,
-            resident_bytes=whole // 2 + (1 << 20),
-            stage_bytes=whole // training.PARTS + 4096,
-            **(there if step.device == "cuda" else {}),
-        ) as module,
+        training.half_swapped(ours, folder, step.device) as module,
     ):
         yield theirs, module, rows_of(width, step.device, dtype)
 

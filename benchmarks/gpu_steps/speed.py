@@ -29,7 +29,7 @@ from gpu_steps.common import (
     wrong,
 )
 from nvmeio.inference import pack
-from nvmeio.offload import SwappedModule, SwappedOptimizer
+from nvmeio.offload import SwappedOptimizer
 
 MOST_ROWS = 1 << 20  # of a gather: with sixteen times as many, a step takes a quarter of an hour
 
@@ -215,21 +215,10 @@ def profiled(step: Step, work: Callable[[], Any]) -> dict[str, Any]:
 def profile_of_training(step: Step) -> dict[str, Any]:
     """Where the time of one training step goes: the device at work, and its gaps."""
     made, width = training.model(step.size // 32)
-    whole = training.bytes_of(made)
     x = torch.randn(training.ROWS, width).to(step.device)
-    there: dict[str, Any] = {
-        "device": "cuda",
-        "device_bytes": 3 * whole // training.PARTS + (1 << 20),
-    }
     with (
         tempfile.TemporaryDirectory(dir=step.file.parent) as folder,
-        SwappedModule(
-            made,
-            swap_dir=folder,
-            resident_bytes=whole // 2 + (1 << 20),
-            stage_bytes=whole // training.PARTS + 4096,
-            **(there if step.device == "cuda" else {}),
-        ) as module,
+        training.half_swapped(made, folder, step.device) as module,
         SwappedOptimizer(
             torch.optim.AdamW, module.parameters(), swap_dir=folder, lr=1e-3
         ) as optimizer,

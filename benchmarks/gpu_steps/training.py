@@ -48,6 +48,19 @@ def bytes_of(made: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in made.parameters())
 
 
+def half_swapped(made: nn.Module, folder: str, device: str) -> SwappedModule:
+    """The model with half of it in memory, and on CUDA three parts of it on the device."""
+    whole = bytes_of(made)
+    there: dict[str, Any] = {"device": "cuda", "device_bytes": 3 * whole // PARTS + (1 << 20)}
+    return SwappedModule(
+        made,
+        swap_dir=folder,
+        resident_bytes=whole // 2 + (1 << 20),
+        stage_bytes=whole // PARTS + 4096,
+        **(there if device == "cuda" else {}),
+    )
+
+
 def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()

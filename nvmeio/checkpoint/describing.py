@@ -48,11 +48,6 @@ class RecordFacts(NamedTuple):
     nbytes: int
     crc32: int | None
 
-    @property
-    def alignment(self) -> int:
-        """The largest power of two that divides its offset, at most 2 MiB."""
-        return alignment_of(self.offset)
-
 
 class TensorFacts(NamedTuple):
     """A tensor in a checkpoint.

@@ -192,7 +192,7 @@ def _table_of_records(description: Description, width: int) -> Table:
             {
                 "bytes": str(record.nbytes),
                 "offset": str(record.offset),
-                "aligned to": binary_size(record.alignment),
+                "aligned to": binary_size(alignment_of(record.offset)),
                 "CRC-32": "none" if record.crc32 is None else f"{record.crc32:08x}",
             },
         )
@@ -226,7 +226,8 @@ def _description_as_json(description: Description) -> dict[str, Any]:
     return {
         **description._asdict(),
         "records": [
-            {**record._asdict(), "alignment": record.alignment} for record in description.records
+            {**record._asdict(), "alignment": alignment_of(record.offset)}
+            for record in description.records
         ],
         "tensors": [
             {**tensor._asdict(), "alignment": alignment_of(tensor.offset)}
