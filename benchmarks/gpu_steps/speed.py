@@ -257,11 +257,12 @@ def packed_model(step: Step) -> dict[str, Any]:
     """
     import transformers
 
-    width = 2048 if step.device == "cuda" and torch.version.cuda else 256
+    is_real = step.device == "cuda" and torch.version.cuda
+    width, layers, repeats = (2048, 4, 5) if is_real else (256, 1, 2)
     config = transformers.LlamaConfig(
         hidden_size=width,
         intermediate_size=4 * width,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         vocab_size=512,
     )
@@ -279,17 +280,17 @@ def packed_model(step: Step) -> dict[str, Any]:
             room = 2 * sum(file.stat().st_size for file in plain.glob("*.safetensors"))
             options: dict[str, Any] = {"device": step.device, "compute": compute}
             model = nvmeio.stream_model(source, resident_bytes=room, **options)
-            for count in (1, 16, 256):
+            for count in (1, 16, 256) if is_real else (1, 16):
                 ids = torch.arange(count).unsqueeze(0).to(step.device)
                 times = []
-                for _ in range(5):
+                for _ in range(repeats):
                     synchronize(step)
                     began = time.perf_counter()
                     logits = model(ids, use_cache=False).logits
                     synchronize(step)
                     times.append(1e3 * (time.perf_counter() - began))
                 found = told.setdefault(f"{count} tokens", {})
-                found[f"{name}_ms"] = round(sorted(times)[2], 3)
+                found[f"{name}_ms"] = round(sorted(times)[repeats // 2], 3)
                 here = logits.float().cpu()
                 if name == "chosen":
                     off = (here - wanted[count]).abs().max() / wanted[count].abs().max()
