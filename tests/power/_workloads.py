@@ -169,6 +169,7 @@ class Protected(Recycling):
         torch_writing.STAGING_BYTES, torch_writing.STAGINGS = 256 << 10, 2  # else it takes in all
         checkpointer = self.new(folder)
         kept = self.state(0)
+        kept["w0"] = nvmeio.empty_aligned(self.numel).copy_(kept["w0"])  # written in place
         for number in range(TURNS):
             for name, value in self.state(number).items():
                 kept[name].copy_(value)
