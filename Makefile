@@ -32,7 +32,8 @@ CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
 
-demo: $(STAMP) ## tensors to and from this drive, awaited beside compute
+demo: $(STAMP) ## what a checkpoint holds up training for, then reads awaited beside compute
+	$(if $(filter --json,$(DEMO_ARGS)),,@$(BIN)/python examples/00_first_look.py $(DEMO_ARGS))
 	@$(BIN)/python examples/01_await_beside_compute.py $(DEMO_ARGS)
 
 test: $(STAMP) ## the tests; PYTEST_ARGS="-k report" goes to pytest

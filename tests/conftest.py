@@ -110,6 +110,36 @@ LONGEST = (
 )
 
 
+class TimeLeft:
+    """Says at each tenth of the tests how long the rest takes, if it takes as long a test."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._total = self._done = self._told = 0
+        self._began = time.monotonic()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._collected(len(session.items))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
+        self._collected(len(ids))
+
+    def _collected(self, total: int) -> None:
+        self._total, self._began = max(self._total, total), time.monotonic()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._done += report.when == "teardown"
+        tenth = 10 * self._done // self._total if self._total else 0
+        terminal: Any = self._config.pluginmanager.get_plugin("terminalreporter")
+        if terminal is None or not self._told < tenth < 10 or self._total < 200:
+            return
+        self._told = tenth
+        left_s = (time.monotonic() - self._began) * (self._total - self._done) / self._done
+        text = f"{self._done} of {self._total} tests, about {left_s / 60:.0f} min left"
+        terminal.write(f"\n== {text}\n")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Each process of several begins to read the modules at another place.
 
@@ -117,6 +147,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     here = Path(__file__).parent
     worker = getattr(config, "workerinput", None)
+    if worker is None:
+        config.pluginmanager.register(TimeLeft(config), "nvmeio-time-left")
     if worker is None or [Path(each).resolve() for each in config.args] != [here]:
         return
     files = sorted(here.rglob("test_*.py"))

@@ -38,6 +38,7 @@ def run(example: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
 
 # Arguments, and a part of what each prints at 80 columns.
 RUNS = {
+    "00_first_look.py": (["--size", "32M"], "3 checkpoints, read by torch and by nvmeio"),
     "01_await_beside_compute.py": (["--size", "32M"], "layers read for training, both ways"),
     "02_coroutines.py": ([], "ShortTransferError: [Errno 61] ENODATA"),
     "03_futures.py": ([], "9 operations finished"),
