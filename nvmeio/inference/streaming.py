@@ -139,7 +139,7 @@ def stream_model(
             directory holds the part of another rank, or of another number of ranks; directories
             are not all those that were packed together;
             `tp_plan` is of a model that has no plan, says a word that cannot be streamed (named),
-            or is given for a packed or quantised model, a tied weight, a GPU or without
+            or is given for a model that others quantised, a tied weight, a GPU or without
             `process_group`, or for some of the processes.
         TransferError: Another rank failed, died or did not come, here or in a forward.
         BackendUnavailableError: transformers is needed and not installed.
