@@ -7,6 +7,8 @@ Where the device is done with what it was asked, no memory of it is new either.
 from __future__ import annotations
 
 import contextlib
+import copy
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -103,13 +105,71 @@ def test_a_pass_and_a_step_of_training(
     assert costs.copies
 
 
-def test_a_pass_with_activations_on_the_drive(cuda: Accelerator, tmp_path: Path) -> None:
-    module, x = made("mlp")
+def on_device(cuda: Accelerator, module: torch.nn.Module) -> torch.nn.Module:
+    """The module with its parameters there."""
     for each in module.modules():
         for key, parameter in each._parameters.items():
             if parameter is not None:
                 there = torch.nn.Parameter(cuda.tensor(parameter.detach()))
                 each._parameters[key] = there
+    return module
+
+
+@pytest.mark.parametrize("value", [1.0, math.inf], ids=["finite", "infinite"])
+def test_backward_waits_for_no_gradient_that_goes_to_the_drive(
+    value: float, cuda: Accelerator, tmp_path: Path
+) -> None:
+    """Each was copied to memory that was not locked, and measured there, while backward waited."""
+    module = on_device(cuda, model(3))
+    x = cuda.tensor(torch.randn(3, WIDTH) * value)
+    with SwappedOptimizer(
+        torch.optim.AdamW,
+        module.parameters(),
+        swap_dir=tmp_path,
+        gradients="disk",
+        durable=False,
+        device="cuda",
+    ) as optimizer:
+        for _ in range(3):
+            loss = module(x).square().mean()
+            with cuda.counted() as costs:
+                loss.backward()
+            kept = [p.grad for p in module.parameters() if p.grad is not None]
+            assert len(kept) == 1
+            assert bool(cuda.value(kept[0]).isfinite().all()) == (value == 1.0)
+            optimizer.zero_grad()
+    assert (costs.host_waits, costs.waits_beside, costs.page_locks, costs.streams) == (0, 0, 0, 0)
+    assert costs.copies >= 8
+
+
+def test_what_is_added_to_a_gradient_comes_after_its_copy(
+    cuda: Accelerator, tmp_path: Path
+) -> None:
+    """Where the sheet is not full in between, nobody has waited for that copy."""
+    layers = [torch.nn.Linear(64, 64, bias=False) for _ in range(3)]
+    inputs = [torch.randn(4, 64) for _ in range(4)]
+    there = [on_device(cuda, copy.deepcopy(layer)) for layer in layers]
+    for x in inputs:
+        layers[2](x).square().sum().backward()
+    with SwappedOptimizer(
+        torch.optim.SGD,
+        [p for layer in there for p in layer.parameters()],
+        lr=1e-3,
+        swap_dir=tmp_path,
+        gradients="disk",
+        durable=False,
+        device="cuda",
+    ) as optimizer:
+        for x in inputs:
+            there[2](cuda.tensor(x)).square().sum().backward()
+        optimizer.step()
+    torch.optim.SGD(layers[2].parameters(), lr=1e-3).step()
+    assert torch.equal(cuda.value(there[2].weight), layers[2].weight)
+
+
+def test_a_pass_with_activations_on_the_drive(cuda: Accelerator, tmp_path: Path) -> None:
+    module, x = made("mlp")
+    on_device(cuda, module)
     x = cuda.tensor(x)
     with small(tmp_path, resident_bytes=65536, device_bytes=65536) as swapped_ones:
 

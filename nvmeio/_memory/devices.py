@@ -455,10 +455,7 @@ def new_copier() -> Copier:
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """The calling thread is on this device meanwhile, if it is one of CUDA's."""
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    made: contextlib.AbstractContextManager[Any] = torch.cuda.device(device)
-    return made
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def enter(device: torch.device | int) -> None:

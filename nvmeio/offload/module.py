@@ -13,18 +13,11 @@ from nvmeio._memory import devices
 from nvmeio._threads.closing import Closing
 from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
+from nvmeio.offload._module import tiles
 from nvmeio.offload._module.inner import attach, watch
 from nvmeio.offload._module.param_store import ParamStore, store_of
 from nvmeio.offload._module.sharded import Sharded, is_fsdp
 from nvmeio.offload._module.stages import ParamUnit, find_stages, find_units
-from nvmeio.offload._module.tiles import (
-    TiledLayers,
-    Windows,
-    divide,
-    largest,
-    needed,
-    whole_parameters,
-)
 from nvmeio.offload._optimizer import arguments
 from nvmeio.offload._swap_files.tensors import is_absent, is_sharded, own_strides, sharded_alike
 
@@ -121,18 +114,18 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
         if sharded is None:
             _check_parameters(module, there)
         _check_buffers(module, there)
-        tiled = TiledLayers()
+        tiled = tiles.TiledLayers()
         try:
             direct = is_direct(handle, there)
-            windows = Windows(resident_bytes, device_bytes, there, direct)
+            windows = tiles.Windows(resident_bytes, device_bytes, there, direct)
             if sharded is None:
-                most_bytes = divide(module, tiled, windows, stage_bytes)
+                most_bytes = tiles.divide(module, tiled, windows, stage_bytes)
             made_by, strides = _materialised(module)
             stages = find_stages(module, most_bytes) if sharded is None else sharded.stages
             units = find_units(stages, strides) if sharded is None else sharded.units
             # FSDP copies a part at a time out of the window.
-            need = None if sharded is not None else needed(module, stages, units)
-            device_bytes = windows.checked(largest(module, units), need)
+            need = None if sharded is not None else tiles.needed(module, stages, units)
+            device_bytes = windows.checked(tiles.largest(module, units), need)
             store = ParamStore(units, resident_bytes, there, device_bytes, direct)
             self._store = store
             self._sharded = sharded
@@ -246,7 +239,7 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
         self._reshard()
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
-        wholes = whole_parameters(self.module)
+        wholes = tiles.whole_parameters(self.module)
         expected = set(self.module.state_dict().keys())
         missing = sorted(expected - state_dict.keys())
         unexpected = sorted(state_dict.keys() - expected)

@@ -73,14 +73,17 @@ class GradSentinel:
 
     # For GradScaler
 
-    def poison(self) -> None:
-        """Be NaN, since another gradient is not finite."""
+    def poison(self, lost: bool | torch.Tensor) -> None:
+        """Be NaN if another gradient is not finite, which a device may know and the host not."""
         gradient = self.param.parameter.grad
-        if gradient is not None and self._clean is None:
-            self._look()
+        if gradient is None or (self._clean is not None and lost is True):
+            return
+        self._look()
+        if self._clean is None:
             self._clean = gradient.clone()
-            gradient.fill_(float("nan"))
-            self._hold(gradient)
+        mine = local(gradient)
+        mine.masked_fill_(torch.as_tensor(lost, device=mine.device), float("nan"))
+        self._hold(gradient)
 
     def restore(self) -> None:
         """Have its own values again."""

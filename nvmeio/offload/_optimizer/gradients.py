@@ -11,8 +11,10 @@ read first.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -22,15 +24,16 @@ import torch.distributed as dist
 
 from nvmeio._io.drives import DriveHandles, StripedFile
 from nvmeio._memory import devices
+from nvmeio._memory.devices import Mark
 from nvmeio._ranks.rank_store import several
 from nvmeio.offload._generations.transactions import Transaction, Transactions
 from nvmeio.offload._optimizer.grad_sentinel import GradSentinel
 from nvmeio.offload._optimizer.params import SwappedParam
 from nvmeio.offload._step.pipeline import Move, failure_of, started
+from nvmeio.offload._swap_files import tensors
 from nvmeio.offload._swap_files.extents import moves_of
 from nvmeio.offload._swap_files.subgroups import Piece, Subgroup, runs
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
-from nvmeio.offload._swap_files.tensors import is_sharded, laid, local, part, view
 from nvmeio.operation import Operation
 from nvmeio.pool import PinnedPool
 
@@ -47,6 +50,7 @@ class _Sheet:
         self.reading: list[Operation] = []
         self.writing: list[Operation] = []
         self.changed: list[Piece] = []
+        self.copied: dict[torch.device, Mark] = {}  # the last copies to it
 
 
 class GradSheets:
@@ -121,19 +125,48 @@ class GradSheets:
         if param.number not in self._present:
             return
         for piece in param.pieces:
+            mine = tensors.part(gradient, piece.start, piece.stop, piece.shape)
             old = self._place(piece)
-            part(gradient, piece.start, piece.stop, piece.shape).add_(old)
+            if devices.is_device(gradient):
+                device = devices.device_of(gradient)
+                up, copied = devices.beside(device, "gradients up"), self._sheet_of(piece).copied
+                alike = tensors.laid(mine, tensors.strides_of(old))
+                there = torch.empty_like(alike, dtype=old.dtype)
+                up.follow()
+                if device in copied:
+                    up.after(copied[device])
+                up.copy(tensors.flat(there), tensors.flat(old))
+                up.precede()
+                old = there
+            mine.add_(old)
 
     def _put(self, param: SwappedParam, gradient: torch.Tensor) -> None:
         """Take a parameter's gradient, in the place of the one before."""
         for piece in param.pieces:
-            self._place(piece).copy_(part(gradient, piece.start, piece.stop, piece.shape))
-            self._write_if_full(piece)
+            mine = tensors.part(gradient, piece.start, piece.stop, piece.shape)
+            place, sheet = self._place(piece), self._sheet_of(piece)
+            if devices.is_device(gradient):
+                device = devices.device_of(gradient)
+                down = devices.beside(device, "gradients down")
+                mine = tensors.laid(mine.to(place.dtype), tensors.strides_of(place))
+                down.follow()
+                devices.record_use(mine, devices.side_stream(device, "gradients down"))
+                down.copy(tensors.flat(place), tensors.flat(mine))
+                sheet.copied[device] = down.mark()
+            else:
+                place.copy_(mine)
+            sheet.changed.append(piece)
+            if len(sheet.changed) >= sum(map(self._is_awaited, sheet.subgroup.pieces)):
+                self._write(sheet)
+        self._begin_writes()
         self._present.add(param.number)
 
     def _is_awaited(self, piece: Piece) -> bool:
         """Whether backward brings its gradient here; with all of these a sheet is full."""
         raise NotImplementedError
+
+    def _sheet_of(self, piece: Piece) -> _Sheet:
+        return self._open[id(self._group_of[id(piece)])]
 
     def _place(self, piece: Piece) -> torch.Tensor:
         """The place of a piece's gradient in its sheet, with what was there before."""
@@ -146,7 +179,7 @@ class GradSheets:
         self._check(reading)
         if piece.grad is None:
             raise RuntimeError("a piece has no place for its gradient")
-        return view(sheet.memory, piece.grad)
+        return tensors.view(sheet.memory, piece.grad)
 
     def _new_sheet(self, subgroup: Subgroup) -> _Sheet:
         for sheet in [each for each in self._leaving if each.subgroup is subgroup]:
@@ -171,33 +204,43 @@ class GradSheets:
             return
         at = self._order.index(subgroup) + 1
         following = self._order[at] if at < len(self._order) else None
-        for sheet in [each for each in self._leaving if all(op.done() for op in each.writing)]:
-            self._wait_for(sheet)
+        for sheet in list(self._leaving):
+            if not sheet.copied and all(op.done() for op in sheet.writing):
+                self._wait_for(sheet)
         busy = {id(sheet.subgroup) for sheet in self._leaving} | set(self._open)
         if following is None or id(following) in busy or not self._free:
             return
         if any(piece.param in self._present for piece in following.pieces):
             self._new_sheet(following)
 
-    def _write_if_full(self, piece: Piece) -> None:
-        sheet = self._open[id(self._group_of[id(piece)])]
-        sheet.changed.append(piece)
-        if len(sheet.changed) >= sum(map(self._is_awaited, sheet.subgroup.pieces)):
-            self._write(sheet)
-
     def _write(self, sheet: _Sheet) -> None:
         reading, sheet.reading = sheet.reading, []
         self._check(reading)
+        del self._open[id(sheet.subgroup)]
+        self._leaving.append(sheet)
+        if not sheet.copied:
+            self._begin_write(sheet)
+
+    def _begin_writes(self) -> None:
+        """Of the sheets that devices were still copying to."""
+        for sheet in self._leaving:
+            if sheet.copied and all(mark.done() for mark in sheet.copied.values()):
+                self._begin_write(sheet)
+
+    def _begin_write(self, sheet: _Sheet) -> None:
+        for mark in sheet.copied.values():
+            mark.wait()
+        sheet.copied.clear()
         moves = self._moves(sheet.subgroup, sheet.changed, 0)
         sheet.writing = started(self._handles, sheet.memory, moves, writing=True)
         self.written_bytes += sum(move.nbytes for move in moves)
-        del self._open[id(sheet.subgroup)]
-        self._leaving.append(sheet)
 
     def _wait_for(self, sheet: _Sheet) -> None:
         """Wait until a sheet is written, and have its memory back, whatever came of it."""
         self._leaving.remove(sheet)
         try:
+            if sheet.copied:
+                self._begin_write(sheet)
             self._check(sheet.writing)
         finally:
             self._free.append(sheet.memory)
@@ -251,6 +294,9 @@ class GradSheets:
         for sheet in [*self._open.values(), *self._leaving]:
             for operation in [*sheet.reading, *sheet.writing]:
                 failure_of(operation)  # until the memory is ours; whatever came of it
+            with contextlib.suppress(RuntimeError):  # a device that failed copies no more
+                for mark in sheet.copied.values():
+                    mark.wait()
             self._free.append(sheet.memory)
         self._open.clear()
         self._leaving.clear()
@@ -305,7 +351,8 @@ class GradientSwapper(GradSheets):
         self._transactions = transactions
         self._params: dict[int, SwappedParam] = {}
         self._norms: dict[int, torch.Tensor] = {}
-        self._not_finite = False
+        self._not_finite: bool | torch.Tensor = False  # on a device, where nobody waits to know
+        self._looked: dict[torch.device, Mark] = {}  # the last work of hooks on each device
         self._grad_sentinel: GradSentinel | None = None  # once a parameter wants gradients
         self.factor: torch.Tensor | None = None
         self._hooks: list[Any] = []
@@ -318,7 +365,7 @@ class GradientSwapper(GradSheets):
             ValueError: They are of several ranks and not sharded: DistributedDataParallel reduces
                 gradients in memory, after they were taken.
         """
-        if self._distributed and not all(is_sharded(param.parameter) for param in params):
+        if self._distributed and not all(tensors.is_sharded(param.parameter) for param in params):
             raise ValueError(
                 "with several ranks only sharded gradients (FSDP2) can be swapped: "
                 'DistributedDataParallel reduces them in memory; use gradients="memory"'
@@ -344,11 +391,22 @@ class GradientSwapper(GradSheets):
 
     def _hand_over(self, param: SwappedParam, parameter: torch.Tensor) -> None:
         """The hook: called in autograd's threads, and in the main one."""
-        self._transactions.run(lambda _: self._take(param, parameter))
+        self._transactions.run(lambda _: self._take_in_order(param, parameter))
 
     def _announce(self, _: torch.Tensor) -> None:
         """The hook before the gradient in memory is accumulated."""
         self._transactions.run(lambda _: self._before_the_grad_sentinel())
+
+    def _take_in_order(self, param: SwappedParam, parameter: torch.Tensor) -> None:
+        """Whichever streams of a device autograd is on."""
+        device = devices.device_of(parameter)
+        self._follow_hooks(device)
+        self._take(param, parameter)
+        self._looked[device] = devices.now(device)
+
+    def _follow_hooks(self, device: torch.device) -> None:
+        if device in self._looked:
+            devices.come_after(devices.stream_here(device), self._looked[device])
 
     def _take(self, param: SwappedParam, parameter: torch.Tensor) -> None:
         if parameter.grad is None or not self._hooks:  # closed meanwhile
@@ -364,18 +422,22 @@ class GradientSwapper(GradSheets):
                 self.clear()
             sentinel.arrived()
             self._check_not_clipped()
-            if self._not_finite:
-                sentinel.poison()
+            self._poison()
             return
         self._look_for_zero_grad()
         self._check_not_clipped()
-        gradient = laid(devices.on_host(local(parameter.grad)), param.pieces[0].grad_strides)
+        gradient = tensors.laid(tensors.local(parameter.grad), param.pieces[0].grad_strides)
         try:
             self._add_to(param, gradient)
-            norm = torch.linalg.vector_norm(gradient)
-            self._norms[param.number] = norm
+            self._norms[param.number] = norm = torch.linalg.vector_norm(gradient)
             # A norm may overflow where no element is infinite.
-            if not bool(torch.isfinite(norm)) and not bool(torch.isfinite(gradient).all()):
+            if devices.is_device(gradient):
+                most = torch.linalg.vector_norm(gradient, math.inf) if gradient.numel() else norm
+                before = self._not_finite
+                if isinstance(before, torch.Tensor):
+                    before = before.to(most.device, non_blocking=True)
+                self._not_finite = ~torch.isfinite(most) | before
+            elif not bool(torch.isfinite(norm)) and not bool(torch.isfinite(gradient).all()):
                 self._not_finite = True
             self._put(param, gradient)
         except BaseException as failed:
@@ -383,8 +445,11 @@ class GradientSwapper(GradSheets):
             raise
         parameter.grad = None
         sentinel.stand_in()
-        if self._not_finite:
-            sentinel.poison()
+        self._poison()
+
+    def _poison(self) -> None:
+        if self._not_finite is not False:
+            self._watching().poison(self._not_finite)
 
     def _is_awaited(self, piece: Piece) -> bool:
         """Whether backward brings a gradient for it that goes to the drive."""
@@ -474,16 +539,20 @@ class GradientSwapper(GradSheets):
             transaction: Whose clipping it is.
         """
         self.check()
-        norms = []
+        norms: dict[torch.device, list[torch.Tensor]] = {}
+        for device in self._looked:
+            self._follow_hooks(device)
         for param in self._params.values():
             norm = self._norms.get(param.number)
             if norm is None:
                 gradient = self._in_memory(param)
                 if gradient is None:
                     continue
-                norm = torch.linalg.vector_norm(devices.on_host(local(gradient)))
-            norms.append(_over_ranks(param.parameter, norm))
-        total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+                norm = torch.linalg.vector_norm(tensors.local(gradient))
+            norm = _over_ranks(param.parameter, norm)
+            norms.setdefault(devices.device_of(norm), []).append(norm)
+        found = [devices.on_host(torch.stack(each)) for each in norms.values()]
+        total = torch.linalg.vector_norm(torch.cat(found)) if found else torch.tensor(0.0)
         if inverse_scale is not None:
             total = total * devices.on_host(inverse_scale)
         before = self.factor
@@ -516,7 +585,7 @@ class GradientSwapper(GradSheets):
 
 def _over_ranks(parameter: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
     """The norm of a sharded gradient from those of its shards."""
-    if not is_sharded(parameter):
+    if not tensors.is_sharded(parameter):
         return norm
     sharded: Any = parameter
     square = norm.square().to(sharded.device)  # where the ranks' collectives are
@@ -524,4 +593,4 @@ def _over_ranks(parameter: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         # Not is_shard(): a strided shard (FSDP over tensor parallelism) does not call itself one.
         if not placement.is_replicate():
             dist.all_reduce(square, group=sharded.device_mesh.get_group(dimension))
-    return devices.on_host(square.sqrt())
+    return square.sqrt()

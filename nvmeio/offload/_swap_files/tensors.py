@@ -117,6 +117,11 @@ def laid(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return copied.copy_(tensor)
 
 
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor without gaps, as they lie."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
 def part(tensor: torch.Tensor, start: int, stop: int, shape: Sequence[int]) -> torch.Tensor:
     """Elements [start, stop) in row-major order; the tensor itself where that is all of it.
 
