@@ -315,7 +315,7 @@ def test_offsets_that_are_changed_meanwhile(
         spin_until(lambda handle=handle: handle._cores.host.engine.counters().operations == 4)  # type: ignore[misc]
         offsets.fill_(-1)
         device.gate.set()
-        with pytest.raises(ValueError, match="file_offsets were changed"):
+        with pytest.raises(ValueError, match="file_offsets changed"):
             gathering.result(100)
 
 
