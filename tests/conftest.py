@@ -199,6 +199,8 @@ def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         if now - began > 60.0:
             raise AssertionError(f"left open: {left}; still running: {running}")
         if now >= looked:  # not all the time: an idle handle that ends by itself takes 50 ms
+            if now - began > 1.0:
+                gc.unfreeze()  # a thread that has ended since may have named what was set aside
             collect_and_set_aside()
             looked = now + 0.1
         time.sleep(0.002)

@@ -177,7 +177,7 @@ def test_work_on_another_device_makes_no_context_on_the_first(
     work: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Some 400 MB of each rank's on GPU 0."""
-    with accelerator(monkeypatch, Pace.EAGER, Pace.EAGER) as cuda:
+    with accelerator(monkeypatch, Pace.RANDOM, Pace.RANDOM, 1) as cuda:
         work(cuda, tmp_path, "cuda:1")
         assert cuda.contexts == {1}
 
