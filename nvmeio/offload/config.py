@@ -20,7 +20,7 @@ from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
 from nvmeio.offload._optimizer import arguments as arguments_module
 from nvmeio.offload._step.pipeline import Times
-from nvmeio.offload.deepspeed_words import (
+from nvmeio.offload.deepspeed_keys import (
     AIO,
     DEVICES,
     OPTIMIZER,

@@ -14,10 +14,10 @@ from nvmeio._threads.closing import Closing
 from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
 from nvmeio.offload._module import tiles
-from nvmeio.offload._module.inner import attach, watch
 from nvmeio.offload._module.param_store import ParamStore, store_of
 from nvmeio.offload._module.sharded import Sharded, is_fsdp
 from nvmeio.offload._module.stages import ParamUnit, find_stages, find_units
+from nvmeio.offload._module.wrapped import attach, watch
 from nvmeio.offload._optimizer import arguments
 from nvmeio.offload._swap_files.tensors import is_absent, is_sharded, own_strides, sharded_alike
 
