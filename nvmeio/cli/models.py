@@ -75,7 +75,7 @@ def pack(
         _option.value("float32, bfloat16 or float16; by default the model's.", "DTYPE"),
     ] = None,
     quant_bits: Annotated[
-        int | None, _option.value("4 or 8: quantise the matrices of layers and head.", "BITS")
+        int | None, _option.value("4 or 8: quantise all matrices, embedding and head too.", "BITS")
     ] = None,
     quant_group_size: Annotated[
         int, _option.value("Elements that share a scale and a minimum.", "N")
@@ -117,10 +117,7 @@ def pack(
                     ranks=ranks,
                     progress=bar if errors.is_terminal else None,
                 )
-            except (FileNotFoundError, FileExistsError) as wrong:
-                say(errors, str(wrong), "red")
-                raise typer.Exit(USAGE) from wrong
-            except (ValueError, TypeError) as wrong:
+            except (FileNotFoundError, FileExistsError, ValueError, TypeError) as wrong:
                 raise Refused(str(wrong)) from wrong
     names = ", ".join(map(str, out))
     text = (
@@ -129,8 +126,8 @@ def pack(
     )
     if report.quantised:
         text += (
-            f"; {report.quantised} weights quantised, no element is further than "
-            f"{report.largest_error:.3g} from what it was"
+            f"; {report.quantised} weights quantised, rms error {report.relative_error:.1%} of "
+            f"their standard deviation; no element is off by more than {report.largest_error:.3g}"
         )
     say(stdout(), text)
 

@@ -64,6 +64,8 @@ class PackReport(NamedTuple):
         records: Layers and other units, one contiguous record each.
         quantised: Weights that were quantised.
         largest_error: The largest change of an element by quantising.
+        relative_error: Of the weight that changed most: the root mean square of its elements'
+            changes, divided by the standard deviation of its elements. 0.0 if none is quantised.
     """
 
     bytes_read: int
@@ -71,6 +73,7 @@ class PackReport(NamedTuple):
     records: int
     quantised: int
     largest_error: float
+    relative_error: float
 
 
 class _UnitRecord(NamedTuple):
@@ -350,7 +353,7 @@ class _StoredWeights:
 
     Attributes:
         read_bytes: Of weights, so far.
-        error: See `PackReport.largest_error`.
+        largest_error, relative_error: As of `PackReport`, so far.
     """
 
     def __init__(
@@ -360,7 +363,7 @@ class _StoredWeights:
         self._handle = handle
         self._quantised = quantised
         self.read_bytes = 0
-        self.error = 0.0
+        self.largest_error = self.relative_error = 0.0
 
     def tensors_of(self, weight: Weight) -> list[torch.Tensor]:
         """A weight in the dtype that is wanted, or its quantised parts."""
@@ -374,7 +377,10 @@ class _StoredWeights:
             raise ValueError(f"{weight.name!r} cannot be quantised: {failed}") from None
         back = torch.empty_like(whole)
         dequantise(parts, packed.setting, back)
-        self.error = max(self.error, float((back.float() - whole.float()).abs().max()))
+        change, spread = back.float() - whole.float(), float(whole.float().std(correction=0))
+        relative = float(change.square().mean().sqrt()) / (spread or 1.0)  # equal ones are exact
+        self.largest_error = max(self.largest_error, float(change.abs_().max()))
+        self.relative_error = max(self.relative_error, relative)
         return list(parts)
 
     def _whole(self, part: WeightPart, name: str) -> torch.Tensor:
@@ -433,9 +439,8 @@ def _write(
                 flight.start(begin, head.nbytes, wrote)
         for file in out:
             handle.sync_fsync(file)
-    return PackReport(
-        source.read_bytes, written, len(contents.records), len(contents.quantised), source.error
-    )
+    counts = (source.read_bytes, written, len(contents.records), len(contents.quantised))
+    return PackReport(*counts, source.largest_error, source.relative_error)
 
 
 def _filled(

@@ -132,6 +132,32 @@ def test_no_element_is_further_than_half_a_step(
     assert bool((error <= scale[:, :, None] * 0.501 + rounding).all())
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_change_is_told_beside_the_spread_of_the_weights(bits: int, tmp_path: Path) -> None:
+    saved(lambda: llama(width=256), tmp_path / "m")
+    report = pack(tmp_path / "m", tmp_path / "p", quant_bits=bits)
+    setting, largest, relative = Quantised(bits, 64), [], []
+    for weight in loaded(tmp_path / "m").state_dict().values():
+        if weight.dim() == 2:
+            back = torch.empty_like(weight)
+            dequantise(quantise(weight, setting), setting, back)
+            largest.append(float((back - weight).abs().max()))
+            relative.append(float((back - weight).double().square().mean().sqrt() / weight.std()))
+    assert report.largest_error == max(largest)
+    assert report.relative_error == pytest.approx(max(relative), rel=1e-3)
+
+    arguments = ["pack", str(tmp_path / "m"), str(tmp_path / "c"), "--quant-bits", str(bits)]
+    said = " ".join(CliRunner().invoke(app, arguments).stdout.split())
+    assert f"rms error {report.relative_error:.1%} of their standard deviation" in said
+    assert f"no element is off by more than {report.largest_error:.3g}" in said
+
+
+def test_what_is_not_quantised_has_not_changed(tmp_path: Path) -> None:
+    saved(llama, tmp_path / "m")
+    report = pack(tmp_path / "m", tmp_path / "p", dtype=torch.bfloat16)
+    assert (report.largest_error, report.relative_error) == (0.0, 0.0)
+
+
 def test_a_group_of_equal_elements_is_exact() -> None:
     tensor = torch.full((3, 64), 0.7)
     back = torch.empty_like(tensor)
