@@ -96,6 +96,8 @@ class Event:
 
     def query(self) -> bool:
         self._cuda.call("query")
+        if self._cuda.failure is not None:
+            raise self._cuda.failure
         return self._reached.is_set()
 
     def synchronize(self) -> None:
@@ -137,7 +139,7 @@ class FakeCuda:
         is_asynchronous: Whether streams work while the host goes on.
         is_capturing: A CUDA graph is captured in mode "global".
         broken_by: Calls that invalidated the capture.
-        failure: What every wait for an event raises, and every copy from now on.
+        failure: What every look at an event raises, every wait for one, and every copy from now on.
     """
 
     def __init__(self) -> None:

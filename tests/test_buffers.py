@@ -387,7 +387,7 @@ def test_more_than_is_available_is_refused_before_it_is_touched(
 def test_an_mmap_that_fails_is_a_memory_error_with_the_figures(
     wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mappings_module, "check_available", lambda nbytes, length: None)
+    monkeypatch.setattr(system, "check_available", lambda nbytes, length: None)
     collect()
     before = len(mappings_module.mapped)
     with pytest.raises(MemoryError, match=rf"{wanted} bytes.*MemAvailable"):

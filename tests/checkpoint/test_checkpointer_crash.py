@@ -16,7 +16,6 @@ from support import HeldEngine, spin_until
 
 import nvmeio
 from nvmeio._storage import replace
-from nvmeio.checkpoint._manager import job_files
 
 # One process forks writers, kills each at a random moment, and looks at all that is left. A writer
 # saves as fast as it can and tells through a pipe what is durable; it may go back to earlier steps,
@@ -222,7 +221,7 @@ def allocate_nothing(fd: int, nbytes: int, path: str) -> None:
 def test_disk_full(layout: str, reserves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not reserves:
         monkeypatch.setattr(replace.Replacement, "reserve", reserve_nothing)
-        monkeypatch.setattr(job_files, "allocate", allocate_nothing)
+        monkeypatch.setattr("nvmeio._storage.durable.allocate", allocate_nothing)
     with (
         mounted("tmpfs", "none", "size=24m") as folder,
         nvmeio.Checkpointer(folder, keep=2, layout=layout) as checkpointer,

@@ -557,12 +557,10 @@ def test_a_foreign_directory_is_not_replaced(new: Any, directory: Path) -> None:
 def test_directories_that_cannot_be_exchanged(
     new: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nvmeio.checkpoint._manager import job_files
-
     def refuse(one: str, other: str) -> None:
         raise OSError(errno.EINVAL, "not here")
 
-    monkeypatch.setattr(job_files, "exchange", refuse)
+    monkeypatch.setattr("nvmeio._storage.durable.exchange", refuse)
     checkpointer = new(layout="per_rank")
     checkpointer.save_sync(state_of(1), 1)
     checkpointer.save_sync(state_of(1, 7), 1)

@@ -273,7 +273,7 @@ def test_nothing_is_no_work(handle: nvmeio.AioHandle, path: Path) -> None:
     ("files", "offsets", "error", "words"),
     [
         (["a"], None, ValueError, "2 tensors, but 1 file"),
-        ("a", [0], ValueError, "2 tensors, but 1 file offset"),
+        ("a", [0], ValueError, "2 tensors, but 1 offset: one for each"),
         ("a", [0, -1], ValueError, r"file_offsets\[1\] must lie between"),
         ("a", [0, 2**63 - 9], ValueError, r"file_offsets\[1\] must lie between"),
         ("a", [0, 1.5], TypeError, r"file_offsets\[1\] must be an int"),

@@ -606,7 +606,7 @@ def test_what_cannot_work_is_refused_at_the_start(
     assert list((tmp_path / "nvmeio-blocks").glob("*.table"))
     with pytest.raises(TransferError, match="end it, or take another directory"):
         started(opened)
-    with pytest.raises(ValueError, match="no room for a block"):
+    with pytest.raises(ValueError, match=r"capacity_bytes must be \d+ or more, for one block"):
         started(opened, extra={"weights_id": "w", "capacity_bytes": 10})
     assert first.batch_set_v1(["a"], indices(0)) == [True]
 

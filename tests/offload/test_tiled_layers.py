@@ -143,7 +143,7 @@ def test_state_dicts_are_taken_as_they_are_given(tmp_path: Path) -> None:
         for name, tensor in other.state_dict().items():
             assert module.state_dict()[name].equal(tensor), name
         wrong[2] = nn.Linear(INPUTS, OUTPUTS + 8)
-        with pytest.raises(ValueError, match=r"2\.weight has shape \(1000, 64\)"):
+        with pytest.raises(ValueError, match=r"2\.weight must have shape \(1000, 64\)"):
             module.load_state_dict(wrong.state_dict())
         with pytest.raises(RuntimeError, match="missing"):
             module.load_state_dict({"2.tiles.0.weight": other[2].weight[:64]})
