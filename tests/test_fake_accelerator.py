@@ -358,7 +358,7 @@ def test_a_lazy_stream_that_is_only_looked_at_is_told(lazy: Accelerator) -> None
             pass
     (told,) = lazy.forgive()
     assert "is lazy" in told and "test_fake_accelerator.py" in told
-    mark.event.synchronize()
+    lazy.current_stream(DEVICE).synchronize()
     assert mark.done()
 
 
