@@ -308,7 +308,8 @@ async def test_a_state_that_is_larger_than_the_memory_streams(
             assert report.snapshot_bytes == 64 * MIB < report.copied_bytes
             assert 0 < report.stalled_s < report.held_s
             assert f"waited {report.stalled_s:.3f} s" in caplog.text
-            assert "memory_bytes" in caplog.text
+            assert "more than the snapshot memory of 64.0 MiB" in caplog.text
+            assert "memory_bytes (64 MiB or more)" in caplog.text
         await checkpointer.wait()
         assert_same(torch.load(file_of(directory, step)), large_state(nbytes) | {"step": step})
         with zipfile.ZipFile(file_of(directory, step)) as archive:
