@@ -282,7 +282,7 @@ def as_integers(name: str, given: FileOffsets) -> torch.Tensor:
         given: A tensor, a numpy array or a sequence of integers.
 
     Raises:
-        TypeError: It is none of these, or holds bools, which would be taken for 0 and 1.
+        TypeError: It is none of these, or holds strings, or bools, which torch takes for 0 and 1.
     """
     if isinstance(given, torch.Tensor):
         found = given
@@ -296,8 +296,8 @@ def as_integers(name: str, given: FileOffsets) -> torch.Tensor:
     elif isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
         if not len(given):
             return torch.empty(0, dtype=torch.int64)
-        if bool in set(map(type, given)):
-            raise TypeError(f"{name} must be integers, and there are bools among them")
+        for kind in {bool, str, bytes, type(None)}.intersection(map(type, given)):
+            raise TypeError(f"{name} must be integers, and there is a {kind.__name__} among them")
         try:
             found = torch.tensor(given)
         except (TypeError, ValueError, RuntimeError, OverflowError) as failed:
