@@ -16,8 +16,7 @@ from typing import Any
 from nvmeio._residency import calls
 from nvmeio._storage.durable import make_directory
 from nvmeio.integrations._clients import joined, lightning_modules
-from nvmeio.offload import SwappedOptimizer
-from nvmeio.offload.optimizer import follow, swapped_like
+from nvmeio.offload import SwappedOptimizer, follow, swapped_like
 
 __all__ = ["LightningSwappedOptimizer", "SwapOptimizers"]  # noqa: F822
 

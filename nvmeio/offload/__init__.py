@@ -7,13 +7,13 @@ docs/offload.md has the arithmetic.
 """
 
 from nvmeio.offload._optimizer.memory_plans import MemoryPlan as MemoryPlan
+from nvmeio.offload._optimizer.params import follow as follow
 from nvmeio.offload._step.pipeline import Times as Times
 from nvmeio.offload.activations import SwappedActivations as SwappedActivations
 from nvmeio.offload.config import Offloaded as Offloaded
 from nvmeio.offload.config import offload as offload
 from nvmeio.offload.module import SwappedModule as SwappedModule
 from nvmeio.offload.optimizer import SwappedOptimizer as SwappedOptimizer
-from nvmeio.offload.optimizer import follow as follow
 from nvmeio.offload.optimizer import swapped_like as swapped_like
 
 __all__ = [

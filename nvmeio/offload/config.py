@@ -260,10 +260,7 @@ def _optimizer(
     run: Mapping[str, Any],
     arguments: dict[str, Any],
 ) -> SwappedOptimizer:
-    read, write = (
-        flag(state, "pipeline_read", True),
-        flag(state, "pipeline_write", True),
-    )
+    read, write = flag(state, "pipeline_read", True), flag(state, "pipeline_write", True)
     if "pipeline" in state:
         read = write = flag(state, "pipeline", True)
     needed = 1 + read + write
@@ -358,9 +355,7 @@ def _master_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def _computes_on(
-    module: torch.nn.Module,
-    weights: Mapping[str, Any],
-    given: str | torch.device | None,
+    module: torch.nn.Module, weights: Mapping[str, Any], given: str | torch.device | None
 ) -> torch.device:
     if given is not None:
         if weights["device"] != "nvme":

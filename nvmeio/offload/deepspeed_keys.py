@@ -96,10 +96,7 @@ _NOT_OF_OFFLOADING: dict[str, tuple[str, object]] = {
         "leave it out: no module keeps its weights in memory for backward",
         True,
     ),
-    "compute_grad_norm": (
-        "call optimizer.clip_grad_norm_(max_norm), which returns it",
-        True,
-    ),
+    "compute_grad_norm": ("call optimizer.clip_grad_norm_(max_norm), which returns it", True),
     "stage3_gather_16bit_weights_on_model_save": ("module.state_dict() has all weights", False),
     "stage3_gather_fp16_weights_on_model_save": ("module.state_dict() has all weights", False),
     "leaf_module": (

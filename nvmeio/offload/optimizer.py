@@ -21,7 +21,7 @@ from nvmeio.offload._generations.transactions import Transaction, Transactions
 from nvmeio.offload._optimizer import arguments, state_view
 from nvmeio.offload._optimizer.arguments import OptimizerSettings
 from nvmeio.offload._optimizer.memory_plans import MemoryPlan
-from nvmeio.offload._optimizer.params import Scaled, StepInputs, check_groups, grads_of
+from nvmeio.offload._optimizer.params import Scaled, StepInputs, check_groups, grads_of, scheduled
 from nvmeio.offload._optimizer.state_view import StateView
 from nvmeio.offload._optimizer.swapper import StateSwapper, open_state
 from nvmeio.offload._step.arithmetic import Stepper
@@ -29,6 +29,12 @@ from nvmeio.offload._step.pipeline import Times
 
 DEFAULT_SUBGROUP_BYTES = 64 << 20
 _CLOSED = "the optimizer is closed"
+_BEGUN_ANEW = (
+    "a learning-rate scheduler was made over an optimizer that has resumed: making it set lr back "
+    "to its beginning. Call optimizer.restore_groups() once all schedulers are made, then each "
+    "scheduler's load_state_dict() and step(), as docs/offload.md shows under Restarts; or load a "
+    "checkpoint of optimizer and scheduler"
+)
 
 
 class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
@@ -43,7 +49,8 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
     it. After a kill ``resume=True`` goes on from the last complete step.
 
     Values of your own in `param_groups` (numbers, strings, tensors, lists and dicts of them) are
-    stored with each step and come back with it.
+    stored with each step and come back with it. A scheduler that is made over an optimizer that has
+    resumed needs `restore_groups`.
 
     Args:
         optimizer_class: The class, such as `torch.optim.AdamW`.
@@ -160,7 +167,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
                 "which leaves nothing for the drive"
             )
         resume = arguments.resume(resume)
-        self._settings = OptimizerSettings(
+        self._settings = settings = OptimizerSettings(
             subgroup_bytes=arguments.size("subgroup_bytes", subgroup_bytes),
             buffer_bytes=arguments.size("buffer_bytes", buffer_bytes),
             master_dtype=arguments.master_dtype(master_dtype),
@@ -184,22 +191,19 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         self._given: StepInputs | None = None  # of the step that is being made
         self.last_step: Times = Times()
         self.resumed = False
+        self._scheduled: list[dict[str, Any]] | None = None  # groups that a scheduler had changed
         super().__init__(params, stepper.defaults)
         self._transactions = Transactions("nvmeio-offload", _CLOSED, there)
         make = functools.partial(
-            open_state,
-            swap_dir,
-            handle,
-            self._transactions,
-            stepper,
-            self._settings,
-            self.param_groups,
+            open_state, swap_dir, handle, self._transactions, stepper, settings, self.param_groups
         )
         try:
             self._swapper, self._ending, groups = self._transactions.run(make)
             if groups is not None:
                 self.resumed = True
                 state_view.apply_groups(self.param_groups, groups)
+                if any("initial_lr" in group for group in groups):
+                    self._scheduled = groups
             state: Any = StateView(self._swapper, self._transactions)
             self.state = state
             if self._settings.on_disk:
@@ -253,8 +257,9 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
                 and gradients are as before, and it may be tried again. If even the weights could
                 not be brought back, the optimizer is broken: every further step raises.
             RuntimeError: A parameter was resized, converted or moved, or put into a group (or
-                taken out of one) by hand; gradients on the drive were changed in memory only.
-                Nothing was changed.
+                taken out of one) by hand; gradients on the drive were changed in memory only; a
+                scheduler was made over an optimizer that has resumed, and `restore_groups` was not
+                called. Nothing was changed.
             ClosedError: It is closed, or belongs to the parent of this forked process.
             KeyboardInterrupt: The step has not happened, and may be made again. `generation` tells
                 if it has: the interrupt may have come at its very end, and a step cannot be undone
@@ -298,6 +303,8 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         """What a step works with, as it is now."""
         params, on_disk = self._opened().params, self._settings.on_disk
         check_groups(self.param_groups, params)
+        if self._scheduled is not None and scheduled(self):
+            raise RuntimeError(_BEGUN_ANEW)
         scaled = None
         if on_disk and hasattr(self, "found_inf"):
             scaled = Scaled(self.found_inf, getattr(self, "grad_scale", None))
@@ -401,10 +408,32 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
             self._check_open()
             self._opened().load(loaded.states, loaded.groups, transaction)
             state_view.apply_groups(self.param_groups, loaded.groups)
+            self._scheduled = None
 
         self._transactions.run(work)
         for hook in hooked._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    def restore_groups(self) -> None:
+        """Give `param_groups` the values again that they had in the step that was resumed.
+
+        Call it once all LR schedulers are made: making one sets lr (and what else it changes) to
+        the beginning of its schedule. Then load the scheduler's own state, and step it: what is
+        stored with a step is from before the ``scheduler.step()`` that followed.
+
+        Nothing happens where nothing was resumed, no scheduler had been in use, or a state dict was
+        loaded since.
+
+        Raises:
+            ClosedError: It is closed, or belongs to the parent of this forked process.
+        """
+        self._check_open()
+        if self._scheduled is None:
+            return
+        state_view.apply_groups(self.param_groups[: len(self._scheduled)], self._scheduled)
+        if scheduled(self):
+            self._scheduled = None
+            self._opt_called = True  # by the run before: schedulers may step first
 
     def reload_weights(self) -> None:
         """Write the parameters' present values to the drive, as the weights to go on from.
@@ -567,21 +596,3 @@ def swapped_like(
     if optimizer.state and not made.resumed:
         made.load_state_dict(optimizer.state_dict())
     return made
-
-
-def follow(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Make a learning-rate scheduler go on with another optimizer that has the same groups."""
-    scheduler.optimizer = optimizer
-    for inner in getattr(scheduler, "_schedulers", ()):
-        follow(inner, optimizer)
-    stepping = optimizer.step
-    if getattr(stepping, "_wrapped_by_lr_sched", False):
-        return
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-        return stepping(*args, **kwargs)
-
-    # Schedulers want to see that the optimizer steps before they do (lr_scheduler.py in torch).
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = step  # type: ignore[method-assign]

@@ -117,8 +117,15 @@ def test_a_fit_says_what_becomes_of_an_earlier_one(pl: ModuleType, tmp_path: Pat
 
     class Looking(pl.Callback):  # type: ignore[name-defined,misc]
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            resumed.extend(each.resumed for each in callback.optimizers)
+            for each in callback.optimizers:
+                resumed.append(each.resumed)
+                each.restore_groups()
 
+    refused = SwapOptimizers(swap, resume="must")
+    with pytest.raises(RuntimeError, match="restore_groups"):  # the schedule would begin anew
+        fit(pl, tmp_path, [refused], max_epochs=1)
+    for each in refused.optimizers:
+        each.close()
     fit(pl, tmp_path, [callback, Looking()], max_epochs=1)
     assert resumed == [True]
     fit(pl, tmp_path, [SwapOptimizers(swap, overwrite=True)])

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import zlib
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -305,7 +306,7 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return type(value) in (list, tuple) and all(map(_is_plain, value))
     if isinstance(value, dict):
-        return type(value) is dict and all(map(_is_plain, [*value, *value.values()]))
+        return type(value) in (dict, Counter) and all(map(_is_plain, [*value, *value.values()]))
     plain = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
     return type(value) in (*plain, torch.Tensor)
 
@@ -370,9 +371,7 @@ def _read(body: bytes) -> Manifest:
     )
 
 
-def _columns(
-    small: list[dict[str, Any]],
-) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+def _columns(small: list[dict[str, Any]]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """Step counters of thousands of pieces as one tensor: torch.save takes 15 us for each."""
     names = set(small[0]).intersection(*small) if small else set()
     columns: dict[str, torch.Tensor] = {}

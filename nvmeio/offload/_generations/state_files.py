@@ -116,10 +116,7 @@ class StateFiles:
         return self._moves(subgroup, [piece.current for piece in stored], wanted)
 
     def writes(
-        self,
-        subgroup: Subgroup,
-        pieces: Sequence[Piece],
-        begun: Mapping[int, bool] | None = None,
+        self, subgroup: Subgroup, pieces: Sequence[Piece], begun: Mapping[int, bool] | None = None
     ) -> list[Move]:
         """The moves that take pieces to the place that is not current.
 

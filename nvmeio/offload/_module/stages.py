@@ -173,10 +173,7 @@ class ParamPlaces:
             for extent in self.where(parameter):
                 nbytes = (extent.stop - extent.start) * size
                 move = Move(
-                    extent.file,
-                    extent.file_offset,
-                    span.offset + extent.start * size,
-                    nbytes,
+                    extent.file, extent.file_offset, span.offset + extent.start * size, nbytes
                 )
                 last = found[-1] if found else None
                 if last is not None and _follows(last, move, 1 if writing else PAGE_BYTES):

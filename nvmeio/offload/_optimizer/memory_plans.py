@@ -207,17 +207,9 @@ class Cuts(NamedTuple):
         most_bytes: int,
     ) -> SwappedParam:
         """A parameter with its pieces, none of which has a record longer than `most_bytes`."""
-        tensor = local(parameter)
-        param_store = store_of(parameter)
-        param = SwappedParam(
-            number,
-            parameter,
-            group_number,
-            param_store,
-            tuple(tensor.shape),
-            tensor.dtype,
-            tensor.device,
-        )
+        tensor, param_store = local(parameter), store_of(parameter)
+        shape, dtype, device = tuple(tensor.shape), tensor.dtype, tensor.device
+        param = SwappedParam(number, parameter, group_number, param_store, shape, dtype, device)
         if param_store is None and is_absent(tensor):
             raise ValueError(
                 f"parameter {number} has no values: its SwappedModule is closed, or has its layer "

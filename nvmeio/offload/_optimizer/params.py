@@ -131,3 +131,26 @@ def check_groups(groups: Sequence[dict[str, Any]], params: Sequence[SwappedParam
             "a group was taken out of param_groups by hand: leave it, and give its parameters "
             "no gradient (requires_grad=False)"
         )
+
+
+def scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a learning-rate scheduler was made over it: torch's mark the `step` they wrap."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
+def follow(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Make a learning-rate scheduler go on with another optimizer that has the same groups."""
+    scheduler.optimizer = optimizer
+    for inner in getattr(scheduler, "_schedulers", ()):
+        follow(inner, optimizer)
+    if scheduled(optimizer):
+        return
+    stepping = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return stepping(*args, **kwargs)
+
+    # Schedulers want to see that the optimizer steps before they do (lr_scheduler.py in torch).
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]

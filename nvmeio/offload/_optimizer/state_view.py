@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -168,8 +169,8 @@ def _check_entry(param: SwappedParam, entry: dict[str, Any]) -> None:
 
 
 def apply_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    """Give parameter groups the options of others, as torch's load_state_dict does."""
-    for group, options in zip(groups, saved, strict=True):
+    """Give parameter groups copies of others' options, as torch's load_state_dict does."""
+    for group, options in zip(groups, copy.deepcopy(saved), strict=True):
         names = group.get("param_names")
         group.update({k: v for k, v in options.items() if k not in ("params", "param_names")})
         if names is not None:

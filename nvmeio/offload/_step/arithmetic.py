@@ -55,10 +55,7 @@ class Stepper:
     """
 
     def __init__(
-        self,
-        optimizer_class: Any,
-        arguments: dict[str, Any],
-        device: torch.device,
+        self, optimizer_class: Any, arguments: dict[str, Any], device: torch.device
     ) -> None:
         check_class(optimizer_class)
         self._device = device

@@ -1,0 +1,147 @@
+"""Learning-rate schedulers over an optimizer that resumed go on, bit for bit, or are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _offload_models import assert_same_weights, model, train
+from offload._swapping import swapped
+
+import nvmeio
+
+lrs = torch.optim.lr_scheduler
+SCHEDULERS: dict[str, Any] = {
+    "lambda": lambda o: lrs.LambdaLR(o, lambda step: 1 / (step + 1)),
+    "cosine": lambda o: lrs.CosineAnnealingLR(o, 20),
+    "linear": lambda o: lrs.LinearLR(o, 0.1, 1.0, 8),
+    "one-cycle": lambda o: lrs.OneCycleLR(o, 1e-2, total_steps=20),
+    "step": lambda o: lrs.StepLR(o, 2),
+    "multi-step": lambda o: lrs.MultiStepLR(o, [2, 5, 5]),
+    "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
+    "cyclic": lambda o: lrs.CyclicLR(o, 1e-3, 1e-2, step_size_up=3),
+    "one after another": lambda o: lrs.SequentialLR(
+        o, [lrs.LinearLR(o, 0.1, 1.0, 4), lrs.CosineAnnealingLR(o, 6)], [4]
+    ),
+    "chained": lambda o: lrs.ChainedScheduler([lrs.LinearLR(o, 0.1, 1.0, 4), lrs.StepLR(o, 2)]),
+}
+STEPS = 8
+
+
+def in_memory(kind: Any) -> tuple[Any, list[Any]]:
+    made = model()
+    optimizer = torch.optim.Adam(made.parameters(), lr=1e-3)
+    scheduler = kind(optimizer)
+    told = []
+    for step in range(STEPS):
+        told.append(rates(optimizer) + train(made, optimizer, 1, step))
+        scheduler.step()
+    return made, told
+
+
+def rates(optimizer: Any) -> list[Any]:
+    return [optimizer.param_groups[0]["lr"], *optimizer.param_groups[0]["betas"]]
+
+
+def as_documented(kind: Any, folder: Path, stop: int) -> tuple[Any, list[Any]]:
+    """One run of the loop in docs/offload.md, up to a step."""
+    made = model()
+    with swapped(made, folder, lr=1e-3, resume=True) as optimizer:
+        scheduler = kind(optimizer)
+        mine = optimizer.param_groups[0]
+        if "scheduler" in mine:
+            optimizer.restore_groups()
+            scheduler.load_state_dict(mine["scheduler"])
+            scheduler.step()
+        told = []
+        for step in range(optimizer.generation - 1, stop):
+            mine["scheduler"] = scheduler.state_dict()
+            told.append(rates(optimizer) + train(made, optimizer, 1, step))
+            scheduler.step()
+        return made, told
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4, 5])
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # SequentialLR gives it
+def test_a_scheduler_goes_on_as_documented(name: str, stop: int, tmp_path: Path) -> None:
+    kind = SCHEDULERS[name]
+    wanted, told = in_memory(kind)
+    _, before = as_documented(kind, tmp_path, stop)
+    found, after = as_documented(kind, tmp_path, STEPS)
+    assert before + after == told
+    assert_same_weights(found, wanted)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
+def test_a_checkpointer_resumes_a_scheduler(name: str, tmp_path: Path) -> None:
+    """It loads the optimizer's state after the scheduler was made, as torch's users do."""
+    kind = SCHEDULERS[name]
+    wanted, told = in_memory(kind)
+    found: list[Any] = []
+    for stop in (4, STEPS):
+        made = model()
+        with (
+            swapped(made, tmp_path, lr=1e-3, overwrite=True) as optimizer,
+            nvmeio.Checkpointer(tmp_path / "checkpoints") as checkpointer,
+        ):
+            scheduler = kind(optimizer)
+            first = checkpointer.resume(model=made, optimizer=optimizer, scheduler=scheduler)
+            for step in range(first, stop):
+                found.append(rates(optimizer) + train(made, optimizer, 1, step))
+                scheduler.step()
+            checkpointer.save_sync(checkpointer.training_state(), stop - 1)
+    assert found == told
+    assert_same_weights(made, wanted)
+
+
+def half_done(folder: Path) -> None:
+    as_documented(SCHEDULERS["linear"], folder, 4)
+
+
+def test_a_scheduler_over_an_optimizer_that_resumed_is_refused(tmp_path: Path) -> None:
+    """Making it set lr back to its beginning, and training went on with a tenth of the rate."""
+    half_done(tmp_path)
+    made = model()
+    with swapped(made, tmp_path, lr=1e-3, resume=True) as optimizer:
+        generation = optimizer.generation
+        optimizer.restore_groups()  # too early: there is no scheduler yet
+        scheduler = SCHEDULERS["linear"](optimizer)
+        scheduler.load_state_dict(optimizer.param_groups[0]["scheduler"])
+        with pytest.raises(RuntimeError, match="restore_groups"):
+            train(made, optimizer, 1)
+        assert optimizer.generation == generation
+        optimizer.restore_groups()
+        train(made, optimizer, 1)
+
+
+def test_a_state_that_is_loaded_needs_no_groups_restored(tmp_path: Path) -> None:
+    half_done(tmp_path)
+    made = model()
+    with swapped(made, tmp_path, lr=1e-3, resume=True) as optimizer:
+        state = torch.optim.Adam(model().parameters(), lr=0.5).state_dict()
+        SCHEDULERS["linear"](optimizer)
+        optimizer.load_state_dict(state)
+        optimizer.restore_groups()
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        train(made, optimizer, 1)
+
+
+def test_rates_that_are_tensors_come_back(tmp_path: Path) -> None:
+    """Schedulers fill such a rate in place."""
+    rate = torch.tensor(1e-3)
+    with swapped(model(), tmp_path, lr=rate, resume=True) as optimizer:
+        made = SCHEDULERS["step"](optimizer)
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
+        for _ in range(3):
+            rate = optimizer.param_groups[0]["lr"].clone()
+            optimizer.step()
+            made.step()
+    with swapped(model(), tmp_path, lr=rate, resume=True) as optimizer:
+        SCHEDULERS["one-cycle"](optimizer)
+        optimizer.restore_groups()
+        assert optimizer.param_groups[0]["lr"] == rate
