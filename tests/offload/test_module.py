@@ -652,6 +652,8 @@ def test_an_optimizer_that_is_closed_takes_the_parameters_along(tmp_path: Path) 
             loss_of(module, 0)
         with pytest.raises(nvmeio.ClosedError, match="of a SwappedOptimizer that is closed"):
             module.state_dict()
+        with pytest.raises(nvmeio.ClosedError, match="of a SwappedOptimizer that is closed"):
+            SwappedOptimizer(torch.optim.AdamW, module.parameters(), swap_dir=tmp_path)
 
 
 def test_it_is_neither_copied_nor_pickled_and_closed_for_good(tmp_path: Path) -> None:

@@ -448,8 +448,15 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
     # Where they are
 
     def where(self, parameter: torch.Tensor) -> Sequence[Extent]:
-        """Where the parameter's elements are now; from any thread."""
-        return self._places.where(parameter)
+        """Where the parameter's elements are now; from any thread.
+
+        Raises:
+            ClosedError: In files of an optimizer that is closed.
+        """
+        found = self._places.where(parameter)
+        if not self.closed and any(extent.file.closed for extent in found):
+            raise ClosedError(_TAKEN_ALONG)
+        return found
 
     def strides_of(self, parameter: torch.Tensor) -> tuple[int, ...]:
         """How its elements lie there, without gaps; () for row-major order."""
