@@ -405,6 +405,15 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}"
 
 
+def binary_size(nbytes: int) -> str:
+    """A size for people, such as 1.5 GiB."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(max(nbytes.bit_length() - 1, 0) // 10, len(units) - 1)
+    size = nbytes / 1024**power
+    digits = 0 if size >= 100 or size.is_integer() else 1
+    return f"{size:.{digits}f} {units[power]}"
+
+
 def nearest(name: object, known: Iterable[str]) -> str:
     """What was meant by a name that nobody knows, as the end of a sentence; "" where none is near.
 

@@ -31,6 +31,7 @@ from rich.text import Text
 
 from nvmeio._checks import parse_size as parse_size
 from nvmeio.errors import BackendUnavailableError, NvmeioError
+from nvmeio.errors import binary_size as binary_size
 from nvmeio.errors import counted as counted
 
 OK = 0
@@ -110,15 +111,6 @@ def _parser(parse: Callable[[str], Number]) -> Callable[[str | Number], Number]:
 JsonOption = Annotated[
     bool, typer.Option("--json", help="One JSON object on stdout, for programs.")
 ]
-
-
-def binary_size(nbytes: int) -> str:
-    """A size for people, such as 1.5 GiB."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(max(nbytes.bit_length() - 1, 0) // 10, len(units) - 1)
-    size = nbytes / 1024**power
-    digits = 0 if size >= 100 or size.is_integer() else 1
-    return f"{size:.{digits}f} {units[power]}"
 
 
 _LEAST_NAME = 16  # what the first column keeps, which may be folded

@@ -426,7 +426,8 @@ def test_the_plan_is_what_happens(tmp_path: Path) -> None:
         assert optimizer.last_step.read_bytes == pytest.approx(plan.read_bytes, rel=0.02)
         assert optimizer.last_step.written_bytes == pytest.approx(plan.written_bytes, rel=0.02)
         assert plan.buffer_bytes <= (2 << 20) + 65536  # and alignment
-        assert f"{plan.buffers} buffers" in str(plan)
+        assert "2 subgroups; 3 buffers of " in str(plan._replace(subgroups=2))
+        assert "1 buffer of 24 KiB" in str(plan._replace(buffers=1, buffer_bytes=24 << 10))
         files = {p.name: p.stat().st_size for p in Path(optimizer.swap_dir).glob("state.*")}
         assert sum(files.values()) == plan.disk_bytes
 

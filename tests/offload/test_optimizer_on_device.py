@@ -146,7 +146,7 @@ def test_a_step_on_the_device_equals_the_class_in_memory(
             assert plan.subgroups >= 4
             assert plan.buffers == 4
             assert plan.device_bytes == 2 * plan.buffer_bytes
-            assert "MiB of the device's" in str(plan)
+            assert "iB of the device's" in str(plan)
         if home == "drive":
             made.close()
 

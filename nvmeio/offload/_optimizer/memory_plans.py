@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._memory import devices
+from nvmeio.errors import binary_size, counted
 from nvmeio.offload._module.param_store import store_of
 from nvmeio.offload._optimizer.arguments import OptimizerSettings
 from nvmeio.offload._optimizer.params import SwappedParam
@@ -52,18 +53,14 @@ class MemoryPlan(NamedTuple):
 
     def __str__(self) -> str:
         each = max(1, self.parameters)
-        there = f" and {_mib(self.device_bytes)} of the device's" if self.device_bytes else ""
+        buffer, memory, state, disk, read, written, device = map(binary_size, self[3:])
+        there = f" and {device} of the device's" if self.device_bytes else ""
         return (
-            f"{self.parameters} parameters in {self.subgroups} subgroups; {self.buffers} buffers "
-            f"of {_mib(self.buffer_bytes)}, {_mib(self.memory_bytes)} of memory in all{there}; "
-            f"{_mib(self.state_bytes)} of state, {_mib(self.disk_bytes)} on the drive; a step "
-            f"reads {_mib(self.read_bytes)} and writes {_mib(self.written_bytes)} "
+            f"{counted(self.parameters, 'parameter')} in {counted(self.subgroups, 'subgroup')}; "
+            f"{counted(self.buffers, 'buffer')} of {buffer}, {memory} of memory in all{there}; "
+            f"{state} of state, {disk} on the drive; a step reads {read} and writes {written} "
             f"({self.read_bytes / each:.1f} and {self.written_bytes / each:.1f} bytes a parameter)"
         )
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 20):.1f} MiB"
 
 
 def hold(subgroups: Sequence[Subgroup], ratio: float, bound: set[int]) -> None:
