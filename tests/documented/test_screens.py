@@ -1,7 +1,8 @@
 """The built site in a browser, at the widths of a phone, a laptop and a large screen.
 
-`make docs` builds it; without it, or without chromium, these are skipped. A page of the test's own
-shows each page of the site in a frame, measures it, and chromium prints what was found.
+A part of `make stress`. `make docs` builds the site; without it, or without chromium, these are
+skipped. A page of the test's own shows each page of the site in a frame, measures it, and chromium
+prints what was found.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ SITE = ROOT / "site"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 
 pytestmark = [
+    pytest.mark.stress,  # minutes, and a browser that at times does not answer on a busy machine
     pytest.mark.timeout(600),
     pytest.mark.skipif(not (SITE / "index.html").is_file(), reason="`make docs` builds the site"),
     pytest.mark.skipif(not CHROMIUM, reason="there is no chromium here (apt-get install chromium)"),
