@@ -19,7 +19,7 @@ from nvmeio._memory import holds, mappings
 from nvmeio._memory.tensors import Memory
 from nvmeio._pages import PAGE_BYTES
 from nvmeio.engines.base import DeviceTransfer, Opcode, Rows, Transfer
-from nvmeio.errors import IntegrityError, TransferError, counted, transfer_error
+from nvmeio.errors import IntegrityError, TransferError, an, counted, transfer_error
 
 if TYPE_CHECKING:
     import numpy
@@ -297,7 +297,7 @@ def as_integers(name: str, given: FileOffsets) -> torch.Tensor:
         if not len(given):
             return torch.empty(0, dtype=torch.int64)
         for kind in {bool, str, bytes, type(None)}.intersection(map(type, given)):
-            raise TypeError(f"{name} must be integers, and there is a {kind.__name__} among them")
+            raise TypeError(f"{name} must be integers, and there is {an(kind.__name__)} among them")
         try:
             found = torch.tensor(given)
         except (TypeError, ValueError, RuntimeError, OverflowError) as failed:
