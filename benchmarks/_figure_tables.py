@@ -53,7 +53,7 @@ _HEADLINE = """
 save 2 GB, durable | checkpoint save | save | ^torch.save | torch.save and fsync
 load 2 GB, cold | checkpoint load | nvmeio.load, cold | ^torch.load$ | torch.load
 save 64 KB, durable | checkpoint sizes | save 64 KB | torch | torch.save and fsync
-steps, each with a save of 2 GB, a core free | checkpoint protect | the same, one | without | no saves
+steps with a save of 2 GB, a core free | checkpoint protect | the same, one | without | no saves
 tokens a second, 1/8 of a Llama in memory | inference accelerate | tokens/s, 1 | cold | accelerate
 a token of it | inference pass | forward | bytes | the drive's limit, by fio
 AdamW steps, bf16, state on the drive | offload deepspeed | AdamW | DeepSpeed | DeepSpeed ZeRO-3
