@@ -152,7 +152,7 @@ def test_a_program_ends_without_closing(way: str, ended: Any) -> None:
     if way == "after_an_error":
         assert codes[way] == 1 and told.endswith("ArithmeticError: of the program's own\n")
     elif way == "streaming":
-        assert codes[way] == 0 and told.startswith("step 1: 120000000 bytes are more than")
+        assert codes[way] == 0 and told.startswith("step 1: 114.4 MiB are more than")
         assert told.count("\n") == 1
     else:
         assert (codes[way], told) == (0, "")
