@@ -32,10 +32,10 @@ TICKS = 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 8
 def advantage(line: dict[str, Any]) -> tuple[float, list[float]] | None:
     """How many times as fast nvmeio was, or as sparing: the medians' ratio, and that of each turn.
 
-    None where one of both has no figures.
+    None where one of both has no figures, or is 0: that is nowhere on a logarithmic axis.
     """
     ours, theirs = line["nvmeio"]["samples"], line["peer_figure"]["samples"]
-    if not ours or not theirs or line["ratio"] is None:
+    if not ours or not theirs or not line["ratio"]:
         return None
     less = line["unit"] in LESS_IS_BETTER
     turns = [b / a if less else a / b for a, b in zip(ours, theirs, strict=False) if a and b]
@@ -123,11 +123,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("report", nargs="*", type=Path, help="JSON (benchmarks/measured/*.json)")
+    parser.add_argument("report", nargs="*", type=Path, help="JSON; what docs show if none")
     parser.add_argument("--into", type=Path, default=IMAGES, help="a directory for the images")
     options = parser.parse_args()
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "nvmeio", "font.size": 9})
-    for report in options.report or sorted(MEASURED.glob("*.json")):
+    drawn = sorted(IMAGES.glob("measured-*.svg"))  # those that pages of docs show
+    shown = [MEASURED / f"{path.stem.removeprefix('measured-')}.json" for path in drawn]
+    for report in options.report or shown:
         path = options.into / f"measured-{report.stem}.svg"
         draw(json.loads(report.read_text()), path)
         print(path)
