@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from support import LOOPS, HeldEngine, nvmeio_threads, open_descriptors
 
 import nvmeio
-from nvmeio import _shim, buffers, files
+from nvmeio import _bindings, buffers, files
 from nvmeio._memory import copy_on_write
 from nvmeio._threads import shutdown
 from nvmeio.engines import libaio
@@ -217,14 +217,14 @@ def _needs_kernel_aio() -> None:
 
 def _new_libaio() -> str:
     _needs_kernel_aio()
-    if _shim.kernel_aio().source != "libaio":
-        pytest.skip(f"libaio is not installed: {_shim.kernel_aio().reason}")
+    if _bindings.kernel_aio().source != "libaio":
+        pytest.skip(f"libaio is not installed: {_bindings.kernel_aio().reason}")
     return "libaio"
 
 
 def _new_syscalls() -> Engine:
     _needs_kernel_aio()
-    return LibaioEngine(table=_shim.lib.nv_kaio_open(_shim.ffi.NULL))
+    return LibaioEngine(table=_bindings.lib.nv_kaio_open(_bindings.ffi.NULL))
 
 
 ENGINES: dict[str, Callable[[], str | Engine]] = {

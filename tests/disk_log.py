@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from nvmeio._shim import OwnFds
+from nvmeio._bindings import OwnFds
 from nvmeio._storage import replace
 
 _SECTOR_BYTES = 512

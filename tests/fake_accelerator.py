@@ -47,8 +47,8 @@ from fake_kernels import Kernels as Kernels
 from fake_kernels import is_wrapper, quietly, span
 from torch.overrides import _get_current_function_mode_stack
 
+from nvmeio._bindings import memory_at
 from nvmeio._memory import devices, mappings, page_locked
-from nvmeio._shim import memory_at
 from nvmeio._threads import threads
 
 _ALIGNMENT = 512

@@ -13,7 +13,7 @@ import mmap
 
 import torch
 
-from nvmeio._shim import memory_at
+from nvmeio._bindings import memory_at
 
 NBYTES = 256 << 20  # addresses; memory only as far as it is used
 _SHARED_NO_ROOM_ASIDE = 0x21 | 0x4000  # MAP_SHARED | MAP_ANONYMOUS, MAP_NORESERVE

@@ -156,7 +156,7 @@ def test_only_the_outermost_layers_import_the_whole_package() -> None:
 
 def test_only_the_shims_module_imports_the_shim() -> None:
     importers = {module for module in MODULES if "nvmeio._native" in inner_imports(module)}
-    assert importers == {"nvmeio._shim"}
+    assert importers == {"nvmeio._bindings"}
 
 
 def test_cffi_is_used_through_the_shim_and_to_bind_cufile_only() -> None:
@@ -188,7 +188,7 @@ STANDS_ON = {
     },
     "cli": {
         *("errors", "handle", "files", "buffers", "tuned", "gds", "engines", "_checks"),
-        *("progress", "_pages", "_shim"),
+        *("progress", "_pages", "_bindings"),
         *("_files", "_memory", "_threads"),
         *("_io", "_storage", "_formats", "compat", "integrations"),
         *SYSTEMS,
@@ -345,7 +345,7 @@ def test_the_lower_half_has_no_circle() -> None:
 def test_the_walk_sees_what_it_is_to_see() -> None:
     """Facts about today's modules: were the walk blind, every test above would pass."""
     assert {"nvmeio.errors"} <= inner_imports("nvmeio.files")
-    assert "nvmeio._native" in inner_imports("nvmeio._shim")
+    assert "nvmeio._native" in inner_imports("nvmeio._bindings")
     assert "nvmeio.checkpoint" in inner_imports("nvmeio")
     assert "nvmeio.checkpoint" not in inner_imports("nvmeio", for_types=False)
     assert "nvmeio.engines.libaio" in inner_imports("nvmeio.engines.select")
@@ -372,7 +372,7 @@ def test_importing_nvmeio_imports_no_torch() -> None:
         """
         import sys
         import nvmeio
-        print("torch" in sys.modules, "nvmeio._shim" in sys.modules)
+        print("torch" in sys.modules, "nvmeio._bindings" in sys.modules)
         assert nvmeio.progress.__name__ == "nvmeio.progress"
         print("torch" in sys.modules)
         """,

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from nvmeio import buffers
+from nvmeio._bindings import memory_at
 from nvmeio._io.inflight import MOST_BYTES
 from nvmeio._memory import tensors
 from nvmeio._pages import PAGE_BYTES
-from nvmeio._shim import memory_at
 from nvmeio._threads.future import may_be_interrupted
 from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import BatchError

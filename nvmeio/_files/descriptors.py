@@ -18,10 +18,10 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from nvmeio._bindings import FileFacts, OwnFds, file_facts
 from nvmeio._files.plan import Alignment
 from nvmeio._files.system import file_system_of
 from nvmeio._pages import PAGE_BYTES
-from nvmeio._shim import FileFacts, OwnFds, file_facts
 from nvmeio.errors import ClosedError, TransferError, errno_of, naming
 
 logger = logging.getLogger("nvmeio")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from nvmeio._bindings import memory_at
 from nvmeio._pages import PAGE_BYTES
-from nvmeio._shim import memory_at
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,9 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio import buffers
+from nvmeio._bindings import memory_at
 from nvmeio._memory import page_locked
 from nvmeio._pages import PAGE_BYTES, round_down
-from nvmeio._shim import memory_at
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.interruptible import Cancelled, run_interruptible
 from nvmeio.errors import BatchError, ClosedError, TransferError, with_context

@@ -24,8 +24,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nvmeio._bindings import ffi, lib
 from nvmeio._pages import PAGE_BYTES, round_up
-from nvmeio._shim import ffi, lib
 from nvmeio.errors import IntegrityError, TransferError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from nvmeio._shim import ffi, lib
+from nvmeio._bindings import ffi, lib
 
 # Of a StorageImpl (c10/core/StorageImpl.h) this much is looked at: reference counts, the data
 # pointer, the size, and the flags behind it. It is longer in every version of torch from 2.6 on.

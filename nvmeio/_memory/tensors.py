@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from nvmeio._bindings import copy_foreign, ffi
 from nvmeio._memory import devices, holds, mappings
 from nvmeio._memory.devices import Copier, Mark
-from nvmeio._shim import copy_foreign, ffi
 from nvmeio.errors import an
 
 if TYPE_CHECKING:

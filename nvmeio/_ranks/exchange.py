@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
+from nvmeio._bindings import memory_at
 from nvmeio._ranks.rank_store import RankStore, pauses
-from nvmeio._shim import memory_at
 from nvmeio._threads import interruptible, threads
 from nvmeio._threads.interruptible import Cancellation, Cancelled
 from nvmeio.errors import BackendUnavailableError, TransferError

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from nvmeio._bindings import memory_at
 from nvmeio._residency.window import Slot
-from nvmeio._shim import memory_at
 from nvmeio.buffers import empty_aligned
 from nvmeio.pool import Lease, PinnedPool
 

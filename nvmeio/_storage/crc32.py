@@ -12,7 +12,7 @@ import ctypes
 import torch
 from isal import isal_zlib
 
-from nvmeio._shim import lib, memory_at
+from nvmeio._bindings import lib, memory_at
 
 CAN_COPY = bool(lib.nv_can_copy_crc32())  # what x86-64 has had since 2010, and others have not
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from nvmeio._bindings import ffi, lib
 from nvmeio._checks import OFFSET_MAX
 from nvmeio._files.plan import Plan
 from nvmeio._memory.devices import Mark
 from nvmeio._pages import PAGE_BYTES
-from nvmeio._shim import ffi, lib
 from nvmeio._threads.threads import start
 from nvmeio.engines._queued import DeviceRequest, QueuedEngine
 from nvmeio.engines.base import (

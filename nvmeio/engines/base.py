@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol, cast
 
+from nvmeio._bindings import ffi, lib
 from nvmeio._files.descriptors import Descriptors
 from nvmeio._memory.tensors import Memory
-from nvmeio._shim import ffi, lib
 from nvmeio.errors import BackendUnavailableError, RowsError, TransferError
 
 

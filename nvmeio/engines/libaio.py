@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nvmeio._shim import KernelAio, ffi, lib, open_kernel_aio
+from nvmeio._bindings import KernelAio, ffi, lib, open_kernel_aio
 from nvmeio._threads.interruptible import Job
 from nvmeio._threads.threads import Thread
 from nvmeio.engines import base
@@ -45,7 +45,7 @@ class LibaioEngine:
     """Linux AIO through libaio, or through the same system calls where libaio is missing.
 
     Args:
-        table: A call table from `nvmeio._shim.load_libaio`, for tests that inject faults.
+        table: A call table from `nvmeio._bindings.load_libaio`, for tests that inject faults.
 
     Attributes:
         given_back: When the kernel has the contexts back, some 30 ms after `join` (io_destroy waits

@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from nvmeio._bindings import copy_foreign, ffi, lib, memory_at
 from nvmeio._memory import copy_on_write
-from nvmeio._shim import copy_foreign, ffi, lib, memory_at
 from nvmeio._threads.threads import Thread
 from nvmeio.engines import base
 from nvmeio.engines._queued import QueuedEngine, QueuedRequest

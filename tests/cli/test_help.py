@@ -59,7 +59,7 @@ from nvmeio.cli import main
 try:
     main()
 except SystemExit as ended:
-    print(ended.code, "torch" in sys.modules, "nvmeio._shim" in sys.modules, file=sys.stderr)
+    print(ended.code, "torch" in sys.modules, "nvmeio._bindings" in sys.modules, file=sys.stderr)
 """
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120

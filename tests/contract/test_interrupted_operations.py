@@ -26,7 +26,7 @@ from support import (
 )
 
 import nvmeio
-from nvmeio import _shim
+from nvmeio import _bindings
 from nvmeio._core.records import LiveRecords
 from nvmeio._files.descriptors import Descriptors
 
@@ -272,7 +272,7 @@ class Losing:
 
     def __init__(self) -> None:
         self.losing = False
-        self._lib = _shim.lib
+        self._lib = _bindings.lib
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lib, name)
@@ -317,7 +317,7 @@ def test_what_closing_the_file_told_is_not_lost(
 
     tried = 0
     with nvmeio.AioHandle(engine="threads") as handle:
-        monkeypatch.setattr(_shim, "lib", shim)
+        monkeypatch.setattr(_bindings, "lib", shim)
         for where in interrupting.everywhere(work):
             settle(handle)
             for operation in started:

@@ -17,7 +17,7 @@ from interrupting import everywhere
 from support import PATIENCE_S, misaligned
 
 import nvmeio
-from nvmeio._shim import lib
+from nvmeio._bindings import lib
 from nvmeio.engines import libaio
 from nvmeio.engines.base import Opcode, Options, Rows, Transfer
 from nvmeio.engines.libaio import LibaioEngine

@@ -25,7 +25,7 @@ from programs import Program
 from support import collect, random_tensor
 
 import nvmeio
-from nvmeio._shim import load_libaio
+from nvmeio._bindings import load_libaio
 from nvmeio.engines.libaio import LibaioEngine
 
 KIB, MIB = 1 << 10, 1 << 20

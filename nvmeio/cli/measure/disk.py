@@ -21,10 +21,10 @@ import torch
 import typer
 
 import nvmeio
+from nvmeio._bindings import memory_at
 from nvmeio._files.system import find_mount
 from nvmeio._memory import system
 from nvmeio._pages import PAGE_BYTES
-from nvmeio._shim import memory_at
 from nvmeio._threads.owner import OwnerThread
 from nvmeio.cli._terminal import Refused, binary_size
 from nvmeio.cli.measure import machine

@@ -30,9 +30,9 @@ import torch
 
 import nvmeio
 from nvmeio import tuned
+from nvmeio._bindings import kernel_aio
 from nvmeio._files.system import find_mount
 from nvmeio._memory import copy_on_write
-from nvmeio._shim import kernel_aio
 from nvmeio.engines import select
 from nvmeio.engines.base import Options
 from nvmeio.engines.cufile import driver, library

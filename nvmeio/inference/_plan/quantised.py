@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from nvmeio._bindings import ffi, lib
 from nvmeio._memory import devices
-from nvmeio._shim import ffi, lib
 
 Compute = Literal["auto", "packed", "widened"]
 

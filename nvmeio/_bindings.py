@@ -1,4 +1,4 @@
-"""The only importer of the native shim: finds libaio, and hands `lib` and `ffi` to the engine."""
+"""Bindings to the native shim, for the package to import from here alone; libaio is found here."""
 
 from __future__ import annotations
 
