@@ -25,7 +25,7 @@ from nvmeio.errors import TransferError as TransferError
 
 if typing.TYPE_CHECKING:
     # What type checkers and editors see of the tables below.
-    from nvmeio import bound as bound
+    from nvmeio import bound_file as bound_file
     from nvmeio import buffers as buffers
     from nvmeio import checkpoint as checkpoint
     from nvmeio import compat as compat
@@ -44,7 +44,7 @@ if typing.TYPE_CHECKING:
     from nvmeio import testing as testing
     from nvmeio import tuned as tuned
     from nvmeio._memory.tensors import cast_to_byte_tensor as cast_to_byte_tensor
-    from nvmeio.bound import BoundFile as BoundFile
+    from nvmeio.bound_file import BoundFile as BoundFile
     from nvmeio.buffers import empty_aligned as empty_aligned
     from nvmeio.buffers import empty_pinned as empty_pinned
     from nvmeio.checkpoint import Checkpointer as Checkpointer
@@ -78,7 +78,7 @@ _LATER = {
     name: module
     for module, names in {
         "nvmeio._memory.tensors": "cast_to_byte_tensor",
-        "nvmeio.bound": "BoundFile",
+        "nvmeio.bound_file": "BoundFile",
         "nvmeio.buffers": "empty_aligned empty_pinned",
         "nvmeio.checkpoint": "Checkpointer FastFileReader FastFileWriter "
         "async_load async_save load save",
@@ -98,8 +98,8 @@ _LATER = {
 }
 # Public modules: attributes too, without an import of their own.
 _NAMES = (
-    "bound buffers checkpoint compat data engines errors files gds handle inference integrations "
-    "offload operation pool progress testing tuned"
+    "bound_file buffers checkpoint compat data engines errors files gds handle inference "
+    "integrations offload operation pool progress testing tuned"
 )
 _MODULES = _NAMES.split()
 

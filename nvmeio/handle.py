@@ -25,7 +25,7 @@ from nvmeio._memory import tensors as tensors_module
 from nvmeio._memory.tensors import Data
 from nvmeio._threads.closing import ClosingWork
 from nvmeio._threads.interruptible import run_interruptible
-from nvmeio.bound import BoundFile
+from nvmeio.bound_file import BoundFile
 from nvmeio.engines import device_ring, select, transfers
 from nvmeio.engines.base import Engine, Opcode, Options
 from nvmeio.engines.transfers import FileOffsets, row_places
