@@ -8,12 +8,12 @@ stays), `model_plan`; `stream` (the caller's side), and behind it `_stream`: `ho
 
 `packing` writes what is read best, `spilling` what a model has in memory; `kv_cache` puts past keys
 and values away, `prefixes` keeps them for other processes; `blocks` has micro-batches share layers,
-`losses` is for a large vocabulary. docs/inference.md has the arithmetic.
+`cross_entropy` is for a large vocabulary. docs/inference.md has the arithmetic.
 """
 
 from nvmeio.inference.blocks import generate_in_blocks as generate_in_blocks
 from nvmeio.inference.blocks import run_in_blocks as run_in_blocks
-from nvmeio.inference.losses import chunked_cross_entropy as chunked_cross_entropy
+from nvmeio.inference.cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 from nvmeio.inference.packing import PackReport as PackReport
 from nvmeio.inference.packing import pack as pack
 from nvmeio.inference.prefixes import PrefixCache as PrefixCache
