@@ -37,7 +37,7 @@ from nvmeio.inference import hub
 from nvmeio.inference._plan import packed_format, transformers
 from nvmeio.inference._plan.matching import match
 from nvmeio.inference._plan.packed_format import PackedWeight
-from nvmeio.inference._plan.quantised import (
+from nvmeio.inference._plan.quantization import (
     Quantised,
     can_quantise,
     check_setting,

@@ -19,7 +19,7 @@ import nvmeio
 from nvmeio._memory import devices
 from nvmeio.checkpoint.safetensors import save_safetensors
 from nvmeio.errors import ClosedError
-from nvmeio.inference._plan.quantised import Quantised, dequantise, quantise
+from nvmeio.inference._plan.quantization import Quantised, dequantise, quantise
 
 LAYERS = 5
 Place = Callable[[torch.Tensor], torch.Tensor]

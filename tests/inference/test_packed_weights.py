@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from nvmeio.cli import app
 from nvmeio.inference import pack
-from nvmeio.inference._plan.quantised import Quantised, dequantise, multiply, quantise
+from nvmeio.inference._plan.quantization import Quantised, dequantise, multiply, quantise
 from nvmeio.inference._stream import packed_weights
 
 Make = Callable[..., Any]

@@ -21,7 +21,7 @@ from nvmeio.cli import app
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.inference import pack
 from nvmeio.inference._plan.packed_format import SUFFIXES
-from nvmeio.inference._plan.quantised import (
+from nvmeio.inference._plan.quantization import (
     Quantised,
     can_quantise,
     check_setting,

@@ -26,7 +26,7 @@ from nvmeio.inference._plan import packed_format, transformers
 from nvmeio.inference._plan.budget import SHARE, Shares, check_numbers, fit, share_out
 from nvmeio.inference._plan.matching import Matched, match
 from nvmeio.inference._plan.packed_format import Packed
-from nvmeio.inference._plan.quantised import Compute
+from nvmeio.inference._plan.quantization import Compute
 from nvmeio.inference._plan.units import Partition, partition
 from nvmeio.inference._ranks import tensor_parallel
 from nvmeio.inference._ranks.stream_ranks import Ranks, check_part, digest_of, room_for_others

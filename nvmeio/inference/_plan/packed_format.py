@@ -25,7 +25,7 @@ from nvmeio._formats.packed_index import DrivePart
 from nvmeio._formats.safetensors_set import FileBytes, SafetensorsSet, StoredTensor
 from nvmeio.errors import IntegrityError, counted
 from nvmeio.handle import AioHandle
-from nvmeio.inference._plan.quantised import Quantised, can_quantise, check_setting
+from nvmeio.inference._plan.quantization import Quantised, can_quantise, check_setting
 from nvmeio.inference._plan.slot_layout import WeightPart, part_of
 
 SUFFIXES = (".nvmeio_steps", ".nvmeio_scales", ".nvmeio_minima")

@@ -23,7 +23,7 @@ from nvmeio._io.spans import HOLE_BYTES, read_to
 from nvmeio._pages import PAGE_BYTES, round_down, round_up
 from nvmeio._storage import crc32
 from nvmeio.errors import IntegrityError
-from nvmeio.inference._plan.quantised import Compute, Quantised
+from nvmeio.inference._plan.quantization import Compute, Quantised
 
 
 class Read(NamedTuple):

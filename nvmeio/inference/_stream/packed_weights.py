@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from nvmeio._memory import devices
-from nvmeio.inference._plan.quantised import Compute, Quantised, dequantise, multiply
+from nvmeio.inference._plan.quantization import Compute, Quantised, dequantise, multiply
 from nvmeio.inference._plan.slot_layout import Weight
 from nvmeio.inference._stream.stand_ins import FrozenElsewhere
 

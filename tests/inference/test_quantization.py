@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nvmeio.inference._plan.quantised import Quantised, dequantise, multiply, quantise
+from nvmeio.inference._plan.quantization import Quantised, dequantise, multiply, quantise
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
