@@ -2,7 +2,7 @@
 
 Reading order for newcomers: `streaming` (`stream_model`); `_plan` (what is streamed): `slot_layout`
 (what a weight is read from, and where it lies), `units` (what is streamed as one), `budget` (what
-stays), `model_plan`; `stream` (the caller's side), and behind it `_stream`: `hooks` and `stand_ins`
+stays), `model_plan`; `weight_stream` (the caller's side), and behind it `_stream`: `hooks` and `stand_ins`
 (the seam to a model), `turns` (who may use the weights), `uses` (what is in memory for it),
 `weights` (how that is read and shown), `slots` (memory). Of several ranks `_ranks`.
 
@@ -17,9 +17,9 @@ from nvmeio.inference.cross_entropy import chunked_cross_entropy as chunked_cros
 from nvmeio.inference.packing import PackReport as PackReport
 from nvmeio.inference.packing import pack as pack
 from nvmeio.inference.prefixes import PrefixCache as PrefixCache
-from nvmeio.inference.stream import StreamStats as StreamStats
-from nvmeio.inference.stream import WeightStream as WeightStream
 from nvmeio.inference.streaming import stream_model as stream_model
+from nvmeio.inference.weight_stream import StreamStats as StreamStats
+from nvmeio.inference.weight_stream import WeightStream as WeightStream
 
 __all__ = [
     "PackReport",

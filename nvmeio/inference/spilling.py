@@ -49,7 +49,7 @@ from nvmeio.inference._plan.slot_layout import Weight, part_of
 from nvmeio.inference._plan.units import partition
 from nvmeio.inference._stream import hooks
 from nvmeio.inference._stream.stand_ins import shown_as
-from nvmeio.inference.stream import WeightStream
+from nvmeio.inference.weight_stream import WeightStream
 
 _PREFIX = ".nvmeio-spill-"
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc: man 3 malloc_trim

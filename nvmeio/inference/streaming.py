@@ -28,7 +28,7 @@ from nvmeio.inference._plan import packed_format, transformers
 from nvmeio.inference._plan.model_plan import Asked, ModelPlan, name_of, plan_model
 from nvmeio.inference._ranks.stream_ranks import Ranks
 from nvmeio.inference._stream import hooks
-from nvmeio.inference.stream import WeightStream
+from nvmeio.inference.weight_stream import WeightStream
 from nvmeio.progress import Progress
 
 Me = TypeVar("Me")

@@ -41,7 +41,7 @@ from nvmeio._io.handles import new_handle
 from nvmeio.errors import an
 from nvmeio.handle import AioHandle
 from nvmeio.inference.spilling import Spiller, park, put_out
-from nvmeio.inference.stream import WeightStream
+from nvmeio.inference.weight_stream import WeightStream
 from nvmeio.integrations._clients import client, joined
 from nvmeio.integrations._kv_identity import server_begins
 from nvmeio.integrations._sglang_settings import (

@@ -204,7 +204,7 @@ def test_each_drive_has_a_handle_of_its_own(
             for each in made.values():
                 each.close()
 
-    monkeypatch.setattr("nvmeio.inference.stream.DriveHandles", PerDirectory)
+    monkeypatch.setattr("nvmeio.inference.weight_stream.DriveHandles", PerDirectory)
     monkeypatch.setattr(drives, "LEAST_CHUNK_BYTES", PAGE_BYTES)
     models.saved(models.mixtral, tmp_path / "model")
     pack(tmp_path / "model", folders)

@@ -23,7 +23,7 @@ from nvmeio.inference._plan.slot_layout import CutSums
 from nvmeio.inference._plan.transformers import cache_among
 from nvmeio.inference._plan.units import Unit
 from nvmeio.inference._stream import stand_ins
-from nvmeio.inference.stream import WeightStream
+from nvmeio.inference.weight_stream import WeightStream
 
 
 class WeightSource:
