@@ -193,7 +193,7 @@ CALLERS = ("TypeError", "ValueError", "ClosedError", "KeyError")
 INNER = (
     "_formats/",
     "_io/spans.py",
-    "_ranks/",
+    "_distributed/",
     "_storage/",
     "checkpoint/_manager/restoring.py",
     "checkpoint/_snapshot/",

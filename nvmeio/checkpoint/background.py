@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from nvmeio._checks import NotPickled
+from nvmeio._distributed import DEFAULT_TIMEOUT_S
+from nvmeio._distributed.rank_store import RankStore
 from nvmeio._formats.torch_writing import padded_nbytes
 from nvmeio._io.handles import new_handle
-from nvmeio._ranks import DEFAULT_TIMEOUT_S
-from nvmeio._ranks.rank_store import RankStore
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads import shutdown
 from nvmeio._threads.closing import do_all

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nvmeio import _checks
+from nvmeio._distributed import DEFAULT_TIMEOUT_S
 from nvmeio._formats import pickle_values
 from nvmeio._formats.pickle_values import Scan
 from nvmeio._formats.torch_file import (
@@ -39,7 +40,6 @@ from nvmeio._formats.torch_file import (
 )
 from nvmeio._formats.torch_zip import LOCAL_MAGIC
 from nvmeio._io.long_call import LongCall
-from nvmeio._ranks import DEFAULT_TIMEOUT_S
 from nvmeio._storage.locks import open_reading
 from nvmeio._threads.interruptible import in_thread, run_interruptible
 from nvmeio.checkpoint import _unpickling as unpickling
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from nvmeio._io.handles import CallHandle
-    from nvmeio.checkpoint._ranks.loading_ranks import LoadingRanks
+    from nvmeio.checkpoint._multi_rank.loading_ranks import LoadingRanks
     from nvmeio.handle import AioHandle
     from nvmeio.progress import Progress
 
@@ -214,7 +214,7 @@ def _ranks_of(group: ProcessGroup | None, timeout_s: float, path: Any) -> Loadin
     """The ranks of a load; None for a process alone."""
     if group is None:
         return None
-    from nvmeio.checkpoint._ranks.loading_ranks import LoadingRanks
+    from nvmeio.checkpoint._multi_rank.loading_ranks import LoadingRanks
 
     return LoadingRanks.of_group(group, timeout_s, path)
 
@@ -241,7 +241,7 @@ def load_file(
         if ranks is None and how.handle is None and file.size() <= SMALL_BYTES:
             return _load_small(file, how, opened)
         from nvmeio._io.handles import CallHandle
-        from nvmeio.checkpoint._ranks.loading_ranks import ALONE
+        from nvmeio.checkpoint._multi_rank.loading_ranks import ALONE
 
         with CallHandle(how.handle, path) as handle:
             return load_archive(file, how, handle, ranks or ALONE, opened)

@@ -14,19 +14,19 @@ from torch import nn
 
 from nvmeio import _checks
 from nvmeio._checks import Paths
+from nvmeio._distributed import DEFAULT_TIMEOUT_S
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io import long_call
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
-from nvmeio._ranks import DEFAULT_TIMEOUT_S
 from nvmeio._threads.closing import on_error
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import kv_cache
+from nvmeio.inference._parallel.stream_ranks import Ranks
 from nvmeio.inference._plan import packed_format, transformers
 from nvmeio.inference._plan.model_plan import Asked, ModelPlan, name_of, plan_model
-from nvmeio.inference._ranks.stream_ranks import Ranks
 from nvmeio.inference._stream import hooks
 from nvmeio.inference.weight_stream import WeightStream
 from nvmeio.progress import Progress

@@ -38,10 +38,10 @@ from nvmeio._threads.shutdown import Ending
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import blocks as in_lockstep_module
+from nvmeio.inference._parallel.rank_reader import RankReader
+from nvmeio.inference._parallel.stream_ranks import Ranks, new_reader
 from nvmeio.inference._plan.budget import Shares
 from nvmeio.inference._plan.units import Partition, Unit
-from nvmeio.inference._ranks.rank_reader import RankReader
-from nvmeio.inference._ranks.stream_ranks import Ranks, new_reader
 from nvmeio.inference._stream.slots import SlotPools
 from nvmeio.inference._stream.stand_ins import ABSENT
 from nvmeio.inference._stream.turns import CLOSED, OwnPass, in_turn

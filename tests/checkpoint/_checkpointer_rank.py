@@ -16,7 +16,7 @@ from checkpoint._rank_program import MIB, PATIENCE_S, Rank, Work, own, replicate
 import nvmeio
 import nvmeio.checkpoint
 from nvmeio._formats import torch_writing
-from nvmeio.checkpoint._ranks import agreement
+from nvmeio.checkpoint._multi_rank import agreement
 from nvmeio.testing import FakeEngine
 
 

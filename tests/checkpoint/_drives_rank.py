@@ -32,10 +32,10 @@ from checkpoint._rank_program import (
 )
 
 import nvmeio
-from nvmeio._ranks import messages as messages_module
+from nvmeio._distributed import messages as messages_module
 from nvmeio._storage import locks
 from nvmeio.checkpoint._manager import job_parts, restoring
-from nvmeio.checkpoint._ranks import part_ranks
+from nvmeio.checkpoint._multi_rank import part_ranks
 
 
 def with_drives(me: Rank, name: str, layout: str) -> None:

@@ -29,8 +29,8 @@ from checkpoint._rank_program import (
 
 import nvmeio
 import nvmeio.checkpoint
-from nvmeio._ranks import messages as ranks_module
-from nvmeio._ranks import rank_store as rank_store_module
+from nvmeio._distributed import messages as ranks_module
+from nvmeio._distributed import rank_store as rank_store_module
 from nvmeio._threads import interruptible
 from nvmeio.checkpoint import checkpointer as checkpointer_module
 from nvmeio.checkpoint._manager import job

@@ -33,11 +33,11 @@ from checkpoint._rank_program import (
 from support import nvmeio_threads, spin_until, spin_until_collected
 
 import nvmeio
+from nvmeio._distributed import messages as messages_module
+from nvmeio._distributed import shared_spans
 from nvmeio._memory import system
-from nvmeio._ranks import messages as messages_module
-from nvmeio._ranks import shared_spans
 from nvmeio._threads.interruptible import Cancelled
-from nvmeio.checkpoint._ranks import loading_ranks
+from nvmeio.checkpoint._multi_rank import loading_ranks
 from nvmeio.testing import FakeEngine
 
 KINDS = (

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 import nvmeio
 import nvmeio.checkpoint
-from nvmeio._ranks import messages as ranks_module
+from nvmeio._distributed import messages as ranks_module
 from nvmeio.testing import FakeEngine
 
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from checkpoint._rank_program import own, replicated, same
 from disk_log import DiskLog
 
 import nvmeio
-from nvmeio._ranks.rank_store import RankStore
+from nvmeio._distributed.rank_store import RankStore
 from nvmeio.checkpoint import checkpointer as module
 
 if not dist.is_available():

@@ -20,7 +20,7 @@ from checkpoint._ranks import running_ranks
 import nvmeio
 from nvmeio._formats.torch_layout import plan_layout
 from nvmeio._formats.torch_writing import padded_nbytes
-from nvmeio.checkpoint._ranks import agreement
+from nvmeio.checkpoint._multi_rank import agreement
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nvmeio
+from nvmeio._distributed.shared_spans import rounds
 from nvmeio._pages import PAGE_BYTES
-from nvmeio._ranks.shared_spans import rounds
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)

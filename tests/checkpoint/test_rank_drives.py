@@ -17,17 +17,17 @@ from support import PATIENCE_S, spin_until
 from typer.testing import CliRunner
 
 import nvmeio
+from nvmeio._distributed.messages import Messages
+from nvmeio._distributed.rank_store import RankStore
+from nvmeio._distributed.shared_spans import RankSpan, rounds_by_source
 from nvmeio._formats.torch_part import HEAD_BYTES, MAGIC
 from nvmeio._io.spans import Region, Run, Span, plan_reads
 from nvmeio._pages import PAGE_BYTES
-from nvmeio._ranks.messages import Messages
-from nvmeio._ranks.rank_store import RankStore
-from nvmeio._ranks.shared_spans import RankSpan, rounds_by_source
 from nvmeio._threads.interruptible import Cancelled
 from nvmeio.checkpoint._manager import job_parts
 from nvmeio.checkpoint._manager.job_parts import PartOfEachRank
-from nvmeio.checkpoint._ranks import drives
-from nvmeio.checkpoint._ranks.drives import Save, Survey, decide
+from nvmeio.checkpoint._multi_rank import drives
+from nvmeio.checkpoint._multi_rank.drives import Save, Survey, decide
 from nvmeio.checkpoint.verifying import verify
 from nvmeio.cli import app
 

@@ -24,8 +24,8 @@ from support import nvmeio_threads, spin_until, spin_until_collected
 import nvmeio
 from nvmeio._residency.reader import Reader
 from nvmeio.inference import generate_in_blocks
+from nvmeio.inference._parallel import rank_reader
 from nvmeio.inference._plan import units as units_module
-from nvmeio.inference._ranks import rank_reader
 from nvmeio.testing import FakeEngine
 
 # How long a rank is waited for that hangs: longer than any that does not.

@@ -21,8 +21,8 @@ from nvmeio._formats import packed_index
 from nvmeio._pages import PAGE_BYTES
 from nvmeio.checkpoint.verifying import verify
 from nvmeio.inference import pack
+from nvmeio.inference._parallel import rank_reader
 from nvmeio.inference._plan.slot_layout import Read
-from nvmeio.inference._ranks import rank_reader
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)

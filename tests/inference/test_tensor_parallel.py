@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from inference import _models as models
 
 from nvmeio.inference import pack
+from nvmeio.inference._parallel import tensor_parallel
 from nvmeio.inference._plan.slot_layout import FileExtent, WeightPart
-from nvmeio.inference._ranks import tensor_parallel
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from disk_log import DiskLog
 
 from nvmeio import AioHandle, TransferError
+from nvmeio._distributed.rank_store import RankStore
 from nvmeio._io.drives import DriveHandles
-from nvmeio._ranks.rank_store import RankStore
 from nvmeio.buffers import empty_aligned
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.offload._generations import manifests, rank_steps

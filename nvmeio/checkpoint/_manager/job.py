@@ -25,20 +25,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio._distributed.messages import Messages
+from nvmeio._distributed.rank_store import RankStore
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes, UnknownWriterError, pickled
 from nvmeio._formats.torch_writing import Crc, padded_nbytes, write_part
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._pages import PAGE_BYTES
-from nvmeio._ranks.messages import Messages
-from nvmeio._ranks.rank_store import RankStore
 from nvmeio._threads.future import Future
 from nvmeio._threads.interruptible import Cancelled
 from nvmeio._threads.threads import Thread, unlist
 from nvmeio.checkpoint._manager.retention import Lineage
-from nvmeio.checkpoint._ranks import agreement
-from nvmeio.checkpoint._ranks.agreement import Disagreement, agree, with_pieces_of_first
-from nvmeio.checkpoint._ranks.drives import OwnDrives
+from nvmeio.checkpoint._multi_rank import agreement
+from nvmeio.checkpoint._multi_rank.agreement import Disagreement, agree, with_pieces_of_first
+from nvmeio.checkpoint._multi_rank.drives import OwnDrives
 from nvmeio.checkpoint._snapshot.copies import SnapshotPart
 from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots, StateSnapshot
 from nvmeio.errors import TransferError

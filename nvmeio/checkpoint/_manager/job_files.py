@@ -4,7 +4,7 @@ Rank 0 makes the file (or the directory), under a temporary name, and tells the 
 writes its part of it and makes that durable; when all have, rank 0 gives the name, then moves
 `latest`, then tells the others. A process alone is rank 0 of one.
 
-Whoever fails tells the others (`_ranks.Messages.fail`), and rank 0 removes what there is.
+Whoever fails tells the others (`_distributed.Messages.fail`), and rank 0 removes what there is.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from nvmeio._distributed.rank_store import pauses
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_part import HEAD_BYTES, PartHead, pack, sum_of
 from nvmeio._formats.torch_writing import (
@@ -31,13 +32,19 @@ from nvmeio._formats.torch_writing import (
     join_crcs,
     unfinished_pages,
 )
-from nvmeio._ranks.rank_store import pauses
 from nvmeio._storage.durable import sync_data
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads.interruptible import Cancelled
 from nvmeio.checkpoint._manager.job import SaveJob, SaveReport
-from nvmeio.checkpoint._ranks.agreement import Disagreement
-from nvmeio.checkpoint._ranks.drives import Decision, DriveMark, OwnDrives, Save, Survey, decide
+from nvmeio.checkpoint._multi_rank.agreement import Disagreement
+from nvmeio.checkpoint._multi_rank.drives import (
+    Decision,
+    DriveMark,
+    OwnDrives,
+    Save,
+    Survey,
+    decide,
+)
 from nvmeio.errors import TransferError, transfer_error
 from nvmeio.files import File
 

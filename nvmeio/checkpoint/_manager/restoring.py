@@ -18,9 +18,9 @@ from nvmeio._storage.guarded import INDEX_BYTES, detail_of, read_small
 from nvmeio._storage.locks import leads_to, reading
 from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.retention import Generation
-from nvmeio.checkpoint._ranks.drives import OwnDrives, Save, parsed, parts_in
-from nvmeio.checkpoint._ranks.loading_ranks import ALONE, LoadingRanks, Ranks
-from nvmeio.checkpoint._ranks.part_ranks import Image, PartRanks, of_one, open_part
+from nvmeio.checkpoint._multi_rank.drives import OwnDrives, Save, parsed, parts_in
+from nvmeio.checkpoint._multi_rank.loading_ranks import ALONE, LoadingRanks, Ranks
+from nvmeio.checkpoint._multi_rank.part_ranks import Image, PartRanks, of_one, open_part
 from nvmeio.checkpoint._unpickling import HowToLoad, nothing_to_read, seam
 from nvmeio.checkpoint.loading import Loaded, load_archive, load_file
 from nvmeio.errors import (

@@ -18,9 +18,9 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
+from nvmeio._distributed.messages import Messages
 from nvmeio._io import long_call
 from nvmeio._io.handles import new_handle
-from nvmeio._ranks.messages import Messages
 from nvmeio._storage.durable import make_directory
 from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
 from nvmeio._storage.replace import check_writable
@@ -32,7 +32,7 @@ from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.job import Plan, SaveJob, SaveReport, Setup, pickled_state
 from nvmeio.checkpoint._manager.job_files import FileOfEachRank, OneFile
 from nvmeio.checkpoint._manager.job_parts import OwnFileOfEachRank, PartOfEachRank
-from nvmeio.checkpoint._ranks.loading_ranks import Ranks
+from nvmeio.checkpoint._multi_rank.loading_ranks import Ranks
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.progress import Progress

@@ -22,15 +22,15 @@ from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio._memory import devices, system
 from nvmeio.errors import an
 from nvmeio.inference import hub
+from nvmeio.inference._parallel import tensor_parallel
+from nvmeio.inference._parallel.stream_ranks import Ranks, check_part, digest_of, room_for_others
+from nvmeio.inference._parallel.tensor_parallel import TensorParallel
 from nvmeio.inference._plan import packed_format, transformers
 from nvmeio.inference._plan.budget import SHARE, Shares, check_numbers, fit, share_out
 from nvmeio.inference._plan.matching import Matched, match
 from nvmeio.inference._plan.packed_format import Packed
 from nvmeio.inference._plan.quantization import Compute
 from nvmeio.inference._plan.units import Partition, partition
-from nvmeio.inference._ranks import tensor_parallel
-from nvmeio.inference._ranks.stream_ranks import Ranks, check_part, digest_of, room_for_others
-from nvmeio.inference._ranks.tensor_parallel import TensorParallel
 from nvmeio.inference._stream import stand_ins
 
 _CGROUPS = Path("/sys/fs/cgroup")

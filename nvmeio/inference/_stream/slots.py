@@ -26,12 +26,12 @@ from nvmeio._residency.on_device import DevicePool
 from nvmeio._residency.reader import Fill, WantedBytes
 from nvmeio._threads.closing import on_error
 from nvmeio.files import File
+from nvmeio.inference._parallel.rank_reader import RankReader, SharedFill
 from nvmeio.inference._plan.budget import Shares
 from nvmeio.inference._plan.checksums import Arriving, ExpectedBytes, verify
 from nvmeio.inference._plan.quantization import dequantise
 from nvmeio.inference._plan.slot_layout import Read, Weight
 from nvmeio.inference._plan.units import Unit
-from nvmeio.inference._ranks.rank_reader import RankReader, SharedFill
 from nvmeio.inference._stream.packed_weights import Packed
 from nvmeio.pool import Lease, PinnedPool
 

@@ -20,9 +20,9 @@ from nvmeio._residency.reader import Fill, Reader
 from nvmeio._residency.window import Keeper
 from nvmeio.errors import BatchError, RowsError, TransferError, counted, with_context
 from nvmeio.handle import AioHandle
+from nvmeio.inference._parallel.rank_reader import RankReader, SharedFill
 from nvmeio.inference._plan.slot_layout import FileExtent, Read, WeightPart
 from nvmeio.inference._plan.units import Unit
-from nvmeio.inference._ranks.rank_reader import RankReader, SharedFill
 from nvmeio.inference._stream.packed_weights import Packed
 from nvmeio.inference._stream.slots import SlotPools, WeightSlot
 from nvmeio.inference._stream.stand_ins import check_frozen, install, names_in, uninstall

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from nvmeio._ranks.rank_store import RankStore, pauses, several
+from nvmeio._distributed.rank_store import RankStore, pauses, several
 from nvmeio.errors import IntegrityError, TransferError, counted
 from nvmeio.offload._generations import manifests
 from nvmeio.offload._generations.manifests import Manifest, UnusableGeneration

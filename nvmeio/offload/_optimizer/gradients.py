@@ -22,10 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nvmeio._distributed.rank_store import several
 from nvmeio._io.drives import DriveHandles, StripedFile
 from nvmeio._memory import devices
 from nvmeio._memory.devices import Mark
-from nvmeio._ranks.rank_store import several
 from nvmeio.offload._generations.transactions import Transaction, Transactions
 from nvmeio.offload._optimizer.grad_sentinel import GradSentinel
 from nvmeio.offload._optimizer.params import SwappedParam

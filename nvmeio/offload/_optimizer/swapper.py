@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._checks import Paths
+from nvmeio._distributed.rank_store import several
 from nvmeio._io.drives import DriveHandles
 from nvmeio._memory import page_locked
-from nvmeio._ranks.rank_store import several
 from nvmeio._threads.closing import do_all, on_error
 from nvmeio._threads.shutdown import Ending
 from nvmeio.buffers import empty_aligned

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from nvmeio import _checks, files
 from nvmeio._checks import Paths
+from nvmeio._distributed.rank_store import several
 from nvmeio._io.drives import StripedFile, Striping, weights_of
-from nvmeio._ranks.rank_store import several
 from nvmeio._storage import durable, guarded
 from nvmeio._storage.guarded import SETTINGS_BYTES, detail_of, read_small
 from nvmeio._threads import shutdown

@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nvmeio._ranks.exchange import Exchange
-from nvmeio._ranks.rank_store import MOST_PAUSE_S, RankStore, pauses
+from nvmeio._distributed.exchange import Exchange
+from nvmeio._distributed.rank_store import MOST_PAUSE_S, RankStore, pauses
 from nvmeio._threads.interruptible import Cancellation, Cancelled
 from nvmeio.errors import TransferError
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from nvmeio._bindings import memory_at
-from nvmeio._ranks.rank_store import RankStore, pauses
+from nvmeio._distributed.rank_store import RankStore, pauses
 from nvmeio._threads import interruptible, threads
 from nvmeio._threads.interruptible import Cancellation, Cancelled
 from nvmeio.errors import BackendUnavailableError, TransferError

@@ -14,21 +14,21 @@ from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from typing import Any
 
+from nvmeio._distributed.exchange import Exchange
+from nvmeio._distributed.messages import Messages
+from nvmeio._distributed.rank_store import Calls, RankStore
 from nvmeio._formats import packed_index
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._formats.torch_file import read_buffered
 from nvmeio._io.drives import DriveHandles
-from nvmeio._ranks.exchange import Exchange
-from nvmeio._ranks.messages import Messages
-from nvmeio._ranks.rank_store import Calls, RankStore
 from nvmeio._residency.reader import Reader
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.interruptible import Cancellation
 from nvmeio.errors import IntegrityError, counted
+from nvmeio.inference._parallel.rank_reader import RankReader, room_bytes, shares
 from nvmeio.inference._plan import packed_format
 from nvmeio.inference._plan.slot_layout import Read
 from nvmeio.inference._plan.units import Unit
-from nvmeio.inference._ranks.rank_reader import RankReader, room_bytes, shares
 
 # Of a file that no checksums tell apart from another of the same shape.
 _TAIL_BYTES = 64 << 10

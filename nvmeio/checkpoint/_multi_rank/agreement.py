@@ -19,10 +19,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from nvmeio._distributed.messages import Messages
+from nvmeio._distributed.rank_store import Calls, RankStore, checked_group
 from nvmeio._formats import torch_zip
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes
-from nvmeio._ranks.messages import Messages
-from nvmeio._ranks.rank_store import Calls, RankStore, checked_group
 
 # Who saves together
 

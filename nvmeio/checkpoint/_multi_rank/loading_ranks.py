@@ -3,7 +3,7 @@
     all: what file is it?            messages through the store: the one check that all came
     rank 0: directory and pickle     to the others, who read neither
     all: what goes where             each for its own devices
-    all: the storages                _ranks.shared_spans, each byte read once
+    all: the storages                _distributed.shared_spans, each byte read once
     each: unpickles
 
 After each step all ranks agree to go on. One that fails tells the others why.
@@ -22,13 +22,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from nvmeio._distributed.exchange import Exchange
+from nvmeio._distributed.messages import Messages
+from nvmeio._distributed.rank_store import Calls, RankStore
+from nvmeio._distributed.shared_spans import RankSpan, read_together
 from nvmeio._formats.torch_file import TorchFile, read_buffered
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Span
-from nvmeio._ranks.exchange import Exchange
-from nvmeio._ranks.messages import Messages
-from nvmeio._ranks.rank_store import Calls, RankStore
-from nvmeio._ranks.shared_spans import RankSpan, read_together
 from nvmeio._threads.interruptible import Cancellation
 from nvmeio.checkpoint._manager.retention import Generation
 from nvmeio.errors import IntegrityError, TransferError

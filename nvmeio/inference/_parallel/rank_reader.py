@@ -29,11 +29,11 @@ from typing import Any
 import torch
 
 from nvmeio import buffers
+from nvmeio._distributed.exchange import Exchange
 from nvmeio._formats.packed_index import cuts
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.drives import DriveHandles
 from nvmeio._pages import PAGE_BYTES, round_down, round_up
-from nvmeio._ranks.exchange import Exchange
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.future import SLICE_S

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio._distributed.exchange import Exchange
 from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import (
@@ -37,7 +38,6 @@ from nvmeio._io.spans import (
 from nvmeio._memory import devices, mappings, system
 from nvmeio._memory.mappings import Prefault
 from nvmeio._pages import PAGE_BYTES, round_up
-from nvmeio._ranks.exchange import Exchange
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 

@@ -2,7 +2,7 @@
 
     all: who has which part?         messages through the store
     rank 0: directory and pickle     asks for ranges of bytes; who has them sends them to all
-    all: the storages                _ranks.shared_spans, each byte read by a rank that has it
+    all: the storages                _distributed.shared_spans, each byte read by a rank that has it
 
 What is no storage is put into an image of the archive in memory, with holes where storages are, so
 that all else sees a file: torch's own refusals of what weights_only forbids, too. A process alone
@@ -19,18 +19,18 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from nvmeio._distributed.exchange import NoExchange
+from nvmeio._distributed.rank_store import RankStore
+from nvmeio._distributed.shared_spans import RankSpan
 from nvmeio._formats import torch_zip
 from nvmeio._formats.torch_file import is_asked_for, read_buffered
 from nvmeio._formats.torch_part import HEAD_BYTES, PartHead, head_of
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.spans import read_scattered
-from nvmeio._ranks.exchange import NoExchange
-from nvmeio._ranks.rank_store import RankStore
-from nvmeio._ranks.shared_spans import RankSpan
 from nvmeio._storage.locks import open_reading
 from nvmeio._threads.closing import on_error
-from nvmeio.checkpoint._ranks.drives import OwnDrives, Save, Survey
-from nvmeio.checkpoint._ranks.loading_ranks import LoadingRanks
+from nvmeio.checkpoint._multi_rank.drives import OwnDrives, Save, Survey
+from nvmeio.checkpoint._multi_rank.loading_ranks import LoadingRanks
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
