@@ -108,7 +108,7 @@ class Scan(NamedTuple):
         storages: All storages that are referred to, each once, by key, in order.
         calls: All calls, in the order in which they would be made; of a plain pickle none.
         nbytes: The length of the pickle.
-        plain: Whether it is plain (`torch_pickle`): nothing of it needs another look.
+        plain: Whether it is plain (`torch_unpickler`): nothing of it needs another look.
     """
 
     value: object

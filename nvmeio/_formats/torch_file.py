@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nvmeio._formats import pickle_calls, pickle_values, torch_pickle, torch_zip
+from nvmeio._formats import pickle_calls, pickle_values, torch_unpickler, torch_zip
 from nvmeio._formats.pickle_values import Scan
 from nvmeio._formats.torch_zip import Archive
 from nvmeio._memory import system
@@ -158,7 +158,7 @@ def scan_pickle(checkpoint: TorchFile) -> Scan:
         IntegrityError: There is none, or it is damaged.
     """
     try:
-        return torch_pickle.scan(checkpoint.read(_PICKLE))
+        return torch_unpickler.scan(checkpoint.read(_PICKLE))
     except pickle_values.PickleError as wrong:
         raise IntegrityError(
             f"{checkpoint.path}: record 'data.pkl' is no pickle of torch.save: {wrong}",

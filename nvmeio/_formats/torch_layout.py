@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from nvmeio._formats import torch_pickling, torch_zip
+from nvmeio._formats import torch_pickler, torch_zip
 from nvmeio._storage import crc32
 from nvmeio.errors import BackendUnavailableError, IntegrityError
 
@@ -141,7 +141,7 @@ class Pickling(NamedTuple):
     """
 
     data: bytes
-    storages: torch_pickling.Storages
+    storages: torch_pickler.Storages
     sizes: dict[str, int]
 
     @property
@@ -161,9 +161,9 @@ class Pickling(NamedTuple):
         for key, storage in self.storages.items():
             if storage.nbytes() != self.sizes[key]:
                 raise resized(f"archive/data/{key}", self.sizes[key], storage.nbytes())
-        replay: Any = torch_pickling.Replay(self.data)
+        replay: Any = torch_pickler.Replay(self.data)
         storages: Any = self.storages
-        with torch_pickling.aligned_storages(), torch.serialization.skip_data():
+        with torch_pickler.aligned_storages(), torch.serialization.skip_data():
             if has_seam():
                 skeleton = self._records(replay).skeleton()
             else:
@@ -199,8 +199,8 @@ def pickled(
     """
     if getattr(torch.serialization, "skip_data", None) is None:
         raise unknown_torch("torch.serialization.skip_data is missing")
-    seen = torch_pickling.Seen({}, {})
-    watching: Any = torch_pickling.PickleModule(pickle_module, seen, ends=True)
+    seen = torch_pickler.Seen({}, {})
+    watching: Any = torch_pickler.PickleModule(pickle_module, seen, ends=True)
     nowhere: Any = io.BytesIO()
     try:
         if pickle_module is pickle and has_seam():
@@ -209,7 +209,7 @@ def pickled(
             )
         else:
             torch.save(obj, nowhere, watching, pickle_protocol)
-    except torch_pickling.Pickled as ended:
+    except torch_pickler.Pickled as ended:
         return Pickling(ended.data, dict(seen.storages), dict(seen.nbytes))
     finally:
         seen.storages.clear()  # as after an error, which leaves the pickler's class in a cycle
@@ -221,7 +221,7 @@ def plan_layout(obj: object) -> FileLayout:
     return pickled(obj).layout()
 
 
-def layout_of(skeleton: Skeleton, storages: torch_pickling.Storages) -> FileLayout:
+def layout_of(skeleton: Skeleton, storages: torch_pickler.Storages) -> FileLayout:
     """A skeleton with the memory that belongs into its holes, by the key of each."""
     records: list[StorageRecord] = []
     for name, offset, nbytes, crc_at, is_hole in skeleton.entries:
@@ -555,7 +555,7 @@ def _number_of_names(names: tuple[str, ...]) -> bytes:
     """The digits that torch makes of all names, by C++'s hash of strings."""
     archive = io.BytesIO()
     opener: Any = torch.serialization._open_zipfile_writer_buffer
-    with torch_pickling.aligned_storages(_LEAST_ALIGNMENT), opener(archive) as writer:
+    with torch_pickler.aligned_storages(_LEAST_ALIGNMENT), opener(archive) as writer:
         for name in names:
             writer.write_record(name, b"", 0)
     archive.seek(0)
@@ -589,4 +589,4 @@ _LEAST_ALIGNMENT = 64
 
 def _alignment() -> int:
     """The alignment of records in torch's settings."""
-    return getattr(torch_pickling.save_settings(), "storage_alignment", _LEAST_ALIGNMENT)
+    return getattr(torch_pickler.save_settings(), "storage_alignment", _LEAST_ALIGNMENT)

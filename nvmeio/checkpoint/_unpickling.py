@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvmeio._formats import torch_pickle
+from nvmeio._formats import torch_unpickler
 from nvmeio._formats.torch_file import TorchFile, same_file, size_error, unsafe_globals
 from nvmeio._io.long_call import LongCall
 from nvmeio.files import File
@@ -200,9 +200,9 @@ def _unpickle_plain(reader: MemoryReader, options: LoadOptions) -> Any:
     settings = getattr(torch.serialization, "_serialization_tls", None)
     restoring = getattr(torch.serialization, "_get_restore_location", None)
     if restoring is None or getattr(settings, "skip_data", False):  # wants storages without bytes
-        raise torch_pickle.UnknownTorchError
+        raise torch_unpickler.UnknownTorchError
     restore = restoring(options.map_location)
-    return torch_pickle.unpickle(reader.get_record("data.pkl"), reader.storages, restore)
+    return torch_unpickler.unpickle(reader.get_record("data.pkl"), reader.storages, restore)
 
 
 # With what was read

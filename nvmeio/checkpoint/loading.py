@@ -4,7 +4,7 @@ torch's own unpickler decides what is loaded. It asks its zip reader for one sto
 here it is given a reader whose storages have been read already, all at once, straight into the
 memory that the tensors then live in.
 
-    1. the zip's structure is checked, the pickle scanned      (torch_zip, torch_pickle)
+    1. the zip's structure is checked, the pickle scanned      (torch_zip, torch_unpickler)
     2. what is not allowed, or cannot be, is refused                nothing is allocated before
     3. all storages that the pickle refers to are read              (spans)
     4. torch unpickles, with them

@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nvmeio
-from nvmeio._formats import pickle_values, torch_pickle
+from nvmeio._formats import pickle_values, torch_unpickler
 from nvmeio._io.spans import Load
 from nvmeio._memory import mappings, system
 from nvmeio.checkpoint import _unpickling as unpickling
@@ -413,7 +413,7 @@ def test_scanning_runs_nothing(tmp_path: Path) -> None:
     proof = tmp_path / "it ran"
     command = f"touch '{proof}'".encode()
     harmful = b"cos\nsystem\nX" + struct.pack("<I", len(command)) + command + b"\x85R."
-    found = torch_pickle.scan(harmful)
+    found = torch_unpickler.scan(harmful)
     assert found.globals == {pickle_values.Global("os", "system")} and not proof.exists()
     pickle.loads(harmful)
     assert proof.exists()

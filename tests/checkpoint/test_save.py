@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from support import HeldEngine, on_every_loop, run_python, until
 
 import nvmeio
-from nvmeio._formats import torch_layout, torch_pickling
+from nvmeio._formats import torch_layout, torch_pickler
 from nvmeio._io.long_call import LongCall
 from nvmeio._threads.interruptible import Cancelled
 from nvmeio.checkpoint import saving as saving_module
@@ -228,7 +228,7 @@ def test_a_torch_without_the_interfaces(
     if name == "skip_data":
         monkeypatch.delattr(torch.serialization, "skip_data")
     else:
-        monkeypatch.setattr(torch_pickling, "save_settings", lambda: None)
+        monkeypatch.setattr(torch_pickler, "save_settings", lambda: None)
     wanted = {"sizes": SAFE["sizes"](), "tied": SAFE["tied"]()}
     nvmeio.save(wanted, path)
     found = torch_load(path)
@@ -243,7 +243,7 @@ def test_torch_still_has_the_interfaces_that_save_rests_on(path: Path) -> None:
     """Were one gone, saving would fall back to torch.save, and only be slow."""
     layout = torch_layout.plan_layout({"a": noise(1000)})
     assert [record.name for record in layout.records] == ["archive/data/0"]
-    assert torch_pickling.save_settings() is not None
+    assert torch_pickler.save_settings() is not None
     assert layout.records[0].offset % 4096 == 0
 
 

@@ -24,9 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nvmeio
-from nvmeio._formats import pickle_values, torch_pickle
+from nvmeio._formats import pickle_values, torch_unpickler
 from nvmeio._formats.pickle_values import PickleError
-from nvmeio._formats.torch_pickle import UnknownTorchError, unpickle
+from nvmeio._formats.torch_unpickler import UnknownTorchError, unpickle
 from nvmeio.checkpoint import _unpickling as unpickling
 
 PLAIN = ("tied", "odd shapes", "training", "sizes", "many small")
@@ -59,13 +59,13 @@ def _told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     lengths: list[int] = []
 
     def watched(
-        data: bytes, storages: Mapping[str, torch.Tensor], restore: torch_pickle.Restore
+        data: bytes, storages: Mapping[str, torch.Tensor], restore: torch_unpickler.Restore
     ) -> Any:
         made = unpickle(data, storages, restore)
         lengths.append(len(data))
         return made
 
-    monkeypatch.setattr(torch_pickle, "unpickle", watched)
+    monkeypatch.setattr(torch_unpickler, "unpickle", watched)
     return lengths
 
 
@@ -73,7 +73,7 @@ def _told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_what_torch_save_writes_of_dense_tensors_is_plain_and_made_the_same(kind: str) -> None:
     state = SAFE[kind]()
     data, storages = saved(state)
-    assert torch_pickle.scan(data).plain
+    assert torch_unpickler.scan(data).plain
     assert_same(unpickle(data, storages, in_place), state)
 
 
@@ -131,7 +131,7 @@ MEMO_FAR = b"\x80\x02]r" + (1 << 30).to_bytes(4, "little") + b"."
     ],
 )
 def test_anything_else_is_not_plain(data: bytes) -> None:
-    assert not torch_pickle.scan(data).plain
+    assert not torch_unpickler.scan(data).plain
 
 
 def text(letters: str) -> bytes:
@@ -222,7 +222,7 @@ def test_what_is_done_to_the_allowed_names_beside_making_tensors_is_not_plain(
 ) -> None:
     """CPython's unpickler would call, build and hash whatever the pickle says."""
     data = b"\x80\x02" + ATTACKS[kind] + b"."
-    assert torch_pickle.scan_plain(data) is None
+    assert torch_unpickler.scan_plain(data) is None
     checkpoint_with_pickle(path, data, {"0": bytes(16)})
     # torch hashes those for weeks, or ends by a fault of the stack.
     theirs = None if kind in HASHED else outcome(torch.load, path)
@@ -245,7 +245,7 @@ def test_keys_that_are_compared_deeper_than_the_stack_goes_are_no_pickle() -> No
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack()) + 200)
     try:
-        quick = torch_pickle.scan_plain(data)
+        quick = torch_unpickler.scan_plain(data)
         with contextlib.suppress(PickleError):
             pickle_values.scan(data)
     finally:
@@ -256,7 +256,7 @@ def test_keys_that_are_compared_deeper_than_the_stack_goes_are_no_pickle() -> No
 def test_the_parts_of_these_attacks_are_plain_by_themselves() -> None:
     """So it is what is done to them that is not."""
     for part in (TENSOR, OD + b")R", OD + b")R}" + text("a") + b"Nsb", TENSOR + b"K\x01\x86"):
-        assert torch_pickle.scan_plain(b"\x80\x02" + part + b".") is not None, part
+        assert torch_unpickler.scan_plain(b"\x80\x02" + part + b".") is not None, part
 
 
 @given(data=st.data())
@@ -267,7 +267,7 @@ def test_a_damaged_pickle_is_not_plain_or_says_what_the_slow_way_reads(data: st.
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(2, len(damaged) - 2))
         damaged[at] = data.draw(st.sampled_from(range(256)) | st.sampled_from(list(whole)))
-    quick = torch_pickle.scan_plain(bytes(damaged))
+    quick = torch_unpickler.scan_plain(bytes(damaged))
     if quick is not None:
         slow = pickle_values.scan(bytes(damaged))
         assert quick.storages == slow.storages and quick.globals == slow.globals
@@ -288,7 +288,7 @@ def test_what_is_read_only_in_texts_costs_next_to_nothing() -> None:
         spent: list[float] = []
         for _ in range(5):
             began = time.process_time()
-            assert torch_pickle.is_plain(data)
+            assert torch_unpickler.is_plain(data)
             spent.append(time.process_time() - began)
         return min(spent)
 
@@ -299,9 +299,9 @@ def test_what_is_read_only_in_texts_costs_next_to_nothing() -> None:
 def test_a_pickle_of_very_many_bytes_is_not_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPython's unpickler lets no other thread run."""
     data, _ = saved([1, 2, 3])
-    assert torch_pickle.scan_plain(data) is not None
-    monkeypatch.setattr(torch_pickle, "_MOST_BYTES", len(data) - 1)
-    assert torch_pickle.scan_plain(data) is None
+    assert torch_unpickler.scan_plain(data) is not None
+    monkeypatch.setattr(torch_unpickler, "_MOST_BYTES", len(data) - 1)
+    assert torch_unpickler.scan_plain(data) is None
 
 
 @pytest.mark.parametrize("where", [None, "cpu", {"cpu": "cpu"}, torch.device("cpu")])
