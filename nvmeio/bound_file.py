@@ -272,5 +272,5 @@ def _start_short(
             raise
         raise
     if not token % REAP_EVERY and cq is queues.default:
-        core.settler.reap(cq, True)
+        core.reaper.reap(cq, True)
     return Operation(core.watchers, record)

@@ -1,7 +1,7 @@
 """An operation: one transfer that has been started, as an awaitable and as a future.
 
-What is known of it is in `_core.records`, who changes that in `_core.settling`, who is told in
-`_core.settling`.
+What is known of it is in `_core.records`, who changes that in `_core.reaping`, who is told in
+`_core.reaping`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from nvmeio._checks import NotPickled
+from nvmeio._core.reaping import Watchers
 from nvmeio._core.records import Record
-from nvmeio._core.settling import Watchers
 from nvmeio._threads.future import Begun
 from nvmeio._threads.running_loop import not_running
 from nvmeio._threads.threads import log_failure

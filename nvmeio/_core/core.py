@@ -1,7 +1,7 @@
 """What an `AioHandle` and its operations share: an engine, and the life of what it moves.
 
 A record is *started* here; it is in flight in `LiveRecords`; its end is noticed and concluded by
-the `Settler`, and told to the `Watchers`. `Cores` are those of one handle: host memory's, and
+the `Reaper`, and told to the `Watchers`. `Cores` are those of one handle: host memory's, and
 device memory's once it has met any.
 
 Cores that have not given back what the kernel gave are `unreleased`: kept, ended at exit, refused
@@ -23,8 +23,8 @@ from typing import Any
 
 from nvmeio import files
 from nvmeio._core.batches import Batch, BatchRecord, Planner
+from nvmeio._core.reaping import Reaper, Watchers
 from nvmeio._core.records import LiveRecords, Record
-from nvmeio._core.settling import Settler, Watchers
 from nvmeio._files.descriptors import Descriptors
 from nvmeio._memory import holds
 from nvmeio._memory.devices import Copier
@@ -68,7 +68,7 @@ class Core:
 
     Attributes:
         live: What is in flight.
-        settler: Ends it.
+        reaper: Ends it.
         watchers: Who is told.
         queues: Where completions arrive.
     """
@@ -80,8 +80,8 @@ class Core:
         self.below = below
         self.planner = planner
         self.live = LiveRecords()
-        self.settler = Settler(engine, self.live)
-        self.watchers = Watchers(engine, self.live, self.settler)
+        self.reaper = Reaper(engine, self.live)
+        self.watchers = Watchers(engine, self.live, self.reaper)
         self.queues = self.watchers.queues
         self._shut = False
         self._releasing = threading.RLock()  # the collector may run `__del__` while it is held
@@ -160,7 +160,7 @@ class Core:
                 raise
             raise
         if cq is self.queues.default and not token % REAP_EVERY:
-            self.settler.reap(cq, True)
+            self.reaper.reap(cq, True)
         return record
 
     def withdraw(self, record: Record) -> None:
@@ -171,7 +171,7 @@ class Core:
             return
         self.live.drop(record)
         record.let_go()
-        self.settler.publish(record, "cancelled")  # to whoever waits for all that is live
+        self.reaper.publish(record, "cancelled")  # to whoever waits for all that is live
 
     def _failed_at_once(
         self, opcode: Opcode, memory: Memory, failed: TransferError, file_offset: int
@@ -220,7 +220,7 @@ class Core:
         with self._releasing:
             if self._shut:
                 return
-            self.settler.close()
+            self.reaper.close()
             self.engine.stop()
             self.queues.release()
             _forget(self)

@@ -18,7 +18,7 @@ import pytest
 from interrupting import everywhere
 from support import die_at_birth, spin_until
 
-from nvmeio._core import completions
+from nvmeio._core import completion_queues
 from nvmeio._threads import future, interruptible
 from nvmeio._threads import threads as threads_module
 from nvmeio._threads.future import being_interrupted
@@ -362,9 +362,9 @@ def test_what_is_handed_is_worked_off_though_no_thread_can_be_had(
     def refuse(run: object, name: str, failed: Callable[[BaseException], object]) -> None:
         failed(RuntimeError("can't start new thread"))
 
-    monkeypatch.setattr(completions, "start", refuse)
+    monkeypatch.setattr(completion_queues, "start", refuse)
     worked_off: list[object] = []
-    handing = completions.QueueThread("refused", worked_off.append)
+    handing = completion_queues.QueueThread("refused", worked_off.append)
     handing.hand(1)
     handing.hand(2)
     assert worked_off == [1, 2]
@@ -375,9 +375,9 @@ def test_an_interrupted_start_is_made_up_for(monkeypatch: pytest.MonkeyPatch) ->
         raise KeyboardInterrupt
 
     worked_off = SimpleQueue[int]()
-    handing = completions.QueueThread("late", worked_off.put)
+    handing = completion_queues.QueueThread("late", worked_off.put)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(completions, "start", interrupt)
+        patched.setattr(completion_queues, "start", interrupt)
         handing.hand(1)
     handing.hand(2)
     assert [worked_off.get(timeout=100), worked_off.get(timeout=100)] == [1, 2]

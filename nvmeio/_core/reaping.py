@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 
-from nvmeio._core.completions import CompletionQueues, QueueThread, wake
+from nvmeio._core.completion_queues import CompletionQueues, QueueThread, wake
 from nvmeio._core.records import LiveRecords, Record, let_go_plain
 from nvmeio._threads.running_loop import running_loop
 from nvmeio._threads.threads import log_failure
@@ -31,7 +31,7 @@ _SLICE_S = 0.1  # a blocked thread looks up this often
 _running_loop = asyncio._get_running_loop
 
 
-class Settler:
+class Reaper:
     """Settles the records of a core.
 
     Args:
@@ -231,19 +231,19 @@ class Watchers:
     Args:
         engine: Makes the completion queues.
         live: Has the records that are in flight.
-        settler: Settles them.
+        reaper: Settles them.
 
     Attributes:
         queues: Where completions arrive.
-        poll: See `Settler.poll`.
+        poll: See `Reaper.poll`.
         retrieved: See `LiveRecords.retrieved`.
     """
 
-    def __init__(self, engine: Engine, live: LiveRecords, settler: Settler) -> None:
+    def __init__(self, engine: Engine, live: LiveRecords, reaper: Reaper) -> None:
         self._live = live
-        self._settler = settler
-        self.queues = CompletionQueues(engine, settler.reap, self._adopt)
-        self.poll = settler.poll
+        self._reaper = reaper
+        self.queues = CompletionQueues(engine, reaper.reap, self._adopt)
+        self.poll = reaper.poll
         self.retrieved = live.retrieved
 
     def watch(self, record: Record, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
@@ -303,7 +303,7 @@ class Watchers:
 
     def wait_settled(self, record: Record, deadline: float | None) -> bool:
         """Block until an operation is settled, concluding it here if nobody else does."""
-        self._settler.poll(record)
+        self._reaper.poll(record)
         gate: threading.Lock | None = None
         while record.state == "pending":
             if self._live.refusal:
@@ -316,7 +316,7 @@ class Watchers:
             request = record.request
             if not record.claimed and request is not None:
                 if request.wait(patience):
-                    self._settler.claim(record, request, True)
+                    self._reaper.claim(record, request, True)
                 continue
             gate = gate or self._gate_of(record)
             if gate.acquire(timeout=patience):
@@ -355,7 +355,7 @@ class Watchers:
                 ResourceWarning,
                 stacklevel=6,
             )
-        self._settler.reap(self.queues.default, False)
+        self._reaper.reap(self.queues.default, False)
 
     def wait_for_live(self, deadline: float | None) -> None:
         """Block until nothing is in flight, whatever became of it."""
