@@ -32,8 +32,7 @@ from nvmeio import files
 from nvmeio._bindings import OwnFds
 from nvmeio._files import descriptors
 from nvmeio._files import descriptors as descriptors_module
-from nvmeio._files.descriptors import Descriptors
-from nvmeio._files.plan import Alignment
+from nvmeio._files.descriptors import Alignment, Descriptors
 from nvmeio.engines.threads import ThreadsRequest
 from nvmeio.files import probe_direct
 

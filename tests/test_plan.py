@@ -8,8 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from nvmeio._files.plan import Alignment, Plan, plan_read, plan_write
+from nvmeio._files.descriptors import Alignment
 from nvmeio._pages import PAGE_BYTES
+from nvmeio.engines.transfers import Plan, plan_read, plan_write
 
 ALIGNMENTS = st.sampled_from([1, 512, 1024, 4096, 8192, 65536])
 OFFSETS = st.one_of(

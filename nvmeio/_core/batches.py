@@ -17,13 +17,13 @@ import torch
 from nvmeio import _checks, files
 from nvmeio._core.records import NOTHING, Record, copy_back, failure_of, refused_once
 from nvmeio._files.descriptors import Descriptors
-from nvmeio._files.plan import Plan
 from nvmeio._memory import holds
 from nvmeio._memory import tensors as tensors_module
 from nvmeio._memory.tensors import Data, Memory
 from nvmeio.engines import base
 from nvmeio.engines import transfers as transfers_module
 from nvmeio.engines.base import CompletionQueue, Engine, Opcode, Outcome, Request, Transfer
+from nvmeio.engines.transfers import Plan
 from nvmeio.errors import BatchError, TransferError, an, counted, transfer_error
 from nvmeio.files import File
 

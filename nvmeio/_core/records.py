@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from nvmeio._files.descriptors import Descriptors
-from nvmeio._files.plan import Plan
 from nvmeio._memory.tensors import Memory, touch
 from nvmeio.engines import base, transfers
-from nvmeio.engines.transfers import RowPlaces
+from nvmeio.engines.transfers import Plan, RowPlaces
 from nvmeio.errors import ClosedError, ShortTransferError, TransferError, counted, errno_of, naming
 
 NAMES = {

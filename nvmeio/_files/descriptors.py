@@ -16,15 +16,22 @@ import os
 import stat
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from nvmeio._bindings import FileFacts, OwnFds, file_facts
-from nvmeio._files.plan import Alignment
 from nvmeio._files.system import file_system_of
 from nvmeio._pages import PAGE_BYTES
 from nvmeio.errors import ClosedError, TransferError, errno_of, naming
 
 logger = logging.getLogger("nvmeio")
+
+
+class Alignment(NamedTuple):
+    """What a file asks of direct I/O, in bytes; ``Alignment(0, 0)`` where there is none."""
+
+    offset: int
+    memory: int
+
 
 NO_DIRECT = Alignment(0, 0)
 # Files of these live in memory: their O_DIRECT, where accepted, is the page cache all the same.

@@ -17,7 +17,6 @@ import torch
 
 from nvmeio._bindings import ffi, lib
 from nvmeio._checks import OFFSET_MAX
-from nvmeio._files.plan import Plan
 from nvmeio._memory.devices import Mark
 from nvmeio._pages import PAGE_BYTES
 from nvmeio._threads.threads import start
@@ -32,6 +31,7 @@ from nvmeio.engines.base import (
     Transfer,
     planning_failure,
 )
+from nvmeio.engines.transfers import Plan
 from nvmeio.errors import counted
 
 _FEW_ROWS = 2048  # sorted in less time than a thread needs to begin

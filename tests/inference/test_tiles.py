@@ -34,8 +34,8 @@ from nvmeio._storage import crc32
 from nvmeio.checkpoint.safetensors import read_header, save_safetensors
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.inference import pack
-from nvmeio.inference._plan.slot_layout import CutSums, FileExtent, Weight, WeightPart
-from nvmeio.inference._plan.tiles import Tile, rows_of
+from nvmeio.inference._plan.slot_layout import CutSums, FileExtent, Weight, WeightPart, rows_of
+from nvmeio.inference._plan.units import Tile
 from nvmeio.inference._stream.hooks import linear_in_tiles
 from nvmeio.testing import FakeEngine
 

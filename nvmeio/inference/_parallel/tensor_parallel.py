@@ -26,8 +26,13 @@ from nvmeio.errors import TransferError, an
 from nvmeio.inference._parallel.stream_ranks import Ranks, digest_of
 from nvmeio.inference._plan import transformers
 from nvmeio.inference._plan.matching import Matched
-from nvmeio.inference._plan.slot_layout import FileExtent, Weight, WeightPart, extents_within
-from nvmeio.inference._plan.tiles import cut_rows
+from nvmeio.inference._plan.slot_layout import (
+    FileExtent,
+    Weight,
+    WeightPart,
+    cut_rows,
+    extents_within,
+)
 
 # Those of transformers' words whose hooks compute with the plain part of a matrix.
 _CUT = frozenset({

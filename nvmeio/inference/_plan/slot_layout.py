@@ -21,6 +21,7 @@ import torch
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio._io.spans import HOLE_BYTES, read_to
 from nvmeio._pages import PAGE_BYTES, round_down, round_up
+from nvmeio._residency.tiled_linear import row_bounds
 from nvmeio._storage import crc32
 from nvmeio.errors import IntegrityError
 from nvmeio.inference._plan.quantization import Compute, Quantised
@@ -391,3 +392,74 @@ def _mismatch(
         expected=expected,
         found=found,
     )
+
+
+# Rows of a matrix that is too large for the window
+
+
+class TileRows(NamedTuple):
+    """Rows [first, last) of a weight, as a weight."""
+
+    first: int
+    last: int
+    weight: Weight
+
+
+def rows_of(weight: Weight, most: int) -> list[TileRows]:
+    """Cut a matrix.
+
+    Args:
+        weight: Of a linear layer.
+        most: Bytes of a tile, its conversion included; 64 rows are one all the same.
+
+    Returns:
+        Tiles of about the same size; none where it is smaller than two, or does not lie in rows.
+    """
+    count = weight.shape[0]
+    by_row = all(part.shape[:1] == (count,) and len(part.shape) == 2 for part in weight.parts)
+    if len(weight.shape) != 2 or weight.order is not None or not by_row:
+        return []
+    a_row = (weight.nbytes + weight.converted_bytes) // count
+    bounds = row_bounds(count, a_row, most)
+    if len(bounds) < 2:
+        return []
+    sums = [_sums_of(part, bounds) for part in weight.parts]
+    return [
+        TileRows(
+            first,
+            last,
+            weight._replace(
+                name=f"{weight.name}[{first}:{last}]",
+                shape=(last - first, weight.shape[1]),
+                parts=tuple(
+                    cut_rows(part, first, last, None if cut is None else (cut, number))
+                    for part, cut in zip(weight.parts, sums, strict=True)
+                ),
+            ),
+        )
+        for number, (first, last) in enumerate(bounds)
+    ]
+
+
+def _sums_of(part: WeightPart, bounds: list[tuple[int, int]]) -> CutSums | None:
+    if not part.sums:
+        return None
+    whole = 0
+    for value in part.sums:
+        whole = crc32.combine(whole, value, part.nbytes // len(part.sums))
+    a_row = part.nbytes // part.shape[0]
+    return CutSums(whole, [(last - first) * a_row for first, last in bounds])
+
+
+def cut_rows(
+    part: WeightPart, first: int, last: int, cut: tuple[CutSums, int] | None = None
+) -> WeightPart:
+    """Rows [first, last) of a part; `cut` has their checksums."""
+    a_row = part.nbytes // part.shape[0]
+    begin, behind = first * a_row, last * a_row
+    extents = [
+        extent._replace(at=extent.at - begin)
+        for extent in extents_within(part.extents, begin, behind)
+    ]
+    shape = (last - first, *part.shape[1:])
+    return WeightPart(part.dtype, shape, tuple(extents), (), cut)

@@ -3,7 +3,7 @@
 A unit is a layer with everything in it, or a larger leaf outside of the layers (an output head), or
 leaves that share their weights. Whatever is small and outside of the layers is `fixed`: always
 there. Where that is too large for the memory there is, layers are cut into their leaves, and the
-matrices of linear layers into tiles.
+matrices of linear layers into tiles, which are units like others.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._pages import TENSOR_ALIGNMENT, round_up
 from nvmeio._residency.tiled_linear import can_be_tiled
 from nvmeio.errors import an
 from nvmeio.inference._plan.checksums import ExpectedBytes, expected_of
-from nvmeio.inference._plan.slot_layout import SlotLayout, Weight, dealt, lay_out
-from nvmeio.inference._plan.tiles import Tile, rows_of
+from nvmeio.inference._plan.slot_layout import SlotLayout, Weight, dealt, lay_out, rows_of
 
 # Leaves outside of layers up to this size are never streamed: a read of so little costs as much as
 # its round trip.
@@ -291,6 +291,29 @@ def _in_tiles(unit: Unit, fixed: Unit, weights: dict[int, Weight], most: int) ->
         tile.targets = [Target(module, "weight", False, 0, module.weight)]
         whole.tiles.append(tile)
     return [whole, *whole.tiles]
+
+
+class Tile(nn.Module):
+    """Some rows of a linear layer.
+
+    Args:
+        weight: The whole, on the meta device.
+        first: The first row.
+        last: The one behind the last.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, weight: torch.Tensor, first: int, last: int) -> None:
+        super().__init__()
+        self.first, self.last = first, last
+        empty = torch.empty(last - first, weight.shape[1], dtype=weight.dtype, device="meta")
+        self.weight = nn.Parameter(empty, requires_grad=weight.requires_grad)
+
+    def forward(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """These rows' part of the output."""
+        own = None if bias is None else bias[self.first : self.last]
+        return functional.linear(input, self.weight, own)
 
 
 def find_layers(model: nn.Module) -> list[nn.Module]:
