@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvmeio import _checks, files
+from nvmeio import _checks, engines, files
 from nvmeio import tuned as _tuned
 from nvmeio._core import batches
 from nvmeio._core.batches import BatchOffsets, FileLike, Files
@@ -26,7 +26,7 @@ from nvmeio._memory.tensors import Data
 from nvmeio._threads.closing import ClosingWork
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.bound_file import BoundFile
-from nvmeio.engines import device_ring, select, transfers
+from nvmeio.engines import device_ring, transfers
 from nvmeio.engines.base import Engine, Opcode, Options
 from nvmeio.engines.transfers import FileOffsets, row_places
 from nvmeio.operation import Operation
@@ -95,7 +95,7 @@ class AioHandle(HandleSettings, ClosingWork):
         run_interruptible(functools.partial(self._begin, engine, ring_bytes))
 
     def _begin(self, engine: str | Engine, ring_bytes: int) -> None:
-        started = select.start(engine, self._options)
+        started = engines.start(engine, self._options)
         try:
             # What it is given knows nothing of self: in a cycle, a dropped handle would live on.
             self._cores = Cores(

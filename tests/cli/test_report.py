@@ -16,12 +16,12 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import nvmeio
+from nvmeio import engines
 from nvmeio.cli import app, report
 from nvmeio.cli import report as report_module
 from nvmeio.cli._terminal import binary_size
 from nvmeio.cli.measure import machine
 from nvmeio.cli.measure import machine as machine_module
-from nvmeio.engines import select
 from nvmeio.engines.cufile import driver
 from nvmeio.engines.cufile import library as library_module
 from nvmeio.errors import BackendUnavailableError
@@ -208,7 +208,7 @@ def test_exhausted_aio_is_one_error_with_its_remedy(
             "the limit is reached", attempts=[("process 7", "fio")], remedy="raise it"
         )
 
-    monkeypatch.setattr(select, "start", exhausted)
+    monkeypatch.setattr(engines, "start", exhausted)
     done = invoke("--dir", tmp_path, "--json")
     told = json.loads(done.stdout)
     assert done.exit_code == 1

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 import nvmeio
+from nvmeio import engines
 from nvmeio.cli._terminal import Failed, steps
 from nvmeio.cli.bench.engines import RAW, REFERENCE, FioPool
 from nvmeio.cli.bench.report import BenchResult, Loop, Series
@@ -20,7 +21,6 @@ from nvmeio.cli.bench.workload import REFERENCE_BYTES_MOST, Lap, Timing, Workloa
 from nvmeio.cli.measure import Op
 from nvmeio.cli.measure.disk import DiskBytes, Disks, check_memory, check_space, scratch
 from nvmeio.cli.measure.worker import order
-from nvmeio.engines import select
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError, NvmeioError
 
@@ -205,7 +205,7 @@ def _resolve(options: Options) -> tuple[str, str]:
             name = handle.engine
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    return name, next(how for engine, _, how in select.describe() if engine == name)
+    return name, next(how for engine, _, how in engines.describe() if engine == name)
 
 
 def _memory_needed(workload: Workload, names: Sequence[str]) -> int:

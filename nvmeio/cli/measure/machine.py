@@ -29,11 +29,10 @@ from pathlib import Path
 import torch
 
 import nvmeio
-from nvmeio import tuned
+from nvmeio import engines, tuned
 from nvmeio._bindings import kernel_aio
 from nvmeio._files.system import find_mount
 from nvmeio._memory import copy_on_write
-from nvmeio.engines import select
 from nvmeio.engines.base import Options
 from nvmeio.engines.cufile import driver, library
 from nvmeio.errors import BackendUnavailableError, counted
@@ -262,8 +261,8 @@ def engine() -> EngineChoice:
     """What ``engine="auto"`` gives here, found by starting it as a handle would."""
     attempts: list[EngineAttempt] = []
     try:
-        attempts += (EngineAttempt(*attempt) for attempt in select.describe())
-        started = select.start("auto", Options())
+        attempts += (EngineAttempt(*attempt) for attempt in engines.describe())
+        started = engines.start("auto", Options())
     except BackendUnavailableError as error:
         return EngineChoice(None, attempts, _one_line(error), error.remedy)
     started.stop()
