@@ -5,6 +5,7 @@ The stand-in's lazy streams do nothing before somebody synchronises, which nvmei
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import torch
 from fake_accelerator import DEVICE, Accelerator, Pace, accelerator
 from inference.test_training import data, empty, saved, unit_bytes
 from offload.test_module_on_device import WIDTH, model, swapped
+from support import open_descriptors
 
 import nvmeio
 from nvmeio._io import spans
@@ -154,6 +156,30 @@ def test_a_streamed_model_ends_and_closes(
                 streamed(x)
     finally:
         streamed.weight_stream.close()
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_closed_handle_keeps_nothing_where_the_device_refuses_its_stream(
+    awaited: bool, silent: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's AIO contexts stayed until the handle was collected."""
+    torch.cuda.mem_get_info(DEVICE)  # from now on it is in use
+    before = open_descriptors()
+    handle = nvmeio.AioHandle()
+
+    def refuse(stream: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "set_stream", refuse)
+    if awaited:
+        asyncio.run(handle.aclose())
+    else:
+        handle.close()
+    until = time.monotonic() + 60.0
+    while open_descriptors() != before and time.monotonic() < until:
+        time.sleep(0.01)  # the kernel takes its time
+    assert open_descriptors() == before
+    assert handle.closed
 
 
 @pytest.mark.parametrize("gradients", ["memory", "disk"])

@@ -190,7 +190,7 @@ class Core:
             return
         self.live.refuse()
         self.watchers.wait_for_live(None)
-        run_interruptible(self.release)
+        run_interruptible(self.release, closes=True)
         self.engine.join()
 
     async def aclose(self) -> None:
@@ -201,7 +201,7 @@ class Core:
         await self.watchers.settle_live()
         self.release()
         # Beside the loop, and to its end if whoever awaits it is cancelled.
-        joining = begun(self.engine.join, "nvmeio-step")
+        joining = begun(self.engine.join, "nvmeio-step", closes=True)
         await joining.ended()
         if joining.began:
             joining.result()

@@ -101,7 +101,7 @@ class CallHandle:
         """Begin to close the handle, if it is this call's own. Idempotent."""
         if self._making is not None:
             if self._closing is None:
-                self._closing = Job(partial(_close, self._making), "nvmeio-handle")
+                self._closing = Job(partial(_close, self._making), "nvmeio-handle", closes=True)
             if not self._begun:
                 self._closing.start()  # a second time, after an interrupt, it does nothing
                 self._begun = True

@@ -133,10 +133,10 @@ class CudaCopier:
             return page_locked.take(nbytes)
 
     def upload(self, target: torch.Tensor, chunk: torch.Tensor) -> Mark:
-        return self._copy(target, chunk, side_stream(device_of(target), "ring up"))
+        return _copied(target, chunk, _SideStream(device_of(target), "ring up"))
 
     def download(self, chunk: torch.Tensor, source: torch.Tensor) -> Mark:
-        return self._copy(chunk, source, side_stream(device_of(source), "ring down"))
+        return _copied(chunk, source, _SideStream(device_of(source), "ring down"))
 
     def finish(self, device: torch.device, step: Callable[[], None]) -> None:
         stream = side_stream(device, "ring up")
@@ -152,11 +152,10 @@ class CudaCopier:
         enter(device)
         self._entered.device = device
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> Mark:
-        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-            _tolerate_captures()
-            _begin_copy(target, source)
-            return _CudaMark(stream)
+
+def _copied(target: torch.Tensor, source: torch.Tensor, side: Beside) -> Mark:
+    side.copy(target, source)
+    return side.mark()
 
 
 class _SideStream:

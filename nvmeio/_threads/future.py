@@ -143,10 +143,7 @@ class Future(Begun[Value]):
         self.done = True
         self._gate.release()
         if self._calls:
-            self._call_all()
-
-    def _call_all(self) -> None:
-        do_all(self._taken())
+            do_all(self._taken())
 
     def _taken(self) -> Iterator[Callable[[], object]]:
         with contextlib.suppress(IndexError):
@@ -162,7 +159,7 @@ class Future(Begun[Value]):
         """
         self._calls.append(call)
         if self.done:
-            self._call_all()
+            do_all(self._taken())
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until it has ended; False where it has not in time.

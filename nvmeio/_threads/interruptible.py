@@ -54,6 +54,8 @@ class Job(Future[Value]):
         work: What is done, on the device and stream that are current here.
         name: Of its thread; "" as for `threads.start`.
         cancel: As for `Future`.
+        closes: It gives something back, which it does on no device: one that failed refuses its
+            stream to new threads.
 
     Attributes:
         began: Whether a thread took it up.
@@ -66,9 +68,10 @@ class Job(Future[Value]):
         work: Callable[[], Value],
         name: str = "nvmeio-work",
         cancel: Callable[[], object] | None = None,
+        closes: bool = False,
     ) -> None:
         super().__init__(cancel)
-        self._work: Callable[[], Value] | None = devices.as_here(work)
+        self._work: Callable[[], Value] | None = work if closes else devices.as_here(work)
         self._name = name
         self.began = False
         self._claim = _thread.allocate_lock()  # taken by who decides whether it runs
@@ -103,16 +106,21 @@ class Job(Future[Value]):
 
 
 def begun(
-    work: Callable[[], Value], name: str, cancel: Callable[[], object] | None = None
+    work: Callable[[], Value],
+    name: str,
+    cancel: Callable[[], object] | None = None,
+    closes: bool = False,
 ) -> Job[Value]:
     """A `Job` that has begun."""
-    job = Job(work, name, cancel)
+    job = Job(work, name, cancel, closes)
     job.start()
     return job
 
 
 def run_interruptible(
-    work: Callable[[], Value], cancel: Callable[[], object] | None = None
+    work: Callable[[], Value],
+    cancel: Callable[[], object] | None = None,
+    closes: bool = False,
 ) -> Value:
     """Do blocking work so that Ctrl-C can neither cut it in half nor be kept waiting.
 
@@ -123,10 +131,15 @@ def run_interruptible(
 
     The first interrupt calls `cancel` and is raised when the work has ended: half of it must not go
     on behind its caller's back. A second one is raised at once; the work still ends by itself.
+
+    Args:
+        work: What is done.
+        cancel: Called at the first interrupt.
+        closes: As for `Job`.
     """
     if sys.is_finalizing() or not may_be_interrupted():
         return work()
-    job = Job(work)
+    job = Job(work, closes=closes)
     second = being_interrupted()
     try:
         job.start()

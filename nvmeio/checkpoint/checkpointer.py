@@ -531,7 +531,7 @@ class Checkpointer(NotPickled, ClosingWork):
         """
         closing = self._closing
         if closing is None or closing.seen:
-            closing = self._closing = begun(self._saver.close, "nvmeio-close")
+            closing = self._closing = begun(self._saver.close, "nvmeio-close", closes=True)
         closing.wait()
         closing.result()
 

@@ -331,7 +331,7 @@ class FastFileReader(NotPickled, Closing):
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        run_interruptible(self._close)
+        run_interruptible(self._close, closes=True)
 
     def _close(self) -> None:
         self._reading.close()

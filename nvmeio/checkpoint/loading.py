@@ -202,7 +202,7 @@ class Loaded:
             return self._unpickle()
         finally:
             if self._opened is not None:
-                run_interruptible(self._opened.close)
+                run_interruptible(self._opened.close, closes=True)
 
     @classmethod
     def of_all(cls, loads: Sequence[Loaded]) -> Loaded:

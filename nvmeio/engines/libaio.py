@@ -173,7 +173,7 @@ class LibaioEngine:
             lane.join()
         if self._lanes:
             give_back = functools.partial(lib.nv_engine_close, self._engine)
-            self.given_back = job = Job[object](give_back, "")
+            self.given_back = job = Job[object](give_back, "", closes=True)
             _giving_back.add(job)
             try:
                 job.start()
@@ -339,7 +339,7 @@ def _through(source: KernelAio) -> str:
 
 def _unavailable(code: int, options: base.Options) -> BackendUnavailableError:
     if code == errno.EAGAIN:
-        used, limit = (_sysctl(f"/proc/sys/fs/aio-{name}") for name in ("nr", "max-nr"))
+        used, limit = (int(Path(f"/proc/sys/fs/aio-{n}").read_text()) for n in ("nr", "max-nr"))
         wanted = options.queue_depth * options.intra_op_parallelism
         return BackendUnavailableError(
             f"the kernel's limit for AIO events is reached: fs.aio-max-nr = {limit}, in use "
@@ -372,7 +372,3 @@ def _holders() -> list[tuple[str, str]]:
             )
             found.append((contexts, f"process {pid}", f"{name}, {contexts} AIO contexts"))
     return [(who, what) for _, who, what in sorted(found, reverse=True)[:8]]
-
-
-def _sysctl(path: str) -> int:
-    return int(Path(path).read_text())
