@@ -16,6 +16,7 @@ FILES = (
     "copy",
     "copy_crc32",
     "packed",
+    "packed_tiles",
     "hold",
     "write_protection",
     "copy_on_write",

@@ -244,8 +244,12 @@ typedef struct {
   int dtype;             /* of elements and `out`: 0 float32, 1 bfloat16, 2 float16 */
   uint64_t inputs;       /* rows of `input`; 0: widen */
   const float *input;    /* inputs x (groups * group_size) */
+  const uint16_t *halves; /* the same in bfloat16, in its place where nv_packed_has_tiles */
   const float *bias;     /* of each row, or NULL */
   void *out;             /* rows x elements; of a product, inputs x rows */
+  uint16_t *arranged;    /* its own: `halves` as tiles of inputs, and room for what each thread widens */
+  void *room;
 } nv_packed;
-void nv_packed_run(const nv_packed *, uint32_t threads);
-int nv_packed_is_fast(void); /* this CPU has what the loops are written for */
+/* -ENOMEM, or 0. */
+int nv_packed_run(const nv_packed *, uint32_t threads);
+int nv_packed_has_tiles(const nv_packed *); /* a product takes `halves`; packed_tiles.c */

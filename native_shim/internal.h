@@ -205,4 +205,11 @@ int nv_rows_plan_aside(nv_request *, nv_lane *);
 void nv_rows_end(nv_request *);
 /* engine.c stands on all of them. */
 
+/* --- packed_tiles.c ---------------------------------------------------------------------- */
+
+uint64_t nv_packed_rows_at_once(const nv_packed *);
+uint64_t nv_packed_room(const nv_packed *); /* bytes that each thread needs */
+void nv_packed_arrange(const nv_packed *, uint64_t first, uint64_t last); /* blocks of 16 inputs */
+void nv_packed_tiles(const nv_packed *, uint64_t first, uint64_t last);   /* rows of the weight */
+
 #endif

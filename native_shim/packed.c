@@ -9,6 +9,8 @@
 #include "internal.h"
 
 #include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
@@ -201,13 +203,10 @@ static loop choose(const nv_packed *of) {
     return work_avx2;
   return work_plain;
 }
-
-int nv_packed_is_fast(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #else
 typedef void (*loop)(const nv_packed *, uint64_t first, uint64_t last);
 
 static loop choose(const nv_packed *of) { return work_plain; }
-int nv_packed_is_fast(void) { return 0; }
 #endif
 
 /* --- threads --------------------------------------------------------------------------------- */
@@ -218,17 +217,19 @@ int nv_packed_is_fast(void) { return 0; }
 typedef struct {
   const nv_packed *of;
   loop run;
-  uint64_t step;
-  atomic_ullong next;
+  uint64_t all, step, room;
+  atomic_ullong next, thread;
 } shared;
 
 /* Shares are small and taken as they come: a core that is busy with something else gets fewer. */
 static void take_shares(void *argument) {
-  shared *all = argument;
+  shared *of = argument;
+  nv_packed own = *of->of;
+  own.room = (char *)own.room + atomic_fetch_add(&of->thread, 1) * of->room;
   for (;;) {
-    uint64_t first = atomic_fetch_add(&all->next, all->step);
-    if (first >= all->of->rows) return;
-    all->run(all->of, first, first + all->step < all->of->rows ? first + all->step : all->of->rows);
+    uint64_t first = atomic_fetch_add(&of->next, of->step);
+    if (first >= of->all) return;
+    of->run(&own, first, first + of->step < of->all ? first + of->step : of->all);
   }
 }
 
@@ -237,25 +238,44 @@ static void *take_in_thread(void *argument) {
   return NULL;
 }
 
-void nv_packed_run(const nv_packed *of, uint32_t threads) {
-  uint64_t work = of->rows * of->groups * of->group_size * (of->inputs ? of->inputs : 1);
-  shared all = {.of = of, .run = choose(of)};
-  if (threads > 64) threads = 64;
-  if (threads < 2 || work < SMALL) {
-    all.run(of, 0, of->rows);
+/* `all` rows, or blocks of inputs, some `unit`s of them at a time. */
+static void share(const nv_packed *of, loop run, uint64_t all, uint64_t unit, uint32_t threads) {
+  shared work = {.of = of, .run = run, .all = all, .room = of->halves ? nv_packed_room(of) : 0};
+  if (threads < 2) {
+    run(of, 0, all);
     return;
   }
-  all.step = (of->rows / (threads * 8) + ROWS) / ROWS * ROWS;
+  work.step = (all / (threads * 8) + unit) / unit * unit;
   /* torch's own threads, of GNU's OpenMP or of one that has its entry points. */
   void (*parallel)(void (*)(void *), void *, unsigned, unsigned) = NULL;
   *(void **)&parallel = dlsym(RTLD_DEFAULT, "GOMP_parallel");
   if (parallel) {
-    parallel(take_shares, &all, threads, 0);
+    parallel(take_shares, &work, threads, 0);
     return;
   }
   pthread_t others[64];
   uint32_t n = 0;
-  while (n + 1 < threads && !pthread_create(&others[n], NULL, take_in_thread, &all)) n++;
-  take_shares(&all);
+  while (n + 1 < threads && !pthread_create(&others[n], NULL, take_in_thread, &work)) n++;
+  take_shares(&work);
   while (n) pthread_join(others[--n], NULL);
+}
+
+int nv_packed_run(const nv_packed *of, uint32_t threads) {
+  uint64_t width = of->groups * of->group_size;
+  if (threads > 64) threads = 64;
+  if (!threads) threads = 1;
+  if (of->rows * width * (of->inputs ? of->inputs : 1) < SMALL) threads = 1;
+  if (!of->halves) {
+    share(of, choose(of), of->rows, ROWS, threads);
+    return 0;
+  }
+  nv_packed tiled = *of;
+  uint64_t blocks = (of->inputs + 15) / 16, arranged = blocks * 16 * width * sizeof *tiled.arranged;
+  tiled.arranged = aligned_alloc(64, arranged + threads * nv_packed_room(of));
+  if (!tiled.arranged) return -ENOMEM;
+  tiled.room = (char *)tiled.arranged + arranged;
+  share(&tiled, nv_packed_arrange, blocks, 1, blocks < 4 ? 1 : threads);
+  share(&tiled, nv_packed_tiles, of->rows, nv_packed_rows_at_once(of), threads);
+  free(tiled.arranged);
+  return 0;
 }

@@ -10,7 +10,8 @@ Four-bit elements lie two in a byte: the first half of a group in the low halves
 the high ones, so that taking them apart writes two contiguous runs.
 
 On a CPU the shim's loops (native_shim/packed.c) widen and multiply, on as many threads as torch
-computes with and without the GIL. A product sums the very elements that widening gives, in float32.
+computes with and without the GIL. A product sums the very elements that widening gives, in float32;
+in bfloat16 a CPU's tile registers do that for three rows or more (native_shim/packed_tiles.c).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from nvmeio._bindings import ffi, lib
 from nvmeio._memory import devices
+from nvmeio.errors import counted
 
 Compute = Literal["auto", "packed", "widened"]
 
@@ -142,8 +144,7 @@ def multiply(
         [n, rows], in the dtype of `inputs`: sums in float32, rounded once.
     """
     out = torch.empty(len(inputs), len(parts[0]), dtype=inputs.dtype, device="cpu")
-    wide = inputs.float().contiguous()
-    _run(parts, setting, out, wide, None if bias is None else bias.float().contiguous())
+    _run(parts, setting, out, inputs, None if bias is None else bias.float().contiguous())
     return out
 
 
@@ -167,7 +168,14 @@ def _run(
     call.dtype = _DTYPES[out.dtype]
     call.out = ffi.cast("void *", out.data_ptr())
     if inputs is not None:
-        call.inputs, call.input = len(inputs), ffi.cast("float *", inputs.data_ptr())
+        call.inputs = len(inputs)
+        in_tiles = bool(lib.nv_packed_has_tiles(call))
+        inputs = (inputs if in_tiles else inputs.float()).contiguous()
+        if in_tiles:
+            call.halves = ffi.cast("uint16_t *", inputs.data_ptr())
+        else:
+            call.input = ffi.cast("float *", inputs.data_ptr())
     if bias is not None:
         call.bias = ffi.cast("float *", bias.data_ptr())
-    lib.nv_packed_run(call, torch.get_num_threads())
+    if lib.nv_packed_run(call, torch.get_num_threads()):
+        raise MemoryError(f"no memory for {counted(call.inputs, 'row')} of inputs")
