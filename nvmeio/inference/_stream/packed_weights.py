@@ -27,7 +27,7 @@ from nvmeio.inference._plan.slot_layout import Weight
 from nvmeio.inference._stream.stand_ins import FrozenElsewhere
 
 # Of a widened part: stays in a core's second-level cache, or nearly, and is enough for a product.
-_TILE_BYTES = 4 << 20
+_PART_BYTES = 4 << 20
 _FIRST_TRIAL = 8  # rows from which on the other way may be faster, where the CPU has fast loops
 _MOST_OFF = 0.05  # of the largest output: two ways are that far apart where one of them is wrong
 
@@ -331,37 +331,23 @@ def _by_kernel(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) ->
     return made if bias is None else made + bias
 
 
-class _Room(threading.local):
-    """Where a thread widens parts of weights."""
-
-    memory: torch.Tensor | None = None
-
-    def of(self, dtype: torch.dtype, rows: int, width: int) -> torch.Tensor:
-        nbytes = rows * width * dtype.itemsize
-        if self.memory is None or self.memory.nbytes < nbytes:
-            self.memory = torch.empty(max(nbytes, _TILE_BYTES), dtype=torch.uint8, device="cpu")
-        return self.memory[:nbytes].view(dtype).view(rows, width)
-
-
-_ROOM = _Room()
-
-
 def _in_parts(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> torch.Tensor:
     """By torch, some outputs after the other: rows of the weight, or columns of the transposed."""
     (rows, groups), size = what.parts[1].shape, what.setting.group_size
     count, unit, other = (groups, size, rows) if what.turned else (rows, 1, groups * size)
-    out = inputs.new_empty(len(inputs), count * unit)
-    step = _TILE_BYTES // (unit * other * inputs.dtype.itemsize)
+    step = _PART_BYTES // (unit * other * inputs.dtype.itemsize)
     step = max(step if what.turned else step // 64 * 64, 64 // min(unit, 64))
+    out = inputs.new_empty(len(inputs), count * unit)
+    memory = inputs.new_empty(min(step, count) * unit * other)
     for first in range(0, count, step):
         last = min(first + step, count)
         if what.turned:
-            widths = [part.shape[1] // groups for part in what.parts]
-            cut = [p[:, first * w : last * w] for p, w in zip(what.parts, widths, strict=True)]
-            room = _ROOM.of(inputs.dtype, rows, (last - first) * size)
+            by_group = (part.view(rows, groups, -1) for part in what.parts)
+            cut = [part[:, first:last].flatten(1) for part in by_group]
         else:
             cut = [part[first:last] for part in what.parts]
-            room = _ROOM.of(inputs.dtype, last - first, other)
+        shape = (rows if what.turned else last - first, -1)
+        room = memory[: (last - first) * unit * other].view(shape)
         dequantise(cut, what.setting, room)
         own = slice(first * unit, last * unit)
         matrix = room.t() if what.turned else room
