@@ -91,21 +91,22 @@ def parse_size(text: str) -> int:
 
 
 @overload
-def size(name: str, value: int | str) -> int: ...
+def size(name: str, value: int | str, least: int | None = None) -> int: ...
 @overload
 def size(name: str, value: int | str | None) -> int | None: ...
-def size(name: str, value: int | str | None) -> int | None:
+def size(name: str, value: int | str | None, least: int | None = None) -> int | None:
     """A number of bytes that may be given as text, such as "24G"; what is none is as it was.
 
     Raises:
-        ValueError: It is text, and no size.
+        TypeError: It is no integer, where there is a least one.
+        ValueError: It is text, and no size; or less than the least.
     """
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_size(value)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+    if isinstance(value, str):
+        try:
+            value = parse_size(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return value if least is None else integer(name, value, least)
 
 
 def timeout(value: float) -> None:

@@ -88,8 +88,7 @@ class AioHandle(HandleSettings, ClosingWork):
     ) -> None:
         given = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
         self._options = checked_options(type(self), dict(words), *given)
-        ring_bytes = _checks.size("ring_bytes", ring_bytes)
-        _checks.integer("ring_bytes", ring_bytes, device_ring.LEAST_BYTES)
+        ring_bytes = _checks.size("ring_bytes", ring_bytes, device_ring.LEAST_BYTES)
         self._copier = devices.new_copier()
         # By a thread: where an interrupt comes meanwhile, `__del__` finds all of it, or nothing.
         run_interruptible(functools.partial(self._begin, engine, ring_bytes))

@@ -70,9 +70,7 @@ class PinnedPool(NotPickled, Closing):
     )
 
     def __init__(self, budget_bytes: int | str) -> None:
-        nbytes = _checks.size("budget_bytes", budget_bytes)
-        budget = _checks.integer("budget_bytes", nbytes, 1)
-        self._budget = round_up(budget, PAGE_BYTES)
+        self._budget = round_up(_checks.size("budget_bytes", budget_bytes, 1), PAGE_BYTES)
         arena = Mapping(self._budget)
         self._locked = _lock_if_allowed(arena)
         self._queue = LeaseQueue(arena, self._budget)

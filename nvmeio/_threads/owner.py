@@ -175,6 +175,10 @@ class OwnerThread:
         self._state.claims[claim._mark] = (release, args)
         return claim
 
+    def release_dropped(self) -> None:
+        """Give back the claims that were dropped by now; called by what the owner runs."""
+        self._state.take_requests()
+
     @property
     def is_here(self) -> bool:
         """Whether this is the owner's thread."""
@@ -271,12 +275,18 @@ class _State:
         """
         taken = self._taken
         while not taken or not self.requests.empty():
-            request = self.requests.get()
-            if isinstance(request, weakref.ref) and request is not self.dropped:
-                self._release(request)
-            else:
-                taken.append(request)
+            self._take(self.requests.get())
         return taken.popleft()
+
+    def take_requests(self) -> None:
+        while not self.requests.empty():
+            self._take(self.requests.get())
+
+    def _take(self, request: Any) -> None:
+        if isinstance(request, weakref.ref) and request is not self.dropped:
+            self._release(request)
+        else:
+            self._taken.append(request)
 
     def _release(self, mark: weakref.ref[Claim]) -> None:
         found = self.claims.pop(mark, None)

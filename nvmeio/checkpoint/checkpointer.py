@@ -151,9 +151,8 @@ class Checkpointer(NotPickled, ClosingWork):
             paths = retention.checked_directories(directory, shared)
             path = paths[0]
             _checks.integer("keep", keep, 1)
-            memory_bytes = _checks.size("memory_bytes", memory_bytes)
             if memory_bytes is not None:
-                _checks.integer("memory_bytes", memory_bytes, 1)
+                memory_bytes = _checks.size("memory_bytes", memory_bytes, 1)
             if layout not in JOBS:
                 raise ValueError(f"layout must be 'one' or 'per_rank', not {layout!r}")
             _checks.timeout(timeout_s)

@@ -86,11 +86,8 @@ class PrefixCache:
             raise TypeError("PrefixCache works with transformers' models that are decoders only")
         self._model = model
         self._directory = directory
-        self._capacity: int = _checks.size("capacity_bytes", capacity_bytes)
-        if self._capacity < _prefix_format.BLOCK_BYTES:
-            raise ValueError(
-                f"capacity_bytes must be {_prefix_format.BLOCK_BYTES} or more, not {self._capacity}"
-            )
+        least = _prefix_format.BLOCK_BYTES
+        self._capacity: int = _checks.size("capacity_bytes", capacity_bytes, least)
         if fingerprint not in ("samples", "full"):
             raise ValueError(f'fingerprint must be "samples" or "full", not {fingerprint!r}')
         self._handle = handle

@@ -81,12 +81,9 @@ class SwappedActivations(NotPickled, Closing):
         checksum: bool = True,
         handle: AioHandle | None = None,
     ) -> None:
-        window = arguments.size("resident_bytes", resident_bytes)
-        least = arguments.size("min_bytes", min_bytes)
-        arguments.integer("resident_bytes", window, 8192)
-        there = arguments.size("device_bytes", device_bytes)
-        arguments.integer("device_bytes", there, 8192)
-        arguments.integer("min_bytes", least, 1)
+        window = arguments.size("resident_bytes", resident_bytes, 8192)
+        there = arguments.size("device_bytes", device_bytes, 8192)
+        least = arguments.size("min_bytes", min_bytes, 1)
         arguments.handle(handle)
         if not isinstance(checksum, bool):
             raise TypeError(f"checksum must be true or false, not {checksum!r:.80}")

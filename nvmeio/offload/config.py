@@ -148,7 +148,7 @@ def offload(
     master_dtype = _master_dtype(config)
     _check_places(module, weights, state, master_dtype)
     check_activations(or_empty(config, "activation_checkpointing"), _is_on_device(module))
-    run = {"resume": _resume(config), "overwrite": flag(config, "overwrite", False)}
+    run: dict[str, Any] = {"resume": _resume(config), "overwrite": flag(config, "overwrite", False)}
     for key, value in run.items():
         if value and state["device"] != "nvme":
             word = str(value).lower()
@@ -188,17 +188,20 @@ def offload(
                 )
             optimizer = optimizer_class(chosen, **optimizer_args)
         else:
-            optimizer = _optimizer(
+            on_disk = weights["device"] == state["device"] == "nvme"
+            optimizer = SwappedOptimizer(
                 optimizer_class,
                 chosen,
-                state,
-                zero,
-                handle,
-                master_dtype,
-                weights["device"] == state["device"] == "nvme",
-                run,
-                optimizer_args,
+                handle=handle,
+                master_dtype=master_dtype,
+                gradients="disk" if on_disk else "memory",
+                **_state_options(state, zero),
+                **run,
+                **optimizer_args,
             )
+            if flag(state, "pin_memory", False) and not optimizer.pinned:
+                optimizer.close()
+                raise _not_pinned("offload_optimizer")
         made = Offloaded(swapped, optimizer)
         made._handle = own_handle
         return made
@@ -249,17 +252,8 @@ def _is_on_device(module: torch.nn.Module) -> bool:
     return any(p.device.type not in ("cpu", "meta") for p in module.parameters())
 
 
-def _optimizer(
-    optimizer_class: Any,
-    chosen: Any,
-    state: Mapping[str, Any],
-    zero: Mapping[str, Any],
-    handle: AioHandle | None,
-    master_dtype: torch.dtype | None,
-    with_gradients: bool,
-    run: Mapping[str, Any],
-    arguments: dict[str, Any],
-) -> SwappedOptimizer:
+def _state_options(state: Mapping[str, Any], zero: Mapping[str, Any]) -> dict[str, Any]:
+    """What two sections say of the optimizer's state, in `SwappedOptimizer`'s words."""
     read, write = flag(state, "pipeline_read", True), flag(state, "pipeline_write", True)
     if "pipeline" in state:
         read = write = flag(state, "pipeline", True)
@@ -271,33 +265,19 @@ def _optimizer(
             "buffers; leave it out (it is computed), or switch pipeline_read or pipeline_write off"
         )
     size = number("offload_optimizer", state, "buffer_size", 0)
-    ratio = state.get("ratio", 1.0)
     in_memory = state["device"] == "cpu"
-    if in_memory:
-        if state.get("ratio", 0.0) not in (0, 0.0):
-            raise ValueError('offload_optimizer: ratio is for device "nvme"')
-        ratio = 0.0
+    if in_memory and state.get("ratio", 0.0) not in (0, 0.0):
+        raise ValueError('offload_optimizer: ratio is for device "nvme"')
     element_bytes = 4
     group = number("zero_optimization", zero, "sub_group_size", 0)
-    optimizer = SwappedOptimizer(
-        optimizer_class,
-        chosen,
-        swap_dir=None if in_memory else state["nvme_path"],
-        subgroup_bytes=group * element_bytes if group else DEFAULT_SUBGROUP_BYTES,
-        buffer_bytes=needed * size * element_bytes if size else None,
-        handle=handle,
-        master_dtype=master_dtype,
-        gradients="disk" if with_gradients else "memory",
-        ratio=ratio,
-        pipeline_read=read,
-        pipeline_write=write,
-        **run,
-        **arguments,
-    )
-    if flag(state, "pin_memory", False) and not optimizer.pinned:
-        optimizer.close()
-        raise _not_pinned("offload_optimizer")
-    return optimizer
+    return {
+        "swap_dir": None if in_memory else state["nvme_path"],
+        "subgroup_bytes": group * element_bytes if group else DEFAULT_SUBGROUP_BYTES,
+        "buffer_bytes": needed * size * element_bytes if size else None,
+        "ratio": 0.0 if in_memory else state.get("ratio", 1.0),
+        "pipeline_read": read,
+        "pipeline_write": write,
+    }
 
 
 def _not_pinned(section: str) -> OSError:

@@ -102,11 +102,9 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-        resident_bytes = arguments.size("resident_bytes", resident_bytes)
-        stage_bytes = arguments.size("stage_bytes", stage_bytes)
-        arguments.integer("resident_bytes", resident_bytes, 4096)
+        resident_bytes = arguments.size("resident_bytes", resident_bytes, 4096)
         if stage_bytes is not None:
-            arguments.integer("stage_bytes", stage_bytes, 1)
+            stage_bytes = arguments.size("stage_bytes", stage_bytes, 1)
         arguments.handle(handle)
         there = devices.usable("device", device)
         device_bytes = arguments.device_bytes(device_bytes, there)

@@ -20,7 +20,7 @@ from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.transactions import Transaction, Transactions
 from nvmeio.offload._optimizer import arguments, state_view
 from nvmeio.offload._optimizer.arguments import OptimizerSettings
-from nvmeio.offload._optimizer.memory_plans import MemoryPlan
+from nvmeio.offload._optimizer.memory_plans import MemoryPlan, plan_of
 from nvmeio.offload._optimizer.params import Scaled, StepInputs, check_groups, grads_of, scheduled
 from nvmeio.offload._optimizer.state_view import StateView
 from nvmeio.offload._optimizer.swapper import StateSwapper, open_state
@@ -168,8 +168,8 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
             )
         resume = arguments.resume(resume)
         self._settings = settings = OptimizerSettings(
-            subgroup_bytes=arguments.size("subgroup_bytes", subgroup_bytes),
-            buffer_bytes=arguments.size("buffer_bytes", buffer_bytes),
+            subgroup_bytes=arguments.size("subgroup_bytes", subgroup_bytes, 4096),
+            buffer_bytes=arguments.buffer_bytes(buffer_bytes),
             master_dtype=arguments.master_dtype(master_dtype),
             on_disk=gradients == "disk",
             ratio=ratio,
@@ -473,7 +473,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
     @property
     def plan(self) -> MemoryPlan:
         """Sizes of buffers, files and traffic; print it to read them."""
-        return self._opened().memory_plan()
+        return plan_of(self._opened())
 
     @property
     def generation(self) -> int:
@@ -509,7 +509,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
     @property
     def pinned(self) -> bool:
         """Whether the buffers are page-locked; the drive does not need it."""
-        return self._opened().pinned
+        return self._opened().pipeline.pinned
 
     @property
     def broken(self) -> str:

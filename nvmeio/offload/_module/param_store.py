@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -62,6 +62,7 @@ _AHEAD = 2
 _AHEAD_BYTES = 64 << 20
 
 
+Needed = TypeVar("Needed")
 ParamSlot = Slot[ParamUnit]  # a DeviceSlot on a device
 _ATTRIBUTE = "_nvmeio_param_store"
 
@@ -113,6 +114,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         self._by_address: dict[int, ParamUnit] = {}
         self._absent = {unit: [absent(span, self.device) for span in unit.spans] for unit in units}
         self._gathered_now: list[Sequence[ParamSlot]] = []  # in blocks
+        self._settled: dict[ParamUnit, Claim] = {}  # which stay, for users that do not ask
         self._resources = contextlib.ExitStack()
         self._owner = OwnerThread("nvmeio-parameters", _CLOSED)
 
@@ -134,6 +136,8 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         self._pool = LentPool(self.resident_bytes)
         self._resources.callback(self._pool.close)
         self.resident_bytes, self.locked = self._pool.budget_bytes, self._pool.locked
+        window_bytes = self.device_bytes or self.resident_bytes
+        self._fits = sum(unit.nbytes for unit in self.units) <= window_bytes
         streams = self.device if self.direct else torch.device("cpu")
         self._ordered = OrderedReads(self._handles, streams)
         self._reader = reader = Reader(self._ordered if self.direct else self._handles)
@@ -171,28 +175,57 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
 
     # What computing asks for
 
-    def hold(self, units: Sequence[ParamUnit]) -> Claim:
-        """Have units in memory for as long as the claim lives.
+    def hold(self, units: Sequence[ParamUnit]) -> object:
+        """Have units in memory for as long as what this returns lives.
 
         Raises:
             MemoryError: The budget is taken by what cannot go.
             TransferError: They could not be read.
         """
+        stream = devices.stream_here(self.device)
+        claims = [self._settled.get(unit) for unit in units]
+        try:
+            if None not in claims:
+                slots = map(self._top.slot, units)
+                self._top.let_compute([slot for slot in slots if slot is not None], stream)
+                return claims
+        finally:
+            del claims  # an interrupt's traceback must hold nothing: a step may follow
         with profiled("wait", units[0].stages[0].name if units else ""):
-            stream = devices.stream_here(self.device)
             return self._owner.call(self._hold, units, in_backward(), stream)
 
     def _hold(self, units: Sequence[ParamUnit], backward: bool, stream: Any) -> Claim:
-        with self._failing():
-            held = self._top.hold(units, backward=backward)
-        claim = self._owner.claim(self._top.let_go, held)
-        self._top.let_compute(held, stream)
+        top = self._top
+        held = self._have(lambda: top.hold(units, backward=backward))
+        claim = self._owner.claim(top.let_go, held)
+        top.let_compute(held, stream)
+        if self._fits and not self._gathered_now:
+            for slot in held:
+                if slot.unit not in self._settled:
+                    slot.holds += 1
+                    self._settled[slot.unit] = self._owner.claim(top.let_go, [slot])
         return claim
+
+    def _have(self, need: Callable[[], Needed]) -> Needed:
+        """What `need` brings; where it finds no room, without what stays."""
+        with self._failing():
+            try:
+                return need()
+            except MemoryError:
+                if not self._settled:
+                    raise
+            self._unsettle()
+            return need()
+
+    def _unsettle(self) -> None:
+        """Have every user ask again, before units that nobody uses go or change."""
+        self._settled.clear()
+        self._owner.release_dropped()
 
     def memory_of(self, unit: ParamUnit) -> torch.Tensor:
         """A unit's bytes, which do not change for as long as the storage lives.
 
-        If they have arrived, the owner is told and not waited for.
+        If they have arrived, the owner is told and not waited for; nor told if they stay.
         """
         backward = in_backward()
         top, stream = self._top, devices.stream_here(self.device)
@@ -201,14 +234,14 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
             top.let_compute([slot], stream)  # before its memory is taken, which may go meanwhile
             memory: torch.Tensor = slot.memory
             if memory.nbytes:
-                self._owner.post(top.note, unit, backward)
+                if unit not in self._settled:
+                    self._owner.post(top.note, unit, backward)
                 return memory
         with profiled("wait", unit.stages[0].name):
             return self._owner.call(self._memory_of, unit, backward, stream)
 
     def _memory_of(self, unit: ParamUnit, backward: bool, stream: Any) -> torch.Tensor:
-        with self._failing():
-            slot: ParamSlot = self._top.need(unit, backward=backward)
+        slot: ParamSlot = self._have(lambda: self._top.need(unit, backward=backward))
         self._top.let_compute([slot], stream)
         return slot.memory
 
@@ -232,6 +265,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
     @owned
     def evict(self) -> None:
         """Drop all copies in memory that are not in use."""
+        self._unsettle()
         self._top.drop_idle()
         self._window.drop_idle()
 
@@ -242,13 +276,23 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         Raises:
             RuntimeError: A block gathered some of them.
         """
-        gathered = {slot.unit for slots in self._gathered_now for slot in slots}
-        if not gathered.isdisjoint(self._unit_of[id(p)] for p in parameters):
+        if not self._gathered_units.isdisjoint(self._unit_of[id(p)] for p in parameters):
             raise RuntimeError(
                 "the parameters are gathered: at its end the block of gather() would write its "
                 "values over those of the optimizer. Step, load and resume outside of the block"
             )
         self.evict()
+
+    @owned
+    def follow_drive(self) -> None:
+        """Have the new values where parameters have changed on the drive since `make_way`.
+
+        Whoever computed meanwhile has brought old ones, or holds them still.
+        """
+        self.evict()
+        for slot in self._top.there:
+            if slot.unit not in self._gathered_units:
+                self._follow(slot)
 
     # Changing
 
@@ -269,6 +313,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         return self._owner.call(self._gather, units, devices.stream_here(self.device))
 
     def _gather(self, units: Sequence[ParamUnit], stream: Any) -> Gathered:
+        self._unsettle()
         with self._failing():
             slots = self._top.hold(units, computing=False)
         gathered = self._gathered(slots)
@@ -278,8 +323,11 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
     @owned
     def is_gathered(self, parameter: torch.Tensor) -> bool:
         """Whether a block of `gather` has it in memory."""
-        unit = self._unit_of[id(parameter)]
-        return any(slot.unit is unit for slots in self._gathered_now for slot in slots)
+        return self._unit_of[id(parameter)] in self._gathered_units
+
+    @property
+    def _gathered_units(self) -> set[ParamUnit]:
+        return {slot.unit for slots in self._gathered_now for slot in slots}
 
     def _gathered(self, slots: Sequence[ParamSlot]) -> Gathered:
         written: list[bool] = []
@@ -313,15 +361,20 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         if written:
             return
         for slot in slots:
-            if top is not self._window:
-                self._window.drop(slot.unit)
-            if slot.holds and top.slot(slot.unit) is slot:
-                try:
-                    top.read_now(slot)
-                    continue
-                except Exception:
-                    slot.holds = 0  # whoever has it computes NaN
-            top.drop(slot.unit)
+            self._follow(slot)
+
+    def _follow(self, slot: ParamSlot) -> None:
+        """The drive has other values than memory: drop these, or read again where they are used."""
+        top = self._top
+        if top is not self._window:
+            self._window.drop(slot.unit)
+        if slot.holds and top.slot(slot.unit) is slot:
+            try:
+                top.read_now(slot)
+                return
+            except Exception:
+                slot.holds = 0  # whoever has it computes NaN
+        top.drop(slot.unit)
 
     def undo(self, gathered: Gathered) -> None:
         """End a failed block; its units have the values of the drive when this returns."""
@@ -339,6 +392,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         self._owner.call(self._load, unit, here)
 
     def _load(self, unit: ParamUnit, given: Mapping[int, torch.Tensor]) -> None:
+        self._unsettle()
         window = self._top if self.direct else self._window
         slots = window.hold([unit], computing=False)
         written: list[bool] = []
@@ -365,19 +419,16 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
     def _loaded(
         self, window: Window[ParamUnit, Any], slots: Sequence[ParamSlot], written: list[bool]
     ) -> None:
-        top = self._top
-        if window is top:
+        if window is self._top:
             self._scatter(slots, written)
             return
         window.let_go(slots)
         for slot in slots:
-            if not written:
+            above = self._top.slot(slot.unit)
+            if above is not None:
+                self._follow(above)
+            elif not written:
                 window.drop(slot.unit)  # of its values and those of the drive, some of each
-            above = top.slot(slot.unit)
-            if above is not None and above.holds:
-                top.read_now(above)
-            else:
-                top.drop(slot.unit)
 
     # What the window asks for
 
@@ -419,6 +470,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         """Let them lie over nothing."""
         if not self._is_on_top(slot):
             return
+        self._settled.pop(slot.unit, None)
         self._by_address.pop(slot.memory.data_ptr(), None)
         for parameter, nothing in zip(slot.unit.parameters, self._absent[slot.unit], strict=True):
             lay(parameter, nothing)
@@ -485,6 +537,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
 
     def _close(self) -> None:
         self.closed = True
+        self._unsettle()  # not when the thread ends: a program that exits would not wait for that
         for unit in self.units:
             for parameter in unit.parameters:
                 vars(parameter).pop(_ATTRIBUTE, None)
@@ -500,6 +553,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
     @owned
     def held(self) -> list[ParamUnit]:
         """The units that somebody holds."""
+        self._unsettle()
         return [slot.unit for slot in self._top.there if slot.holds]
 
     @property

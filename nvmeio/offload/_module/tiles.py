@@ -325,8 +325,7 @@ def needed(root: torch.nn.Module, stages: Sequence[Stage], units: Sequence[Param
     names = {id(stage.module): stage.name or type(root).__name__ for stage in stages}
     of_module: dict[int, frozenset[int]] = {}
     for stage in stages:
-        wanted = {id(p) for p in stage.parameters}
-        mine = (n for n, u in enumerate(units) if wanted & {id(p) for p in u.parameters})
+        mine = (n for n, unit in enumerate(units) if stage in unit.stages)
         of_module[id(stage.module)] = of_module.get(id(stage.module), frozenset()).union(mine)
     saved = [n for n, unit in enumerate(units) if training and _is_saved(unit)]
     saved.sort(key=lambda n: units[n].nbytes)

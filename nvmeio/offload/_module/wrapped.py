@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._residency import calls
-from nvmeio._threads.owner import Claim
 from nvmeio.errors import ClosedError
 from nvmeio.offload._module.param_store import ParamStore, store_of
 from nvmeio.offload._module.stages import ParamUnit, Stage
@@ -35,9 +34,8 @@ def watch(module: torch.nn.Module) -> None:
             each._register_load_state_dict_pre_hook(_check_loading, with_module=True)
     parameters: list[Any] = list(module.parameters())
     for parameter in parameters:
-        parameter.__deepcopy__ = types.MethodType(_copied, parameter)
-        parameter.__reduce_ex__ = types.MethodType(_pickled, parameter)
-        parameter._typed_storage = types.MethodType(_sent, parameter)
+        for name in _COPYING:
+            setattr(parameter, name, types.MethodType(_checked(name), parameter))
 
 
 def _values_of(
@@ -85,31 +83,20 @@ def _applied(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.M
     return moved
 
 
-def _copied(self: torch.nn.Parameter, memo: Any) -> Any:
-    _check_copying(self)
-    _let_be(self)
-    copied: Any = type(self).__deepcopy__
-    return copied(self, memo)
+# What copies, pickles and sends a parameter: torch.multiprocessing does not ask `__reduce_ex__`.
+_COPYING = ("__deepcopy__", "__reduce_ex__", "_typed_storage")
 
 
-def _pickled(self: torch.nn.Parameter, protocol: Any) -> Any:
-    _check_copying(self)
-    _let_be(self)  # torch pickles what a parameter has of its own, which could not be loaded
-    reduced: Any = type(self).__reduce_ex__
-    return reduced(self, protocol)
+def _checked(name: str) -> Any:
+    """A method of its class, for a parameter that is swapped no more and has values."""
 
+    def method(self: torch.nn.Parameter, *args: Any) -> Any:
+        _check_copying(self)
+        for each in _COPYING:  # it is an ordinary one; and what it has of its own is pickled
+            self.__dict__.pop(each, None)
+        return getattr(self, name)(*args)
 
-def _let_be(parameter: torch.nn.Parameter) -> None:
-    """Make it an ordinary parameter: it is swapped no more, and has values."""
-    for name in ("__deepcopy__", "__reduce_ex__", "_typed_storage"):
-        parameter.__dict__.pop(name, None)
-
-
-def _sent(self: torch.nn.Parameter) -> Any:
-    """In place of what torch.multiprocessing calls; it does not ask for `__reduce_ex__`."""
-    _check_copying(self)
-    storage: Any = type(self)._typed_storage
-    return storage(self)
+    return method
 
 
 def _check_copying(parameter: torch.nn.Parameter) -> None:
@@ -153,8 +140,7 @@ class _SavedParameter(NamedTuple):
 
 def attach(store: ParamStore, stage: Stage) -> None:
     """Bring a stage's parameters before its call, and release them after it."""
-    mine = {id(p) for p in stage.parameters}
-    units = [unit for unit in store.units if mine & {id(p) for p in unit.parameters}]
+    units = [unit for unit in store.units if stage in unit.stages]
 
     def origin_of(address: int, offset: int) -> _SavedParameter | None:
         unit = store.unit_at(address)
@@ -165,7 +151,7 @@ def attach(store: ParamStore, stage: Stage) -> None:
             store, unit, parameter, 0 if parameter is None else parameter._version
         )
 
-    def take() -> Claim:
+    def take() -> object:
         store.check_open()
         return store.hold(units)
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from nvmeio._checks import dtype as dtype
-from nvmeio._checks import integer as integer
 from nvmeio._checks import size as size
 from nvmeio._checks import switch as switch
 from nvmeio.errors import nearest
@@ -50,9 +49,6 @@ class OptimizerSettings:
     device_bytes: int | None
 
     def __post_init__(self) -> None:
-        integer("subgroup_bytes", self.subgroup_bytes, 4096)
-        if self.buffer_bytes is not None:
-            integer("buffer_bytes", self.buffer_bytes, 4096)
         ratio(self.ratio)
         if self.resume and self.overwrite:
             raise ValueError(
@@ -128,13 +124,17 @@ def ratio(value: float) -> None:
         raise ValueError(f"ratio must lie between 0 and 1, not {value}")
 
 
+def buffer_bytes(value: int | str | None) -> int | None:
+    """A budget of memory for buffers; None for no limit."""
+    return None if value is None else size("buffer_bytes", value, 4096)
+
+
 def device_bytes(value: int | str | None, device: torch.device) -> int | None:
     """A budget of a device's memory; None where there is no device, or none was asked for."""
-    nbytes = size("device_bytes", value)
-    if nbytes is None:
+    if value is None:
         return None
     if device.type == "cpu":
         raise ValueError(
             "device_bytes is memory of a CUDA device, and device is 'cpu': leave it out"
         )
-    return integer("device_bytes", nbytes, 4096)
+    return size("device_bytes", value, 4096)

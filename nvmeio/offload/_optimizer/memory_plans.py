@@ -18,6 +18,7 @@ from nvmeio.offload._optimizer.arguments import OptimizerSettings
 from nvmeio.offload._optimizer.params import SwappedParam
 from nvmeio.offload._step.arithmetic import Stepper
 from nvmeio.offload._step.pipeline import BUFFERS
+from nvmeio.offload._step.turns import Swapped
 from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, Subgroup, cut, pack, place
 from nvmeio.offload._swap_files.tensors import is_absent, local, own_strides, strides_of
 
@@ -90,25 +91,10 @@ def hold(subgroups: Sequence[Subgroup], ratio: float, bound: set[int]) -> None:
         kept += subgroup.nbytes
 
 
-def plan_of(
-    params: Sequence[SwappedParam],
-    subgroups: Sequence[Subgroup],
-    slots: Sequence[torch.Tensor],
-    gradient_bytes: int,
-    other_bytes: int,
-    device_bytes: int,
-) -> MemoryPlan:
-    """What an optimizer takes.
-
-    Args:
-        params: Its parameters, by number.
-        subgroups: Its subgroups.
-        slots: Its buffers.
-        gradient_bytes: Length of the gradient file, or 0.
-        other_bytes: Memory beside the buffers.
-        device_bytes: Memory of a device.
-    """
-    swapped = [subgroup for subgroup in subgroups if not subgroup.resident]
+def plan_of(state: Swapped) -> MemoryPlan:
+    """What an optimizer's state takes."""
+    gradients, slots, params = state.gradients, state.pipeline.slots, state.params
+    swapped = [subgroup for subgroup in state.subgroups if not subgroup.resident]
     reads = writes = 0
     for piece in (piece for subgroup in swapped for piece in subgroup.pieces):
         weights = piece.spans[WEIGHTS].nbytes if piece.stored else 0
@@ -116,19 +102,22 @@ def plan_of(
         reads += piece.record_nbytes - (0 if piece.staged else weights)
         if params[piece.param].stores_rounded:
             writes += piece.numel * piece.grad_dtype.itemsize
-    state = sum(subgroup.nbytes for subgroup in swapped)
+    gradient_bytes = 0 if gradients is None else gradients.file_bytes
+    kept = sum(memory.nbytes for memory in state.resident.values())
+    kept += 0 if gradients is None else gradients.memory_bytes
+    state_bytes = sum(subgroup.nbytes for subgroup in swapped)
     each = slots[0].nbytes if slots else 0
     return MemoryPlan(
         parameters=sum(piece.numel for param in params for piece in param.pieces),
-        subgroups=len(subgroups),
+        subgroups=len(state.subgroups),
         buffers=len(slots),
         buffer_bytes=each,
-        memory_bytes=len(slots) * each + other_bytes,
-        state_bytes=state,
-        disk_bytes=2 * state + gradient_bytes,
+        memory_bytes=len(slots) * each + kept,
+        state_bytes=state_bytes,
+        disk_bytes=2 * state_bytes + gradient_bytes,
         read_bytes=reads + gradient_bytes,
         written_bytes=writes + gradient_bytes,
-        device_bytes=device_bytes,
+        device_bytes=0 if state.device is None else state.device.nbytes,
     )
 
 

@@ -28,7 +28,7 @@ from nvmeio.offload._generations.transactions import Transaction, Transactions
 from nvmeio.offload._optimizer import memory_plans
 from nvmeio.offload._optimizer.arguments import OptimizerSettings
 from nvmeio.offload._optimizer.gradients import GradientSwapper
-from nvmeio.offload._optimizer.memory_plans import Cuts, MemoryPlan, plan_of
+from nvmeio.offload._optimizer.memory_plans import Cuts
 from nvmeio.offload._optimizer.params import StepInputs, SwappedParam, grads_of
 from nvmeio.offload._step.arithmetic import Stepper, placed
 from nvmeio.offload._step.pipeline import DeviceTurns, Pipeline, Times, new_helper
@@ -261,6 +261,7 @@ class StateSwapper(Swapped):
         except BaseException as failed:
             self._undo(step, failed)
             raise
+        self.follow_drive()
         self._tell_changed(step)
         if gradients is not None:
             gradients.factor = None
@@ -287,7 +288,6 @@ class StateSwapper(Swapped):
     def _roll_back(self, step: Step, factor: torch.Tensor | None) -> None:
         """The last step is complete, and who asked for it was interrupted: as if it were not."""
         try:
-            self.evict_params()
             self.store.revert()
             self.give_back(step.touched)
             self._tell_changed(step)
@@ -350,24 +350,6 @@ class StateSwapper(Swapped):
         """A piece's state where it is in memory; None where it is on the drive."""
         memory = self.resident.get(id(self.store.files.subgroup_of(piece)))
         return None if memory is None else view(memory, piece.spans[name])
-
-    def memory_plan(self) -> MemoryPlan:
-        """See `SwappedOptimizer.plan`."""
-        gradients = self.gradients
-        return plan_of(
-            self.params,
-            self.subgroups,
-            self.pipeline.slots,
-            0 if gradients is None else gradients.file_bytes,
-            sum(memory.nbytes for memory in self.resident.values())
-            + (0 if gradients is None else gradients.memory_bytes),
-            0 if self.device is None else self.device.nbytes,
-        )
-
-    @property
-    def pinned(self) -> bool:
-        """Whether the buffers are page-locked, or there are none."""
-        return self.pipeline.pinned
 
     @property
     def read_bytes(self) -> int:

@@ -6,6 +6,7 @@ slot, its parameter in memory, and the parameter's store.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ import torch
 from nvmeio._io.drives import DriveHandles
 from nvmeio._memory import devices
 from nvmeio._threads.closing import on_error
+from nvmeio.errors import ClosedError
 from nvmeio.offload._generations.generations import Change, Generations
 from nvmeio.offload._generations.state_files import StateFiles
 from nvmeio.offload._module.param_store import ParamStore
@@ -95,10 +97,11 @@ class Swapped:
         """The parameter that a piece is of."""
         return self.params[piece.param]
 
-    def evict_params(self) -> None:
-        """Drop what is in memory of parameters that live on the drive: it is out of date."""
+    def follow_drive(self) -> None:
+        """Have parameters that live on the drive be in memory as they are there now."""
         for store in self._param_stores():
-            store.evict()
+            with contextlib.suppress(ClosedError):  # of a module that was closed meanwhile
+                store.follow_drive()
 
     def make_way(self) -> None:
         """Drop what is in memory of parameters that live on the drive, before they change there.
@@ -184,6 +187,7 @@ class Swapped:
                 verify = self.files.verifying(pieces, [])
                 turns.append(SlotTurn(self.files.weights(subgroup, pieces), compute, verify))
         self.pipeline.run(turns)
+        self.follow_drive()
 
     def to_params(
         self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
