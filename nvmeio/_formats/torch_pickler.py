@@ -9,7 +9,7 @@ return: it would be a buffer of holes).
 A plain tensor (dense, in CPU memory, without hooks or attributes) takes torch's `__reduce_ex__` and
 what it asks of its storage some 25 us. `_quick` answers in its place, with the same, in 4. That it
 is the same is not believed: before it is first used, some tensors of each kind are pickled in both
-ways, and where a byte differs, torch's own way is taken for good (`_agrees`). All else, and all of
+ways, and where a byte differs, torch's own way is taken for good (`agrees`). All else, and all of
 it where modes of torch or somebody's registrations could have a say, is pickled by torch.
 """
 
@@ -265,7 +265,7 @@ def _quick() -> Any:
             return NotImplemented
 
         def dump(self, obj: Any) -> None:
-            self.quick = _nobody_has_a_say() and _agrees()
+            self.quick = _nobody_has_a_say() and agrees()
             super().dump(obj)
 
     return Quick
@@ -289,16 +289,16 @@ def _nobody_has_a_say() -> bool:
 _TENSORS = (torch.Tensor, torch.nn.Parameter, OrderedDict)
 
 
-def _agrees() -> bool:
+def agrees() -> bool:
     """Whether this torch pickles plain tensors as `_quick` does: tried on some, once."""
     try:
-        return _found_to_agree()
+        return found_to_agree()
     except Exception:  # of this moment, as a lack of memory is: the next save tries again
         return False
 
 
 @functools.cache
-def _found_to_agree() -> bool:
+def found_to_agree() -> bool:
     told: Any = PickleModule(pickle, Seen({}, {}), ends=False)
     told.Pickler.dump = _dump_quick
     return _pickle_of(pickle) == _pickle_of(told)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from checkpoint import _failing_rank, _rank_program
 from checkpoint._rank_program import MIB, PATIENCE_S, Rank, Work, own, replicated, same
+from inside import saver_of
 
 import nvmeio
 import nvmeio.checkpoint
@@ -212,7 +213,7 @@ def restore(me: Rank) -> None:
     """By another number of ranks than have saved: `save` of two, both layouts."""
     checkpointer = me.new()
     for layout in ("one", "per_rank"):
-        checkpointer._saver.directory = str(me.notes / layout / "checkpoints")
+        saver_of(checkpointer).directory = str(me.notes / layout / "checkpoints")
         if layout == "one":
             assert same(checkpointer.restore(), replicated(6))
             assert same(checkpointer.restore(5), replicated(5))
@@ -316,7 +317,7 @@ def anew(me: Rank) -> None:
         assert checkpointer.steps() == [5]
         me.meet_others()
         # One restores, and sends it to the others maybe; from drives of their own it takes all.
-        if me.rank == me.world - 1 or checkpointer._saver.setup.drives is not None:
+        if me.rank == me.world - 1 or saver_of(checkpointer).setup.drives is not None:
             checkpointer.restore()
         me.saved(checkpointer, 2)
         me.meet_others()

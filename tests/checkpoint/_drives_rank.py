@@ -30,6 +30,7 @@ from checkpoint._rank_program import (
     sync_nothing,
     tell_time_by,
 )
+from inside import saver_of
 
 import nvmeio
 from nvmeio._distributed import messages as messages_module
@@ -260,7 +261,7 @@ def lost(me: Rank) -> None:
         # A drive that fails while it is read
         me.read_errno = errno.EIO if me.rank == 1 else 0
         with me.raises(nvmeio.TransferError, "EIO", "" if me.rank else "rank 1 of 2"):
-            handle = checkpointer._saver.open_handle
+            handle = saver_of(checkpointer).open_handle
             Rank.new(me, shared=False, read_only=True, handle=handle).restore(6)
         me.read_errno = 0
         assert same(checkpointer.restore(6), me.state(6))

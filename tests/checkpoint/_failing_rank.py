@@ -26,6 +26,7 @@ from checkpoint._rank_program import (
     sync_nothing,
     tell_time_by,
 )
+from inside import saver_of
 
 import nvmeio
 import nvmeio.checkpoint
@@ -66,7 +67,7 @@ def fail(me: Rank) -> None:
             # No memory
             new_arena = copies._new_arena
             if me.rank == victim:
-                checkpointer._saver.setup.snapshots.release()
+                saver_of(checkpointer).setup.snapshots.release()
                 copies._new_arena = no_memory  # type: ignore[assignment]
             with me.raises((MemoryError, nvmeio.TransferError), "no memory"):
                 checkpointer.save_sync(me.state(at), at)

@@ -30,6 +30,7 @@ from checkpoint._rank_program import (
     same,
     sync_nothing,
 )
+from inside import saver_of
 from support import nvmeio_threads, spin_until, spin_until_collected
 
 import nvmeio
@@ -484,11 +485,11 @@ def restore(me: Rank) -> None:
         assert same(checkpointer.restore(together=True), wanted)
         # One rank sees another directory
         if me.rank == 1:
-            checkpointer._saver.directory = str(me.notes / "elsewhere")
+            saver_of(checkpointer).directory = str(me.notes / "elsewhere")
         with me.raises(nvmeio.TransferError, "does not see the same directory") as raised:
             checkpointer.restore(together=True)
         assert raised[0].errno == errno.ESTALE
-        checkpointer._saver.directory = str(me.folder)
+        saver_of(checkpointer).directory = str(me.folder)
         assert same(checkpointer.restore(together=True), wanted)
         me.meet_others()
 

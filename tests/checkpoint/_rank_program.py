@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from inside import saver_of
 
 import nvmeio
 import nvmeio.checkpoint
@@ -166,7 +167,7 @@ class Rank:
 
 def set_limit(checkpointer: nvmeio.Checkpointer, timeout_s: float) -> None:
     """From the next save on; those before it are to be in time on the slowest drive."""
-    saver = checkpointer._saver
+    saver = saver_of(checkpointer)
     saver.setup = saver.setup._replace(timeout_s=timeout_s)
 
 

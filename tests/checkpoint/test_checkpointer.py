@@ -26,6 +26,7 @@ from checkpoint._checkpointers import (
 )
 from checkpoint._objects import SAFE, UNSAFE, assert_same, assert_tied
 from faults._support import MIB
+from inside import saver_of
 from support import PATIENCE_S, HeldEngine, on_every_loop, spin_until, thread, until
 
 import nvmeio
@@ -235,13 +236,13 @@ async def test_waiting_is_for_what_was_saved_before(
 ) -> None:
     """`wait` blocked the event loop until the next save was durable, had one begun by then."""
     await held.save(state_of(1), 1)
-    first = held._saver._job
+    first = saver_of(held)._job
     waiting = asyncio.create_task(held.wait())
     saving = asyncio.create_task(held.save(state_of(2), 2))
-    await until(lambda: held._saver._turn.locked())
+    await until(lambda: saver_of(held)._turn.locked())
     assert first is not None
     engine_held.gate.set()
-    spin_until(lambda: held._saver._job is not first)  # the loop comes to the end of it later
+    spin_until(lambda: saver_of(held)._job is not first)  # the loop comes to the end of it later
     report = await waiting
     assert report is not None and report.step == 1
     await saving
@@ -335,7 +336,7 @@ def test_memory_is_that_of_the_largest_snapshot(new: Any, directory: Path) -> No
     checkpointer.wait_sync()
     check_file(file_of(directory, 3), 3, 1_000_000)
     checkpointer.close()
-    assert checkpointer._saver.setup.snapshots.copies.nbytes == 0
+    assert saver_of(checkpointer).setup.snapshots.copies.nbytes == 0
 
 
 def test_a_streaming_save_fails_at_once(new: Any, new_handle: Any, directory: Path) -> None:

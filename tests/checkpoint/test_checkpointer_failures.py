@@ -26,6 +26,7 @@ from checkpoint._checkpointers import (
 )
 from checkpoint._objects import assert_same, noise
 from faults._support import MIB
+from inside import saver_of
 from support import HeldEngine, spin_until, thread, until
 
 import nvmeio
@@ -50,7 +51,7 @@ def switch() -> Switch:
 
 
 def spin_until_failed(checkpointer: nvmeio.Checkpointer) -> None:
-    job = checkpointer._saver.unfinished
+    job = saver_of(checkpointer).unfinished
     assert job is not None
     spin_until(job.failed)
 
@@ -114,7 +115,7 @@ async def test_everybody_who_waits_learns_of_a_failure(
     engine = FakeEngine(hold=gate, fail=lambda kind, *_: errno.EIO if kind == "pwrite" else 0)
     checkpointer = new(handle=new_handle(engine))
     await checkpointer.save(state_of(0), 0)
-    job = checkpointer._saver.last
+    job = saver_of(checkpointer).last
     wait, waited_for = job.wait, threading.Event()
 
     def noting(timeout: float | None) -> bool:
@@ -380,7 +381,7 @@ async def test_cancelling_a_save_that_waits(
 ) -> None:
     await held.save(state_of(0), 0)
     second = asyncio.create_task(held.save(state_of(1), 1))
-    await until(lambda: held._saver._turn.locked())
+    await until(lambda: saver_of(held)._turn.locked())
     second.cancel()
     with pytest.raises(asyncio.CancelledError):
         await second

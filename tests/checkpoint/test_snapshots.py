@@ -21,6 +21,7 @@ import torch
 from checkpoint._checkpointers import file_of, large_state, names
 from checkpoint._snapshot_training import OPTIMIZERS, SIDE, Model, Training, averages_in, check
 from faults._support import MIB, mounted
+from inside import saver_of
 from support import PATIENCE_S, HeldEngine, needs_protection, run_python, thread
 
 import nvmeio
@@ -459,12 +460,14 @@ def test_what_finds_no_memory_goes_into_a_file(
     held = new(handle=new_handle(engine_held, block_size=MIB), memory_bytes=memory_bytes)
     state = {str(i): torch.full((MIB,), float(i)) for i in range(80)}
     if memory_bytes is not None:
-        held._saver.setup.snapshots.copies._budget = memory_bytes  # less than the least of a user's
+        saver_of(
+            held
+        ).setup.snapshots.copies._budget = memory_bytes  # less than the least of a user's
     wanted = copy.deepcopy(state)
     held.save_sync(state, 1)
     for tensor in state.values():
         tensor.zero_()
-    protection = held._saver.last.snapshot._protected._protection
+    protection = saver_of(held).last.snapshot._protected._protection
     assert (protection.spilled_bytes > 0) == (memory_bytes is not None)
     engine_held.gate.set()
     held.wait_sync()
@@ -479,7 +482,7 @@ def test_no_room_at_all_fails_the_save_and_nothing_else(
     state = {str(i): torch.full((MIB,), float(i)) for i in range(20)}
     with monkeypatch.context() as broken:
         broken.setattr(protected.AsideMemory, "take", lambda *_: None)
-        held._saver.setup.snapshots.directory = "/nowhere"
+        saver_of(held).setup.snapshots.directory = "/nowhere"
         held.save_sync(state, 1)
         for tensor in state.values():
             tensor.zero_()
@@ -487,7 +490,7 @@ def test_no_room_at_all_fails_the_save_and_nothing_else(
         with pytest.raises(nvmeio.TransferError, match="memory_bytes") as raised:
             held.wait_sync()
     assert raised.value.errno == errno.ENOENT
-    held._saver.setup.snapshots.directory = str(directory)
+    saver_of(held).setup.snapshots.directory = str(directory)
     assert held.steps() == []
     held.save_sync(state, 2)
     held.wait_sync()

@@ -20,6 +20,7 @@ from checkpoint._checkpointers import file_of
 from checkpoint._objects import assert_same
 from fake_cuda import FakeCuda, asynchronous
 from faults._support import MIB
+from inside import saver_of
 from support import PATIENCE_S, HeldEngine, needs_protection, spin_until, thread, until
 
 import nvmeio
@@ -235,7 +236,7 @@ def test_a_window_moves_over_what_does_not_fit(
     report = asyncio.run(main())
     training.optimizer.step()
     assert report.stalled_s > 0 and report.guarded_bytes == training.nbytes
-    assert held._saver.setup.snapshots.staging.nbytes <= 64 * MIB < training.nbytes
+    assert saver_of(held).setup.snapshots.staging.nbytes <= 64 * MIB < training.nbytes
     done = held.wait_sync()
     assert done is not None and done.durable
     check(held, 1, state(training.as_saved()))
@@ -335,7 +336,7 @@ def test_a_save_that_is_called_off_waits_for_what_is_on_the_bus(new: Any, cuda: 
     training, checkpointer = Training(cuda), new()
     with holding(cuda) as release:
         checkpointer.save_sync(training.state(), 1)
-        job = checkpointer._saver.last
+        job = saver_of(checkpointer).last
         assert job is not None and job.snapshot is not None
         device = job.snapshot._device
         assert device is not None

@@ -11,6 +11,7 @@ from types import FrameType
 
 import pytest
 import torch
+from inside import record_of
 from support import PATIENCE_S, HeldEngine, random_bytes, until
 
 import nvmeio
@@ -53,7 +54,7 @@ async def open_once_cancelled(engine: HeldEngine, operation: nvmeio.Operation) -
 
     On the loop of who cancels, and not after some time: on a busy machine that would be before.
     """
-    await until(lambda: operation._record.stop)
+    await until(lambda: record_of(operation).stop)
     await rounds()
     engine.gate.set()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from contract.operating import CONTENT, SIZE, WAIT_S, builtin_of, needs_3_11, target
+from inside import record_of
 from support import HeldEngine, new_loop, on_every_loop, raw, until
 
 import nvmeio
@@ -215,7 +216,7 @@ def test_a_waiter_that_found_the_end_itself_is_not_kept(
 
     async def main() -> None:
         operation = handle_held.async_pread(target(), file)
-        record = operation._record
+        record = record_of(operation)
 
         class EndsMeanwhile(list[Any]):
             def append(self, waiter: Any) -> None:

@@ -20,6 +20,7 @@ from contract.operating import (
     threads_in,
     untouched,
 )
+from inside import core_of
 from support import (
     HeldEngine,
     bytes_tensor,
@@ -86,7 +87,7 @@ async def test_a_loop_that_comes_while_another_thread_closes_opens_no_port(
 ) -> None:
     """Nobody would close it: `nothing_leaks` looks at the descriptors."""
     handle = make_handle()
-    queues = handle._cores.host.queues
+    queues = core_of(handle).queues
     of = queues.of
 
     def late(loop: asyncio.AbstractEventLoop) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from contract.operating import CONTENT, SIZE, WAIT_S, rounds, target
+from inside import record_of
 from support import (
     HeldEngine,
     bytes_tensor,
@@ -284,7 +285,7 @@ async def test_settled_by_another_thread_while_it_begins_to_be_awaited(
             if order == "not told":
                 super().append(item)
 
-    operation._record.waiters = Late()
+    record_of(operation).waiters = Late()
     assert await operation == 4096
 
 

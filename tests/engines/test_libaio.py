@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import record_of
 from interrupting import everywhere
 from support import PATIENCE_S, misaligned
 
@@ -114,7 +115,7 @@ async def test_the_queue_is_kept_full_by_a_thread_that_never_takes_the_gil(path:
         tensor = nvmeio.empty_aligned(nbytes, dtype=torch.uint8)
         await handle.async_pread(tensor[:4096], path)  # the thread has begun, which is Python
         operation = handle.async_pread(tensor, path)
-        home = operation._record.home
+        home = record_of(operation).home
         assert home is not None
         asked = ctypes.create_string_buffer(struct.pack("ihh", home.fileno(), select.POLLIN, 0))
         ready = ctypes.PyDLL(None).poll(asked, 1, int(PATIENCE_S * 1000))

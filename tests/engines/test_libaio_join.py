@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from inside import core_of
 
 import nvmeio
 from nvmeio.engines import libaio
@@ -46,7 +47,7 @@ def test_close_does_not_wait_for_the_kernel_to_destroy_contexts(giving: SimpleNa
     before = threading.enumerate()
     handle = nvmeio.AioHandle(engine="libaio")
     handle.close()
-    engine: Any = handle._cores.host.engine
+    engine: Any = core_of(handle).engine
     given_back = engine.given_back
     assert not given_back.done and threading.enumerate() == before
     giving.go.set()

@@ -17,6 +17,7 @@ import torch
 from fake_device import FakeDevice, fake_device
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from inside import core_of
 from support import (
     HeldEngine,
     LateEngine,
@@ -312,7 +313,7 @@ def test_offsets_that_are_changed_meanwhile(
         offsets = torch.zeros(300_000 // row_bytes, dtype=torch.int64)
         device.gate.clear()
         gathering = handle.async_gather(room(device, len(offsets), row_bytes), file, offsets)
-        spin_until(lambda handle=handle: handle._cores.host.engine.counters().operations == 4)  # type: ignore[misc]
+        spin_until(lambda handle=handle: core_of(handle).engine.counters().operations == 4)  # type: ignore[misc]
         offsets.fill_(-1)
         device.gate.set()
         with pytest.raises(ValueError, match="file_offsets changed"):

@@ -18,6 +18,7 @@ from faults._support import (
     make_file,
     noise,
 )
+from inside import record_of
 from support import collect, open_descriptors
 
 import nvmeio
@@ -138,10 +139,10 @@ async def test_a_hold_ends_with_what_was_refused_first(faulty, tmp_path, path):
         tensor = torch.zeros(NBYTES, dtype=torch.uint8)
         faulty.close_gate()
         operation = file.pread(tensor)
-        refused = operation._record.request  # as somebody who polls it has it
+        refused = record_of(operation).request  # as somebody who polls it has it
         faulty.open_gate()
         assert await operation == NBYTES
-        assert refused is not operation._record.request
+        assert refused is not record_of(operation).request
         assert tensor.untyped_storage().resizable()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_device import FakeDevice
+from inside import core_of
 from interrupts import _offload
 from support import die_at_birth
 
@@ -40,7 +41,7 @@ def workers(folder: Path) -> None:
 def ring(folder: Path) -> None:
     with nvmeio.AioHandle(engine="threads") as handle:
         device = FakeDevice()
-        engine = RingEngine(handle._cores.host.engine, device)
+        engine = RingEngine(core_of(handle).engine, device)
         try:
             engine.start(Options())
         finally:

@@ -31,7 +31,7 @@ def by_torch(state: object) -> bytes:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """A list that grows with each tensor that takes the shorter way."""
-    torch_pickler._agrees()  # by now
+    torch_pickler.agrees()  # by now
     made: list[object] = []
     real = torch_pickler._Typed.__init__
 
@@ -51,7 +51,7 @@ def test_the_pickle_is_torchs(kind: str) -> None:
 
 def test_this_torch_is_known(counted: list[object]) -> None:
     """Were it not, all would be right, and only be slow."""
-    assert torch_pickler._agrees()
+    assert torch_pickler.agrees()
     assert len(torch_pickler._KINDS) > 8
     state = {"a": torch.ones(3), "b": torch.nn.Parameter(torch.ones(2))}
     assert pickled(state) == by_torch(state)
@@ -135,15 +135,15 @@ def test_storages_with_a_place_of_their_own_are_torchs(
 def test_a_torch_that_pickles_otherwise_does_it_itself(
     counted: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch_pickler._found_to_agree.cache_clear()
+    torch_pickler.found_to_agree.cache_clear()
     monkeypatch.setattr(torch_pickler, "_pickle_of", lambda module: object())
     try:
-        assert not torch_pickler._agrees()
+        assert not torch_pickler.agrees()
         state = [torch.ones(3)]
         assert pickled(state) == by_torch(state)
         assert not counted
     finally:
-        torch_pickler._found_to_agree.cache_clear()
+        torch_pickler.found_to_agree.cache_clear()
 
 
 def test_a_comparison_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,11 +152,11 @@ def test_a_comparison_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch)
     def no_memory(module: Any) -> bytes:
         raise MemoryError
 
-    torch_pickler._found_to_agree.cache_clear()
+    torch_pickler.found_to_agree.cache_clear()
     with monkeypatch.context() as patched:
         patched.setattr(torch_pickler, "_pickle_of", no_memory)
-        assert not torch_pickler._agrees()
-    assert torch_pickler._agrees()
+        assert not torch_pickler.agrees()
+    assert torch_pickler.agrees()
 
 
 def test_one_storage_with_two_dtypes_is_refused_as_by_torch() -> None:

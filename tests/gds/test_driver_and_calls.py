@@ -15,6 +15,7 @@ import pytest
 import torch
 from fake_device import FakeDevice
 from gds._support import PAGE, TASK, FakeCuFile, room
+from inside import cufile_of, record_of
 from support import (
     bytes_tensor,
     on_every_loop,
@@ -426,7 +427,7 @@ def test_only_aligned_tasks_count_as_direct(
     on_device: nvmeio.GdsHandle, device: FakeDevice, direct_path: Path, offset: int, direct: int
 ) -> None:
     """Of a file offset that is none of a page's, no task is aligned in file and memory at once."""
-    on_device._gds._workers[0]._mover._reaches_drive = True
+    cufile_of(on_device)._workers[0]._mover._reaches_drive = True
     tensor = device.take(nvmeio.empty_aligned(2 * TASK, dtype=torch.uint8))
     writing = on_device.async_pwrite(tensor, direct_path, offset)
     writing.result()
@@ -475,10 +476,10 @@ def test_call_that_hangs_is_timed_out(
     # All threads are lost: nothing is left to wait for.
     with pytest.raises(nvmeio.CuFileError, match="an earlier call"):
         gds.sync_pread(room(8), path)
-    gds._gds._call_limit_s = 200.0  # from now on a busy machine is no call that hangs
+    cufile_of(gds)._call_limit_s = 200.0  # from now on a busy machine is no call that hangs
     fake.hold = 0
     spin_until(lambda: fake.files == 0)
-    spin_until(lambda: not gds._gds._all_lost())
+    spin_until(lambda: not cufile_of(gds)._all_lost())
     gds.unpin_device_tensor(tensor)
     assert gds.sync_pread(room(8), path) == 8
 
@@ -494,7 +495,7 @@ def test_one_thread_that_hangs_leaves_the_others_at_work(
     spin_until(lambda: fake.together == 1)
     assert isinstance(stuck.exception(), TimeoutError)
     assert not memory.resizable()  # the call may still write to it
-    gds._gds._call_limit_s = 200.0  # from now on a busy machine is no call that hangs
+    cufile_of(gds)._call_limit_s = 200.0  # from now on a busy machine is no call that hangs
     # Whoever comes now would wait with it, were it not for the other thread.
     beside = gds.async_pread(room(TASK), path)
     spin_until(lambda: fake.together == 2)
@@ -512,7 +513,7 @@ def test_call_given_up_that_returns_ends_its_transfer_once(
 ) -> None:
     gds = new_gds(intra_op_parallelism=2)
     gds._host_too = False
-    gds._gds._workers[0]._mover._needs_cuda = True
+    cufile_of(gds)._workers[0]._mover._needs_cuda = True
     path.write_bytes(bytes(9 * TASK))
     let_in = threading.Event()
     monkeypatch.setattr(device, "enter", lambda _: let_in.wait() if fake.together else None)
@@ -522,8 +523,8 @@ def test_call_given_up_that_returns_ends_its_transfer_once(
     given_up = gds.async_pread(device.take(room(9 * TASK)), path)
     spin_until(lambda: len(_workers_on(gds, given_up)) == 1)
     (worker,) = _workers_on(gds, given_up)
-    with gds._gds.condition:
-        gds._gds._give_up(worker)
+    with cufile_of(gds).condition:
+        cufile_of(gds)._give_up(worker)
     assert isinstance(given_up.exception(), TimeoutError)
     let_in.set()
     spin_until(lambda: not worker.lost)
@@ -537,8 +538,8 @@ def test_call_given_up_that_returns_ends_its_transfer_once(
 def _workers_on(gds: nvmeio.GdsHandle, operation: nvmeio.Operation) -> list[engine._Worker]:
     return [
         worker
-        for worker in gds._gds._workers
-        if worker.task is not None and worker.task.request is operation._record.request
+        for worker in cufile_of(gds)._workers
+        if worker.task is not None and worker.task.request is record_of(operation).request
     ]
 
 
@@ -624,8 +625,8 @@ def test_process_exits_whatever_hangs(fake_library: Path, tmp_path: Path, what: 
 
 def test_engine_serves_one_handle(gds: nvmeio.GdsHandle) -> None:
     with pytest.raises(RuntimeError, match="one engine serves one handle"):
-        gds._gds.start(gds._options)
-    assert isinstance(gds._gds, engine.CuFileEngine)
+        cufile_of(gds).start(gds._options)
+    assert isinstance(cufile_of(gds), engine.CuFileEngine)
 
 
 def test_a_file_that_the_collector_lets_go_while_another_is_registered(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from checkpoint import _rank_program
 from checkpoint._rank_program import LIMIT_S, PATIENCE_S, Rank, Work
 from inference import _models as models
+from inside import uses_of
 from support import nvmeio_threads, spin_until, spin_until_collected
 
 import nvmeio
@@ -74,7 +75,7 @@ def shares(me: Rank, packed: str = "model") -> None:
     ids = own_prompt(me)
     assert right(model, me.notes / "model", ids)
     units, passes = len(model.weight_stream.units), 3
-    spin_until(lambda: not model.weight_stream._uses.resources.reader._wants)
+    spin_until(lambda: not uses_of(model).resources.reader._wants)
     me.meet_others()  # the first units of the next pass are there
     me.read.clear()
     for _ in range(passes):
@@ -83,7 +84,7 @@ def shares(me: Rank, packed: str = "model") -> None:
     assert wanted > 6_000_000 / me.world
     read = lambda: sum(nbytes for _, nbytes in me.read)  # noqa: E731
     spin_until(lambda: read() >= 0.99 * wanted)
-    spin_until(lambda: not model.weight_stream._uses.resources.reader._wants)
+    spin_until(lambda: not uses_of(model).resources.reader._wants)
     me.meet_others()
     assert abs(read() - wanted) <= 0.01 * wanted, (read(), wanted, units)
     model.weight_stream.close()
@@ -149,7 +150,7 @@ def kinds(me: Rank) -> None:
     # A rank alone needs nobody
     group = [dist.new_group([rank]) for rank in range(me.world)][me.rank]
     model = nvmeio.stream_model(me.notes / "model", process_group=group)
-    assert type(model.weight_stream._uses.resources.reader) is Reader
+    assert type(uses_of(model).resources.reader) is Reader
     model.weight_stream.close()
 
 
@@ -296,7 +297,7 @@ def interrupted(me: Rank) -> None:
         hook.remove()
     assert torch.equal(models.tokens(model, ids, 4), wanted)
     if me.rank == 0:  # it waits for the others, who are not done
-        reader = model.weight_stream._uses.resources.reader
+        reader = uses_of(model).resources.reader
         pressing = threading.Thread(target=press_when, args=(lambda: reader._leaving,))
         pressing.start()
         with me.raises(KeyboardInterrupt):

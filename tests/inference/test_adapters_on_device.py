@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import EVERY_PACE, Accelerator, Pace, accelerator
+from inside import uses_of
 from test_training import adapted, by_three, by_unit, data, empty, plain, saved, unit_bytes
 from torch import nn
 
@@ -141,7 +142,7 @@ def test_the_device_holds_a_window_of_the_base_at_a_time(
     with accelerator(monkeypatch) as cuda:
         model = streamed(path)
         try:
-            memory = model.weight_stream._uses.resources.memory
+            memory = uses_of(model).resources.memory
             assert same(cuda, trained(model, cuda.tensor, plain, 1), wanted)
             assert memory._there.in_use_bytes <= memory._there.budget_bytes
             assert memory._there.budget_bytes < sum(p.nbytes for p in whole.parameters())

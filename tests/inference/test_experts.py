@@ -19,6 +19,7 @@ from inference._models import (
     saved,
     tokens,
 )
+from inside import uses_of
 from support import HeldEngine, aged, spin_until, thread
 
 import nvmeio
@@ -164,7 +165,7 @@ def test_experts_that_were_not_read_are_never_used(
     """With NaN where nothing was read, an expert too few would show."""
     saved(lambda: mixtral(experts=8), tmp_path)
     model = stream(tmp_path, resident_bytes=1 << 20)
-    take = model.weight_stream._uses.resources.memory.take
+    take = uses_of(model).resources.memory.take
 
     def poisoned(unit: Any, stays: bool) -> Any:
         slot = take(unit, stays)
@@ -172,6 +173,6 @@ def test_experts_that_were_not_read_are_never_used(
             slot.host.fill_(0xFF)
         return slot
 
-    monkeypatch.setattr(model.weight_stream._uses.resources.memory, "take", poisoned)
+    monkeypatch.setattr(uses_of(model).resources.memory, "take", poisoned)
     ids = prompt(batch=1, length=2)
     assert tokens(model, ids, 8).equal(tokens(loaded(tmp_path), ids, 8))

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from inference import _models as models
+from inside import uses_of
 from support import spin_until
 from typer.testing import CliRunner
 
@@ -166,7 +167,7 @@ def test_each_drive_is_read_by_its_weight(
     with nvmeio.AioHandle(engine=Counting()) as handle:
         model = stream(folders, handle=handle, resident_bytes=24_000_000, window=1)
         models.logits(model, models.prompt())
-        reader = model.weight_stream._uses.resources.reader
+        reader = uses_of(model).resources.reader
 
         def is_idle() -> bool:
             return not reader._queue and all(flying[0].done() for flying in [*reader._flying])

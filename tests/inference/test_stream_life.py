@@ -19,6 +19,7 @@ import torch
 from inference._models import llama, loaded, logits, prompt, saved, tokens
 from inference._stream_parts import NAME, Make, changed_checkpoint
 from inference.test_models import empty_net, saved_net
+from inside import uses_of
 from support import (
     PATIENCE_S,
     HeldEngine,
@@ -125,7 +126,7 @@ def test_a_model_with_a_parameter_of_its_own_goes_when_it_is_dropped(tmp_path: P
     net(torch.randn(5, 16))
     with pytest.raises(RuntimeError):
         net(torch.randn(5, 17))
-    give_up = net.weight_stream._uses._give_up
+    give_up = uses_of(net)._give_up
     net.weight_stream._owner.call(give_up)  # as after a disk error
     net(torch.randn(5, 16))
     net.weight_stream._owner.call(give_up)
@@ -438,7 +439,7 @@ def test_closing_waits_for_a_layer_that_stays(
     net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=64 << 20)
     x = torch.randn(5, 16)
     inside, go, through = threading.Event(), threading.Event(), threading.Event()
-    turns = net.weight_stream._uses.turns
+    turns = uses_of(net).turns
     threads_that_use, await_shared = turns._shared, turns.await_shared
 
     class Late(Waiting):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import DEVICE, EVERY_PACE, Accelerator, Kernels, Pace, Stream, accelerator
+from inside import uses_of
 from test_training import data, empty, saved, unit_bytes
 
 import nvmeio
@@ -148,7 +149,7 @@ def test_what_stays_has_arrived_for_streams_that_do_not_ask(
             ]
             assert_same(cuda, found, wanted)
             passed(cuda, stream(cuda, Pace.EAGER), model, data(0))
-            uses, here = model.weight_stream._uses, threading.get_ident()
+            uses, here = uses_of(model), threading.get_ident()
             assert all(uses.settled_use(unit, here) for unit in uses._units)
         finally:
             model.weight_stream.close()
@@ -207,7 +208,7 @@ def test_a_close_waits_for_streams_that_compute(
         )
         streams: Any = [stream(cuda, Pace.EAGER), stream(cuda, Pace.LAZY)]
         found = [passed(cuda, each, model, data(n)) for n, each in enumerate(streams)]
-        sizes = [unit.layout.nbytes for unit in model.weight_stream._uses._units]
+        sizes = [unit.layout.nbytes for unit in uses_of(model)._units]
         model.weight_stream.close()
         gc.collect()
         with cuda.stream(streams[0]):  # on which the memory was allocated

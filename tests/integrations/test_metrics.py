@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import core_of
 from support import run_python, spin_until
 
 import nvmeio
@@ -40,7 +41,7 @@ def test_an_open_handle_is_counted_and_not_kept(tmp_path: Path) -> None:
     counted, handles = totals()
     assert counted.bytes_written - before.bytes_written == handle.stats.bytes_written == NBYTES
     assert handles >= 1
-    core = weakref.ref(handle._cores.host)
+    core = weakref.ref(core_of(handle))
     del handle
 
     def gone() -> bool:

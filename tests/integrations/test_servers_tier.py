@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import store_of
 from integrations import kv_weights
 from interrupting import at_places, at_random_times, everywhere
 
@@ -197,7 +198,7 @@ def job(number: int, keys: list[bytes], chunks: list[int]) -> Any:
 
 
 def ended(tier: Any) -> list[tuple[int, bool, Any]]:
-    tier._store.drain()
+    store_of(tier).drain()
     return [(r.job_id, r.success, r.successful_keys) for r in tier.get_finished_jobs()]
 
 
@@ -228,7 +229,7 @@ def test_a_chunk_on_its_way_is_to_be_asked_for_again(
 ) -> None:
     tier = opened(Primary())
     held: list[Any] = []
-    monkeypatch.setattr(tier._store, "begin_store", lambda *given: held.append(given))
+    monkeypatch.setattr(store_of(tier), "begin_store", lambda *given: held.append(given))
     tier.submit_store(job(1, [b"a"], [0]))
     assert tier.lookup(b"a", None) is interface.RETRY
     held[0][2]([False])
@@ -239,7 +240,7 @@ def test_a_chunk_on_its_way_is_to_be_asked_for_again(
 def run(tier: Any, submit: Callable[[Any], None], number: int, chunks: list[int]) -> None:
     """A job from one end to the other, as vLLM's manager follows it."""
     submit(job(number, [bytes([chunk]) for chunk in chunks], chunks))
-    tier._store.drain()
+    store_of(tier).drain()
     results = []
     for result in tier.get_finished_jobs():
         results.append(result)
@@ -261,21 +262,21 @@ def test_an_interrupted_submission_is_none_or_goes_on(
         run(tier, tier.submit_store, 1, chunks)
         assert tier.lookup(bytes([3]), None) is interface.HIT
         run(tier, tier.submit_load, 2, chunks)
-        tier._store.clear()
+        store_of(tier).clear()
 
     for where in interrupts(work, 120):
-        tier._store.drain()
+        store_of(tier).drain()
         before = [result.job_id for result in tier.get_finished_jobs()]
         assert before in ([], [1], [2]), where  # what was interrupted, if anything, and once
         expected = interface.HIT, interface.MISS
         assert tier.lookup(bytes([3]), None) in expected, where
-        tier._store.clear()
+        store_of(tier).clear()
         assert tier.lookup(bytes([3]), None) is interface.MISS, where
         run(tier, tier.submit_store, 3, chunks)
         primary.mapping[5 * CHUNK : 6 * CHUNK] = bytes(CHUNK)
         run(tier, tier.submit_load, 4, chunks)
         assert primary.chunk(5) == primary.whole[5].numpy().tobytes(), where
-        tier._store.clear()
+        store_of(tier).clear()
     run(tier, tier.submit_store, 5, chunks)
     run(tier, tier.submit_store, 6, [1])
     assert len(tier._storing) <= len(chunks) + 1  # what had ended is forgotten
@@ -295,7 +296,7 @@ def test_no_end_of_a_job_is_lost_to_an_interrupt(opened: Callable[..., Any]) -> 
     for _ in everywhere(work):
         number += 1
         tier.submit_store(job(number, [bytes([number % 16])], [number % 16]))
-        tier._store.drain()
+        store_of(tier).drain()
     work()
     assert told == list(range(1, number + 1))
     assert number
@@ -330,13 +331,13 @@ def test_a_drive_that_fails_the_table_as_well_ends_every_job(
     tier = opened(Primary())
     tier.submit_store(job(1, [b"a"], [0]))
     assert ended(tier) == [(1, True, None)]
-    with tier._store.path.open("r+b") as file:
+    with store_of(tier).path.open("r+b") as file:
         file.write(b"damaged")
 
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "the drive failed")
 
-    monkeypatch.setattr(tier._store._catalog._table, "empty", fail)
+    monkeypatch.setattr(store_of(tier)._catalog._table, "empty", fail)
     tier.submit_load(job(2, [b"a"], [4]))
     assert ended(tier) == [(2, False, None)]
     assert tier.lookup(b"a", None) is interface.MISS
@@ -349,7 +350,7 @@ def test_a_load_that_fails_in_part(opened: Callable[..., Any], interface: Any) -
     tier = opened(Primary())
     tier.submit_store(job(1, [b"a", b"b"], [0, 1]))
     ended(tier)
-    with tier._store.path.open("r+b") as file:
+    with store_of(tier).path.open("r+b") as file:
         file.write(b"damaged")
     tier.submit_load(job(2, [b"a", b"x", b"b"], [4, 5, 6]))
     ((_, success, keys),) = ended(tier)
@@ -605,14 +606,14 @@ def test_vllms_manager_stores_and_promotes(interface: Any, tmp_path: Path) -> No
         chunks = prepared.store_spec.chunk_ids.tolist()
         expected = primary.chunk(chunks[prepared.keys_to_store.index(keys[3])])
         manager.complete_store(keys, request, True)
-        tier._store.drain()
+        store_of(tier).drain()
         manager._process_finished_jobs()
         first.reset_cache()
         assert [tier.lookup(key, request) for key in keys] == [LookupResult.HIT] * CHUNKS
         primary.mapping[:] = bytes(CHUNK * CHUNKS)
         assert manager.lookup(keys[3], request) is LookupResult.HIT_PENDING
         manager.on_schedule_end(ScheduleEndContext((), ()))
-        tier._store.drain()
+        store_of(tier).drain()
         assert manager.lookup(keys[3], request) is LookupResult.HIT
         loaded = [primary.chunk(n) for n in range(CHUNKS) if any(primary.chunk(n))]
         assert loaded == [expected]

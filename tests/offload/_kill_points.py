@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from _offload_models import model, train
+from inside import swapper_of
 
 import nvmeio
 from nvmeio.offload import SwappedOptimizer
@@ -108,12 +109,12 @@ def killed(folder: Path, at: int, from_the_start: bool) -> None:
     module, optimizer, _ = made_in(folder, FakeEngine(fail=block))
     if not from_the_start:
         train(module, optimizer, BEFORE)
-        optimizer._swapper.store.settle()
+        swapper_of(optimizer).store.settle()
         killer.patch()
         armed[0] = True
         train(module, optimizer, 1, BEFORE)
         (folder / "stepped").write_text("")
-    optimizer._swapper.store.settle()
+    swapper_of(optimizer).store.settle()
     (folder / "all").write_text(json.dumps(killer.seen))
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from inside import swapper_of
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -144,7 +145,7 @@ def resume(folder: Path, world: int) -> None:
     own = Path(optimizer.swap_dir)
     assert not optimizer.resumed
     train(ours, optimizer, 3)
-    engine: Any = optimizer._swapper
+    engine: Any = swapper_of(optimizer)
     engine.store.settle()
     if dist.get_rank():
         shutil.copytree(own, folder / "before")

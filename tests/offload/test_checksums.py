@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from _offload_models import assert_same_state, assert_same_weights, loss_of, model, train
+from inside import swapper_of
 
 import nvmeio
 from nvmeio.offload import SwappedModule, SwappedOptimizer
@@ -21,7 +22,7 @@ def resumed(made: Any, folder: Path, **options: Any) -> SwappedOptimizer:
 
 def flip(optimizer: SwappedOptimizer, number: int, name: str) -> str:
     """One bit in the middle of what is current of a parameter; the file."""
-    swapper: Any = optimizer._swapper
+    swapper: Any = swapper_of(optimizer)
     piece = swapper.params[number].pieces[0]
     (part,) = swapper.store.files.file_parts(piece, name)
     path = Path(optimizer.swap_dir) / f"state.{piece.current}"
@@ -120,7 +121,7 @@ def test_what_is_loaded_added_and_left_out_is_summed_too(tmp_path: Path) -> None
         extra.grad = torch.ones_like(extra)
         optimizer.step()
         optimizer.zero_grad()
-        swapper: Any = optimizer._swapper
+        swapper: Any = swapper_of(optimizer)
         assert all(set(piece.sums) == set(piece.spans) for piece in swapper.store.files.pieces)
         flip(optimizer, len(swapper.params) - 1, "exp_avg")
         extra.grad = torch.ones_like(extra)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from _gpt import Gpt, train
+from inside import swapper_of
 
 import nvmeio
 from nvmeio.offload import SwappedModule, SwappedOptimizer, offload
@@ -303,7 +304,7 @@ def test_closing_closes_the_handle_that_was_made(tmp_path: Path) -> None:
     """It was left to the garbage collector."""
     config = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     made = offload(gpt(), torch.optim.Adam, config)
-    engine: Any = made.optimizer._swapper  # type: ignore[attr-defined]
+    engine: Any = swapper_of(made.optimizer)  # type: ignore[attr-defined]
     its = engine.handles.of(engine.store.files.opened([0])[0])
     made.close()
     assert its.closed

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from _offload_models import assert_same_weights, model, train
+from inside import swapper_of
 from support import run_python
 
 import nvmeio
@@ -274,7 +275,7 @@ def test_a_step_that_a_loss_of_power_took_is_said(
     made = model()
     with swapped(made, tmp_path, resume=True) as optimizer:
         train(made, optimizer, 2)
-        engine: Any = optimizer._swapper
+        engine: Any = swapper_of(optimizer)
         engine.store.settle()
         engine.store._durable = False
         train(made, optimizer, 1, 2)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from _offload_models import assert_same_weights, loss_of, model, train
+from inside import swapper_of
 from support import PATIENCE_S, run_python
 
 import nvmeio
@@ -47,7 +48,7 @@ def test_data_that_was_lost_is_told_of_every_time(
     made = model()
     optimizer = swapped(made, tmp_path)
     train(made, optimizer, 1)
-    engine: Any = optimizer._swapper
+    engine: Any = swapper_of(optimizer)
     engine.store.settle()
 
     def lose(file: Any, data_only: bool) -> None:
@@ -87,7 +88,7 @@ def test_a_mark_that_fails_is_made_before_anything_is_overwritten(
 
     mark = manifests.mark_durable
     with swapped(made, tmp_path) as optimizer:
-        engine: Any = optimizer._swapper
+        engine: Any = swapper_of(optimizer)
         engine.store.settle()
         monkeypatch.setattr(manifests, "mark_durable", fail)
         loss_of(made, 0).backward()
@@ -108,7 +109,7 @@ def test_settled_at_the_end_of_the_program_a_generation_is_durable(
     made = model()
     taken_up, gate = threading.Event(), threading.Event()
     with swapped(made, tmp_path) as optimizer:
-        engine: Any = optimizer._swapper
+        engine: Any = swapper_of(optimizer)
         engine.store.settle()
         sync = engine.handles.sync_fsync
 
@@ -172,7 +173,7 @@ def test_a_commit_that_fails_leaves_no_manifest_of_it(
 
     with swapped(made, tmp_path, resume=True) as optimizer:
         train(made, optimizer, 2)
-        engine: Any = optimizer._swapper
+        engine: Any = swapper_of(optimizer)
         engine.store.settle()
         loss_of(made, 2).backward()
         before = [p.detach().clone() for p in made.parameters()]
@@ -200,7 +201,7 @@ def test_the_generation_that_is_written_over_loses_its_manifest_first(tmp_path: 
     made = model()
     with swapped(made, tmp_path, resume=True) as optimizer:
         train(made, optimizer, 2)
-        engine: Any = optimizer._swapper
+        engine: Any = swapper_of(optimizer)
         assert len(manifests.read(optimizer.swap_dir).complete) == 2
         engine.store.prepare()
         assert [each.generation for each in manifests.read(optimizer.swap_dir).complete] == [3]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from fake_accelerator import DEVICE, EVERY_PACE, Accelerator, Pace, accelerator
 from fake_cuda import STREAMS
+from inside import store_of
 
 import nvmeio
 from nvmeio._memory import devices
@@ -64,10 +65,10 @@ def device_in_use_bytes(module: SwappedModule) -> int:
     """What units, and tensors that outlive them, take of the window on the device."""
 
     def count() -> int:
-        module._store._device_pool.take_back()
-        return module._store._device_pool.in_use_bytes
+        store_of(module)._device_pool.take_back()
+        return store_of(module)._device_pool.in_use_bytes
 
-    return module._store._owner.call(count)
+    return store_of(module)._owner.call(count)
 
 
 def losses_of(
@@ -117,7 +118,7 @@ def test_losses_and_gradients_equal_those_in_memory(cuda: Accelerator, tmp_path:
         assert_equal(cuda, found, losses)
         assert_equal(cuda, [p.grad for p in made.parameters()], gradients)
         assert module.device == DEVICE
-        assert module._store.in_use_bytes <= module.resident_bytes == 3 * LARGEST
+        assert store_of(module).in_use_bytes <= module.resident_bytes == 3 * LARGEST
         assert device_in_use_bytes(module) <= module.device_bytes == 2 * LARGEST
         assert cuda.has(made.seen)
 
@@ -241,7 +242,7 @@ def test_an_exception_in_a_hook_leaves_the_module_right(cuda: Accelerator, tmp_p
             with pytest.raises(KeyError):
                 losses_of(module, cuda.tensor)
             hook.remove()
-        assert module._store.held == []
+        assert store_of(module).held == []
         assert_equal(cuda, losses_of(module, cuda.tensor), losses)
         assert_equal(cuda, [p.grad for p in ours.parameters()], gradients)
 
@@ -324,7 +325,7 @@ def test_weights_in_use_are_not_given_to_a_stream_of_the_user(
     found, kept = [], []
     with accelerator(monkeypatch, Pace.LAZY, Pace.EAGER) as cuda:
         with swapped(model(), tmp_path) as module, torch.no_grad():
-            lengths = {unit.nbytes for unit in module._store.units}
+            lengths = {unit.nbytes for unit in store_of(module).units}
             computing: list[Any] = [cuda.current_stream()]
             if two:
                 computing.append(cuda.Stream(DEVICE))

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from _offload_models import assert_same_state, assert_same_weights, loss_of, model, train
+from inside import swapper_of
 from support import die_at_birth, run_python, spin_until
 
 import nvmeio
@@ -298,7 +299,7 @@ def test_after_a_power_cut_what_was_durable_counts(
     made, theirs = model(), model()
     with resumed(made, tmp_path) as optimizer:
         train(made, optimizer, 2)
-        engine: Any = optimizer._swapper
+        engine: Any = swapper_of(optimizer)
         engine.store.settle()
         engine.store._durable = False
         train(made, optimizer, 1, 2)
@@ -315,7 +316,7 @@ def test_what_is_resumed_is_made_durable(tmp_path: Path, monkeypatch: pytest.Mon
     made = model()
     with resumed(made, tmp_path) as optimizer:
         train(made, optimizer, 2)
-        engine: Any = optimizer._swapper
+        engine: Any = swapper_of(optimizer)
         engine.store.settle()
         engine.store._durable = False
         train(made, optimizer, 1, 2)
@@ -515,7 +516,7 @@ def test_without_room_for_a_thread_the_step_makes_itself_durable(
         die_at_birth(patch, "nvmeio-offload-help")
         optimizer = resumed(made, tmp_path)
     with optimizer:
-        engine: Any = optimizer._swapper
+        engine: Any = swapper_of(optimizer)
         engine.store.commit(Change(), [])
         found = manifests.newest(optimizer.swap_dir)
         assert found is not None

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from disk_log import DiskLog
+from inside import store_of
 
 from nvmeio import AioHandle, TransferError
 from nvmeio._distributed.rank_store import RankStore
@@ -273,7 +274,7 @@ def test_ranks_that_resume_wait_for_each_other_from_the_first_step_on(
     joined: list[bool] = []
 
     def agreed(directory: str) -> Agreed:
-        joined.append(len(joined) + 1 == first._store.add("joined", 0))
+        joined.append(len(joined) + 1 == store_of(first).add("joined", 0))
         return Agreed(None, [], [], "")  # when all have come so far
 
     monkeypatch.setattr("nvmeio.offload._generations.generations.agreed", agreed)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from _offload_models import assert_same_weights, loss_of, model, train
+from inside import swapper_of
 
 import nvmeio
 from nvmeio.engines.base import Opcode
@@ -379,7 +380,7 @@ def test_a_flipped_bit_names_the_drive(drives: list[Path]) -> None:
         x = torch.randn(4, WIDTH)
         made(x).sum().backward()
         optimizer.step()
-        engine: Any = optimizer._swapper
+        engine: Any = swapper_of(optimizer)
         piece = engine.params[4].pieces[0]
         parts = engine.store.files.file_parts(piece, "exp_avg")
         assert len(parts) > 1
@@ -404,7 +405,7 @@ def test_a_drive_that_loses_data_ends_the_stepping(
     made = model()
     with swapped(made, drives) as optimizer:
         train(made, optimizer, 1)
-        engine: Any = optimizer._swapper
+        engine: Any = swapper_of(optimizer)
         engine.store.settle()
         sync = engine.handles.sync_fsync
 

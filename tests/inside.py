@@ -1,0 +1,48 @@
+"""What is behind a public object, for tests that bring about what no caller could.
+
+Each way in is here once, so that what is behind may change without the tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+import nvmeio
+
+
+def saver_of(checkpointer: nvmeio.Checkpointer) -> Any:
+    """What makes the saves of a Checkpointer, one after another."""
+    return checkpointer._saver
+
+
+def uses_of(model: nn.Module) -> Any:
+    """What a streamed model's stream owns: which weights are in memory, and for whom."""
+    stream: Any = model.weight_stream
+    return stream._uses
+
+
+def swapper_of(optimizer: Any) -> Any:
+    """What a SwappedOptimizer's owner works with."""
+    return optimizer._swapper
+
+
+def store_of(owner: Any) -> Any:
+    """Where something of ours keeps what is not in memory."""
+    return owner._store
+
+
+def core_of(handle: nvmeio.AioHandle) -> Any:
+    """What has a handle's operations on host memory in flight."""
+    return handle._cores.host
+
+
+def cufile_of(handle: nvmeio.GdsHandle) -> Any:
+    """The engine that moves a handle's device memory through cuFile."""
+    return handle._gds
+
+
+def record_of(operation: nvmeio.Operation) -> Any:
+    """What the core keeps of an operation."""
+    return operation._record
