@@ -360,12 +360,7 @@ def _checked(path: str | os.PathLike[str]) -> str:
             f"expected a path, not {type(path).__name__}; for an open file use torch.save, "
             "or torch.save(obj, nvmeio.FastFileWriter(path))"
         )
-    name = os.fspath(path)
-    if not isinstance(name, str):
-        raise TypeError(f"a path must be a str, not {name!r}; os.fsdecode turns bytes into one")
-    if "\0" in name:
-        raise ValueError(f"file name {name!r} contains a null character")
-    return name
+    return files.checked_path(path)
 
 
 def _check_target(path: str, target: str) -> bool:

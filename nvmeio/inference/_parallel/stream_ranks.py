@@ -72,12 +72,8 @@ class Ranks:
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
         """Tell the other ranks, which wait for this one, what the block raises."""
-        try:
+        with on_error(self.drop), self._messages.telling():
             yield
-        except BaseException as failed:
-            self._messages.fail(failed)
-            self.drop()
-            raise
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
