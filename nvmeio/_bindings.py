@@ -129,12 +129,12 @@ class OwnFds:
 
     @property
     def direct(self) -> int:
-        """The one with O_DIRECT, or -1."""
+        """The descriptor with O_DIRECT, or -1."""
         return int(self._raw.direct)
 
     @property
     def buffered(self) -> int:
-        """The one without, or -1."""
+        """The descriptor without O_DIRECT, or -1."""
         return int(self._raw.buffered)
 
     def open(self, direct: bool, path: str, flags: int) -> int:

@@ -276,6 +276,6 @@ def _cufile_core(engine: _cufile.CuFileEngine, host: Core) -> Core:
 
 
 def _start_of(tensor: torch.Tensor) -> int:
-    """Of a tensor without elements too, for which data_ptr() is 0."""
+    """A tensor's address; also of one without elements, for which data_ptr() is 0."""
     start = int(tensor.storage_offset()) * tensor.element_size()
     return tensor.untyped_storage().data_ptr() + start

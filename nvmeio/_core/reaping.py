@@ -226,12 +226,12 @@ class Reaper:
 
 
 class Watchers:
-    """Those who wait for records of a core.
+    """Keeps who waits for records of a core, and tells them.
 
     Args:
         engine: Makes the completion queues.
         live: Has the records that are in flight.
-        reaper: Settles them.
+        reaper: Concludes them.
 
     Attributes:
         queues: Where completions arrive.

@@ -203,7 +203,7 @@ class WriteProtection:
 
     @property
     def spilled_bytes(self) -> int:
-        """Of these, into a file."""
+        """How much of `aside_bytes` went into a file."""
         return int(self._counters().spilled_bytes)
 
     @property

@@ -230,11 +230,12 @@ def _done(do: Callable[[], object], mark: Any) -> Undone:
     reference, `methodcaller`, torch) runs no Python either.
     """
     made = Undone()
+    steps = (do, functools.partial(mark, made, _undo))
     try:
-        made.extend(map(_called, (do, functools.partial(mark, made, _undo))))
+        made.extend(map(_called, steps))  # calls both, and keeps the mark for as long as `made`
         return made
     finally:
-        del made
+        del made, steps  # or this frame, in a traceback, would keep it
 
 
 _called: Any = functools.partial.__call__

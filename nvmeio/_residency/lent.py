@@ -83,7 +83,7 @@ class LentPool:
 
     @property
     def budget_bytes(self) -> int:
-        """Of the pool."""
+        """The budget of the pool."""
         return self._pool.budget_bytes
 
     @property

@@ -145,7 +145,7 @@ class BackgroundSaver(NotPickled):
 
     @property
     def last(self) -> SaveReport | None:
-        """Of the save that was begun last; with what its writing took, once it is durable."""
+        """The report of the save that was begun last; what its writing took, once it is durable."""
         return self._last
 
     def _save(self, plan: Plan, path: str, checksum: bool, began: float) -> SaveReport:

@@ -369,12 +369,12 @@ class Records(Dataset[torch.Tensor], ClosingWork):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements."""
+        """The dtype of the elements."""
         return self._layout.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one record."""
+        """The shape of one record."""
         return self._layout.shape
 
     @property

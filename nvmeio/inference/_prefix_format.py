@@ -99,7 +99,7 @@ class Head(NamedTuple):
         return [f"{name}\0{self.generation}\0{part}\0{number}" for number in range(count)]
 
     def all_blocks(self, name: str) -> list[str]:
-        """Those of all parts."""
+        """The blocks of all parts."""
         return [key for part in range(len(self.layers) + 1) for key in self.blocks(name, part)]
 
 

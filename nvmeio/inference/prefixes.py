@@ -158,7 +158,7 @@ class PrefixCache:
         return Head(secrets.token_hex(8), *known, (sequences, tokens), tuple(described))
 
     def _identity(self, handle: AioHandle) -> str:
-        """Of the weights."""
+        """What identifies the weights, as text."""
         if self._weights_id is not None:
             return f"named {self._weights_id}"
         stream = getattr(self._model, "weight_stream", None)

@@ -211,7 +211,7 @@ class WeightStream(NotPickled, Closing):
         return GradMode(torch.is_grad_enabled(), in_backward())
 
     def origin_of(self, address: int, offset: int) -> Origin | None:
-        """Whose weights a tensor lies over that autograd wants to keep; see `_residency.calls`."""
+        """The owner of the weights under a tensor that autograd keeps; see `_residency.calls`."""
         uses = self._uses
         found = None if uses is None else uses.place_at(address)
         return None if found is None else _Origin(self, *found)
@@ -486,7 +486,7 @@ class WeightStream(NotPickled, Closing):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that it computes on."""
         return self._device
 
     @property
@@ -496,12 +496,12 @@ class WeightStream(NotPickled, Closing):
 
     @property
     def fixed(self) -> Unit:
-        """What is always there."""
+        """The unit that is always in memory."""
         return self._partition.fixed
 
     @property
     def units(self) -> Sequence[Unit]:
-        """What is streamed or kept as one, in the order of the module tree."""
+        """The units, each streamed or kept as a whole, in the order of the module tree."""
         return tuple(self._partition.units)
 
     @property

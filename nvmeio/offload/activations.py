@@ -169,17 +169,17 @@ class SwappedActivations(NotPickled, Closing):
 
     @property
     def in_memory_bytes(self) -> int:
-        """Of what is saved now, in host memory, including what others hold there."""
+        """Bytes of what is saved now that are in host memory; others may hold them too."""
         return self._store.in_memory_bytes
 
     @property
     def on_device_bytes(self) -> int:
-        """Of what is saved now, on devices as forward has left it, including what others hold."""
+        """Bytes of what is saved now that are on devices, as forward left them."""
         return self._on_device.nbytes
 
     @property
     def on_drive_bytes(self) -> int:
-        """Of what is saved now, on the drive."""
+        """Bytes of what is saved now that are on the drive."""
         return self._store.on_drive_bytes
 
     @property

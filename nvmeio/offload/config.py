@@ -67,7 +67,7 @@ class Offloaded(_Pair):
 
     @property
     def last_step(self) -> Times | None:
-        """Of a swapped optimizer: where the time of the last step went."""
+        """Where the time of the swapped optimizer's last step went."""
         optimizer = self.optimizer
         return optimizer.last_step if isinstance(optimizer, SwappedOptimizer) else None
 

@@ -260,7 +260,7 @@ class _LoadingParts:
             return self._load_states(save, survey.saves[save])
 
     def _load_states(self, save: Save, having: dict[int, list[int]]) -> Loaded:
-        """Of ranks with a state each: this one's own, another one's, or all."""
+        """Load a save with a state for each rank: this rank's, another rank's, or all."""
         wanted, own = self.wanted, self.wanted.own
         if wanted.rank is not None:
             if wanted.rank >= save.parts:
@@ -310,7 +310,7 @@ class _LoadingParts:
 
 
 def whole_saves(ranks: PartRanks, drives: OwnDrives, call: LongCall) -> list[Save]:
-    """Those that can be restored, the oldest first; the same on all ranks."""
+    """The saves that can be restored, the oldest first; the same on all ranks."""
     ranks.listen(call)
     with ranks.telling():
         return ranks.survey(drives).whole()

@@ -180,12 +180,12 @@ class StateSnapshot:
 
     @property
     def protected_bytes(self) -> int:
-        """Of these, in protected host memory."""
+        """How much of `left_bytes` is in protected host memory."""
         return 0 if self._protected is None else self._protected.nbytes
 
     @property
     def aside_bytes(self) -> int:
-        """Of these, what was copied aside because somebody wrote there."""
+        """How much of `protected_bytes` was copied aside, because somebody wrote there."""
         return 0 if self._protected is None else self._protected.aside_bytes
 
     @property

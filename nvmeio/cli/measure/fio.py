@@ -139,7 +139,7 @@ def _failed(process: subprocess.Popen[str], output: str, errors: str) -> Failed:
 
 
 def figures(jobs: Sequence[JobReport]) -> Figures:
-    """Of jobs that ran beside each other, all reading or all writing."""
+    """The figures of jobs that ran beside each other, all reading or all writing."""
     seconds = cpu_s = 0.0
     nbytes = operations = 0
     for job in jobs:

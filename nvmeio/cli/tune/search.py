@@ -300,7 +300,7 @@ class Search:
         return value
 
     def _best(self, keep: int) -> list[Options]:
-        """Those that were fastest so far, longer looks counting for more."""
+        """The settings that were fastest so far; longer looks count for more."""
 
         def merit(setting: Options) -> float:
             looks = self._looks[setting]

@@ -148,7 +148,7 @@ class RankReader(Reader):
 
     @property
     def files(self) -> Sequence[File]:
-        """Of the checkpoint."""
+        """The files of the checkpoint."""
         return self._checkpoint.files
 
     def submit(self, fill: Fill) -> None:

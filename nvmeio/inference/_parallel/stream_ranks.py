@@ -55,7 +55,7 @@ class Ranks:
 
     @classmethod
     def of_group(cls, group: Any, timeout_s: float, path: str) -> Ranks | None:
-        """Those of a process group; None for a process alone.
+        """The ranks of a process group; None for a process alone.
 
         Raises:
             TypeError: `group` is no process group.

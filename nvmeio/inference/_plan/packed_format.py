@@ -138,7 +138,7 @@ def rank_directory(rank: int) -> str:
 
 
 def of_rank(path: str | os.PathLike[str], rank: int | None) -> str | os.PathLike[str]:
-    """Of a directory of several ranks' parts the one of a rank; anything else as it is.
+    """A rank's part, where the directory has several ranks' parts; else the directory itself.
 
     Raises:
         ValueError: It is one of several ranks, and there is no rank.

@@ -106,7 +106,7 @@ class _SharedUses:
 
 
 class Turns:
-    """Who has the turn, and who waits; for the owner's thread, but for `shared_use`.
+    """Which caller has the turn, and which ones wait; for the owner's thread, but for `shared_use`.
 
     Attributes:
         closed: Nobody gets the turn any more.

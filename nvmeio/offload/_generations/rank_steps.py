@@ -65,7 +65,7 @@ class DurableSteps:
 
     @classmethod
     def of_default_group(cls, directory: str) -> DurableSteps | None:
-        """Those of the default process group; None for a process alone."""
+        """The steps of the default process group's ranks; None for a process alone."""
         if not several():
             return None
         store = RankStore.of_group(dist.group.WORLD, "steps", directory, "step")
