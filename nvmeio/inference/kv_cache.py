@@ -403,6 +403,7 @@ class KVStore:
     Attributes:
         written_bytes: Bytes that were put away so far.
         read_bytes: Bytes that were brought back.
+        file: Has the blocks; None where they stay in memory.
     """
 
     def __init__(
@@ -422,15 +423,15 @@ class KVStore:
         self._handles = handle
         self._flying: list[Operation] = []
         self._left = torch.empty(0, dtype=torch.uint8)  # of the memory that blocks share
-        self._file = ScratchFile(directories, _BAND_BYTES, 0) if directories else None
+        self.file = ScratchFile(directories, _BAND_BYTES, 0) if directories else None
 
     def _begun(self, memory: torch.Tensor, place: int, writing: bool) -> list[Operation]:
         """Begin to move bytes from a place of the file on."""
         begun: list[Operation] = []
-        if self._file is None or self._handles is None:
+        if self.file is None or self._handles is None:
             raise RuntimeError("there is no file")
         begin = self._handles.async_pwrite if writing else self._handles.async_pread
-        for span in self._file.spans(place, memory.nbytes):
+        for span in self.file.spans(place, memory.nbytes):
             part = memory[span.start : span.start + span.nbytes]
             operation = begin(part, span.file, span.file_offset)
             self._started(operation)
@@ -446,9 +447,9 @@ class KVStore:
         both = memory[:nbytes].view(keys.dtype).view(shape)
         both[0].copy_(keys)
         both[1].copy_(values)
-        if self._file is None:
+        if self.file is None:
             return KVBlock(shape, 0, 0, memory), []
-        place = self._file.take(memory.nbytes)
+        place = self.file.take(memory.nbytes)
         writing = self._begun(memory, place, writing=True)
         # While it is written: it only reads the memory.
         found = crc32.of_memory(memory.data_ptr(), nbytes) if self._checksum else None
@@ -456,7 +457,7 @@ class KVStore:
 
     def _room(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Memory for a block: on its way to the file, or to stay, where many share one."""
-        if self._file is not None or device.type != "cuda":
+        if self.file is not None or device.type != "cuda":
             return new_staging(nbytes, device)
         if self._left.nbytes < nbytes:
             self._left = new_staging(max(nbytes, _SHARED_BYTES), device)
@@ -470,8 +471,8 @@ class KVStore:
         as much each time.
         """
         for block in blocks:
-            if self._file is not None and block.room:
-                self._file.give_back(block.offset, block.room)
+            if self.file is not None and block.room:
+                self.file.give_back(block.offset, block.room)
 
     def _started(self, operation: Operation) -> None:
         # A failure is told by the layer whose tokens they are; the handle need not tell it again.
@@ -504,9 +505,9 @@ class KVStore:
             IntegrityError: They differ.
         """
         found = None if block.sum is None else crc32.of_tensor(memory)
-        if found != block.sum and self._file is not None:
+        if found != block.sum and self.file is not None:
             raise IntegrityError(
-                f"{self._file.describe(block.offset, memory.nbytes)}: {what}, is not what was "
+                f"{self.file.describe(block.offset, memory.nbytes)}: {what}, is not what was "
                 "written there: look at `dmesg` and `smartctl -a`, and start again with a new "
                 "cache (checksum=False takes it as it is)",
                 expected=f"CRC-32 {block.sum:08x}",
@@ -516,5 +517,5 @@ class KVStore:
     def close(self) -> None:
         """Let go of the file, and with it of its blocks."""
         self.settle()
-        if self._file is not None:
-            self._file.close()
+        if self.file is not None:
+            self.file.close()

@@ -216,8 +216,8 @@ def test_offloaded_cache_follows_every_change_of_generation(
         both(4)
         assert store.written_bytes > 0 < store.read_bytes
         assert all(list(folder.iterdir()) == [] for folder in folders)  # files have no names
-        if store._file is not None:
-            assert all(file.size() for file in store._file._files)
+        if store.file is not None:
+            assert all(file.size() for file in store.file._files)
         store.close()
 
 
@@ -336,13 +336,13 @@ def test_beams_do_not_let_the_file_grow(tmp_path: Path) -> None:
                     assert mine.equal(theirs)
             for cache in (ours, stock):
                 cache.reorder_cache(torch.tensor([2, 0, 1]))
-            assert store._file is not None
-            ends.append(store._file.nbytes)
+            assert store.file is not None
+            ends.append(store.file.nbytes)
         held = sum(block.room for layer in ours.layers for block in layer._blocks)
         assert ends[-1] <= 3 * held, (ends, held)
-        assert held == store._file.used_bytes  # nothing is lost
+        assert held == store.file.used_bytes  # nothing is lost
         ours.reset()
-        assert store._file.used_bytes == 0
+        assert store.file.used_bytes == 0
         store.close()
 
 

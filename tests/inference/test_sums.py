@@ -283,8 +283,8 @@ def filled(store: kv_cache.KVStore, count: int = 11) -> tuple[Any, list[torch.Te
 
 def flip_in(store: kv_cache.KVStore, offset: int) -> None:
     store.settle()
-    assert store._file is not None
-    opened = store._file._files[0].acquire(False)
+    assert store.file is not None
+    opened = store.file._files[0].acquire(False)
     try:
         flip(Path(f"/proc/self/fd/{opened.any_fd()}"), offset)
     finally:
