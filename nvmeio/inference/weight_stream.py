@@ -37,7 +37,7 @@ from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio._threads.shutdown import Ending
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
-from nvmeio.inference import blocks as in_lockstep_module
+from nvmeio.inference import block_schedule
 from nvmeio.inference._parallel.rank_reader import RankReader
 from nvmeio.inference._parallel.stream_ranks import Ranks, new_reader
 from nvmeio.inference._plan.budget import Shares
@@ -47,7 +47,7 @@ from nvmeio.inference._stream.stand_ins import ABSENT
 from nvmeio.inference._stream.turns import CLOSED, OwnPass, in_turn
 from nvmeio.inference._stream.uses import GradMode, Uses
 from nvmeio.inference._stream.weights import EmbeddingRows, Resources
-from nvmeio.inference.blocks import Lockstep
+from nvmeio.inference.block_schedule import Lockstep
 from nvmeio.progress import Progress
 
 Value = TypeVar("Value")
@@ -178,7 +178,7 @@ class WeightStream(NotPickled, Closing):
             IntegrityError: A file was written to.
             ClosedError: The stream is closed.
         """
-        lockstep = in_lockstep_module.current()
+        lockstep = block_schedule.current()
         if lockstep is not None:
             lockstep.hand_on()
         self._own_pass.check()
@@ -233,7 +233,7 @@ class WeightStream(NotPickled, Closing):
         if memory is not None:
             owner.post(uses.note_lent, unit)
             return memory
-        caller = _caller(in_lockstep_module.current())
+        caller = _caller(block_schedule.current())
         with profiled("wait", unit.name):
             return in_turn(
                 owner, uses.lend, unit, converted, caller, self._cuda_stream(), self._grads()

@@ -24,7 +24,7 @@ from nvmeio.inference._stream.slots import WeightSlot
 from nvmeio.inference._stream.stand_ins import check, check_frozen, install, shows, uninstall
 from nvmeio.inference._stream.turns import CLOSED, Turns, Waiting
 from nvmeio.inference._stream.weights import Resources, Weights
-from nvmeio.inference.blocks import Lockstep
+from nvmeio.inference.block_schedule import Lockstep
 
 # Where a token's routing named this share of the experts or more, the next layer's are read whole
 # and ahead; below it, those that are named are read when they are.
