@@ -233,6 +233,7 @@ void nv_snapshot_end(nv_snapshot *); /* nothing is protected any more */
 void nv_snapshot_free(nv_snapshot *);
 void nv_snapshot_count(nv_snapshot *, nv_snapshot_counters *);
 void nv_snapshot_give_up(uint64_t address, uint64_t nbytes); /* the kernel is about to write there */
+int nv_is_on_huge_pages(uint64_t address, uint64_t nbytes); /* as the kernel says, since Linux 6.7 */
 
 /* Weights of 4 or 8 bits; see packed.c. Strides are in bytes of steps, groups, and elements of `out`. */
 typedef struct {

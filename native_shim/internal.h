@@ -35,7 +35,9 @@ void nv_wp_wake(int fd, uint64_t low, uint64_t high);
 void nv_wp_lift(int fd, uint64_t low, uint64_t high);
 void nv_wp_unregister(int fd, uint64_t low, uint64_t high);
 int nv_wp_read_fault(int fd, uint64_t *address);
-int nv_wp_is_kept(int page_tables, uint64_t low, uint64_t high);
+int nv_wp_is_kept(uint64_t low, uint64_t high);
+int nv_wp_open_page_tables(void);
+void nv_wp_forget_page_tables(void);
 int nv_wp_is_merging(void);
 
 /* --- requests ---------------------------------------------------------------------------- */

@@ -62,6 +62,9 @@ struct scan {
 #define IS_WRITTEN (1u << 1) /* no write protection is on it */
 #define IS_PRESENT (1u << 3)
 #define IS_SWAPPED (1u << 4) /* or it is noted that its first write has to be seen */
+#define IS_HUGE (1u << 6)
+#define HUGE_PAGE ((uint64_t)2 << 20)
+#define SMALL_PAGE ((uint64_t)4096)
 
 /* --- the calls -------------------------------------------------------------------------------- */
 
@@ -107,15 +110,55 @@ int nv_wp_read_fault(int fd, uint64_t *address) {
   return 1;
 }
 
+/* --- what page tables say --------------------------------------------------------------------- */
+
+static atomic_int page_tables = -1; /* of this process, once somebody has asked */
+
+int nv_wp_open_page_tables(void) {
+  int none = -1, opened = atomic_load(&page_tables);
+  if (opened >= 0) return opened;
+  opened = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  if (opened < 0 || atomic_compare_exchange_strong(&page_tables, &none, opened)) return opened;
+  close(opened); /* another thread was first */
+  return none;
+}
+
+/* In a forked child, where they are the parent's. */
+void nv_wp_forget_page_tables(void) {
+  int opened = atomic_exchange(&page_tables, -1);
+  struct scan nothing = {.size = sizeof nothing};
+  if (opened >= 0 && ioctl(opened, PAGEMAP_SCAN, &nothing) == 0) close(opened);
+}
+
+/* The first pages in [low, high), one behind the other, that lack the categories of `inverted` and have
+ * any of `any_of`; at most so many, 0 for all. 1 where there are any, 0 where there are none, -1: the
+ * kernel cannot say it. */
+static int find(uint64_t low, uint64_t high, uint64_t inverted, uint64_t any_of, uint64_t most_pages,
+                struct region *found) {
+  struct scan scan = {.size = sizeof scan, .start = low, .end = high, .count = 1, .any_of = any_of};
+  scan.most_pages = most_pages;
+  scan.regions = (uintptr_t)found;
+  scan.inverted = scan.all_of = scan.told = inverted;
+  return ioctl(nv_wp_open_page_tables(), PAGEMAP_SCAN, &scan);
+}
+
 /* Whether all of it has been protected until now. Where the kernel cannot say it, it has. */
-int nv_wp_is_kept(int page_tables, uint64_t low, uint64_t high) {
+int nv_wp_is_kept(uint64_t low, uint64_t high) {
   struct region region = {0};
-  struct scan scan = {.size = sizeof scan, .start = low, .end = high, .count = 1};
-  scan.regions = (uintptr_t)&region;
-  scan.inverted = scan.all_of = scan.told = IS_WRITTEN;
-  scan.any_of = IS_PRESENT | IS_SWAPPED;
-  int found = ioctl(page_tables, PAGEMAP_SCAN, &scan);
+  int found = find(low, high, IS_WRITTEN, IS_PRESENT | IS_SWAPPED, 0, &region);
   return found < 0 || (found == 1 && region.start == low && region.end == high);
+}
+
+/* Whether all huge pages that fit in there are there, or it lies within one; else 0, and where the
+ * kernel cannot say it. */
+int nv_is_on_huge_pages(uint64_t address, uint64_t nbytes) {
+  struct region small;
+  uint64_t low = (address + HUGE_PAGE - 1) & -HUGE_PAGE, high = (address + nbytes) & -HUGE_PAGE;
+  if (low >= high) {
+    low = address & -SMALL_PAGE;
+    high = (address + nbytes + SMALL_PAGE - 1) & -SMALL_PAGE;
+  }
+  return find(low, high, IS_HUGE, 0, 1, &small) == 0;
 }
 
 /* KSM (mm/ksm.c, replace_page) forgets the protection of a page that it merges. */

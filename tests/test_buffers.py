@@ -213,6 +213,30 @@ def test_large_tensors_lie_on_huge_pages() -> None:
     raise AssertionError(f"{huge} bytes of 32 MiB lie on huge pages, and of another's {others}")
 
 
+def test_of_other_memory_the_kernel_says_whether_it_lies_on_huge_pages() -> None:
+    mode = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not mode.exists() or "[madvise]" not in mode.read_text():
+        pytest.skip("transparent huge pages are not for those who ask, here")
+    if tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 7):
+        pytest.skip("this kernel has no PAGEMAP_SCAN")
+
+    def told(advice: int) -> tuple[int, bool]:
+        with mmap.mmap(-1, 8 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            memory.madvise(advice)
+            memory.write(bytes(8 * HUGE))
+            view = ctypes.c_char.from_buffer(memory)
+            address = ctypes.addressof(view)
+            del view
+            # Neither begins nor ends where a huge page does.
+            return huge_bytes(address), buffers.on_huge_pages(address + 4096, 7 * HUGE)
+
+    assert told(mmap.MADV_NOHUGEPAGE) == (-1, False)
+    held, on_huge = told(mmap.MADV_HUGEPAGE)
+    if held < 7 * HUGE:
+        pytest.skip("memory is too fragmented here for huge pages")
+    assert on_huge
+
+
 def test_alignment_holds_where_the_kernel_does_not_give_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
