@@ -420,7 +420,7 @@ class Accelerator(fake_cuda.FakeCuda):
         for each in (target, source):
             if not self.has(each):
                 self.order.note_host(*span(each))
-        to, of = (self.inside(t) if self.has(t) else _bare(t) for t in (target, source))
+        to, of = (self.inside(t) if self.has(t) else fake_memory.bare(t) for t in (target, source))
         self.order.asked(stream.number, f"a copy on {stream}", [span(source)], [span(target)])
         stream.ask(lambda: quietly(lambda: to.copy_(of)))
 
@@ -590,13 +590,6 @@ class Accelerator(fake_cuda.FakeCuda):
         for stream in streams:
             stream.run_to(stream.asked)
             self.order.host_waits_for_stream(stream.number)
-
-
-def _bare(host: torch.Tensor) -> torch.Tensor:
-    """The same bytes, which a copy that is under way does not keep."""
-    assert host.is_contiguous()
-    flat = torch.frombuffer(memory_at(host.data_ptr(), host.nbytes), dtype=host.dtype)
-    return flat.view(host.shape)
 
 
 @contextlib.contextmanager

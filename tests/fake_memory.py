@@ -62,3 +62,10 @@ _libc.mmap.restype = ctypes.c_void_p
 def addresses() -> Addresses:
     """Those of this process: a tensor may outlive its test."""
     return Addresses()
+
+
+def bare(host: torch.Tensor) -> torch.Tensor:
+    """The same bytes, which a copy that is under way does not keep."""
+    assert host.is_contiguous()
+    flat = torch.frombuffer(memory_at(host.data_ptr(), host.nbytes), dtype=host.dtype)
+    return flat.view(host.shape)

@@ -197,9 +197,14 @@ class Saver:
         if self.closed:
             raise ClosedError(f"the Checkpointer of {self.directory} is closed; make a new one")
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a forked child, in which everything is the parent's."""
+        return os.getpid() != self._pid
+
     def check_process(self) -> None:
         """Raise `ClosedError` in a forked child."""
-        if os.getpid() != self._pid:
+        if self.forked:
             raise ClosedError(
                 f"the Checkpointer of {self.directory} belongs to the parent of this forked "
                 "process; make one here, of another directory"
@@ -221,7 +226,7 @@ class Saver:
     def open_handle(self) -> AioHandle | None:
         """The handle, if there is one yet; a forked child needs one of its own."""
         handle = self._handle
-        usable = handle is not None and not handle.closed and os.getpid() == self._pid
+        usable = handle is not None and not handle.closed and not self.forked
         return handle if usable else None
 
     def ranks(self, kind: type[Ranks]) -> Ranks:
@@ -286,7 +291,7 @@ class Saver:
 
     def ends_in(self, directory: str) -> bool:
         """Whether this has been closed or dropped, and gives that directory back soon."""
-        here = self.closed and os.getpid() == self._pid
+        here = self.closed and not self.forked
         return here and self._lock_fd >= 0 and leads_to(directory, self._lock_fd)
 
     def _unlock(self) -> None:
@@ -298,7 +303,7 @@ class Saver:
 
     def close(self) -> None:
         """See `Checkpointer.close`."""
-        if os.getpid() != self._pid:
+        if self.forked:
             self.closed = True
             return
         try:
@@ -329,7 +334,7 @@ class Saver:
 
     def abandon(self) -> None:
         """Nobody has this any more: what is being written is finished, then all is given back."""
-        if os.getpid() != self._pid or self.closed:
+        if self.forked or self.closed:
             return
         self.closed = True
         job = self._job
@@ -374,7 +379,7 @@ class Saver:
     def unfinished(self) -> SaveJob | None:
         """The save that is being written, or whose failure nobody has seen; not in a child."""
         job = self._job
-        if job is None or os.getpid() != self._pid:
+        if job is None or self.forked:
             return None
         return job if not job.done() or job.failed() else None
 
