@@ -2,7 +2,7 @@
 
 Nothing hangs. Once the limit is lifted the same call does what it should, or the object says that
 it is broken. Which allocation meets the limit is chance, so this is in `make stress`;
-tests/io/test_threads.py has the refusals that hung something once, one by one.
+tests/threads/test_threads.py has the refusals that hung something once, one by one.
 NVMEIO_MEMORY_SEED repeats a run.
 """
 
