@@ -18,7 +18,6 @@ from rich.progress import TextColumn
 from nvmeio import _checks
 from nvmeio.cli._terminal import (
     GB,
-    USAGE,
     JsonOption,
     OptionGroup,
     Refused,
@@ -80,6 +79,10 @@ def pack(
     quant_group_size: Annotated[
         int, _option.value("Elements that share a scale and a minimum.", "N")
     ] = 64,
+    modules_to_not_convert: Annotated[
+        list[str] | None,
+        _option.value("A module that is not quantised, such as lm_head; may be repeated.", "NAME"),
+    ] = None,
     ranks: Annotated[
         int,
         _option.value(
@@ -101,7 +104,6 @@ def pack(
     contradict each other or the model, 3 transformers is not installed.
     """
     errors = Console(stderr=True, emoji=False)
-    wanted = dtype_of(dtype)
     with exit_statuses(errors):
         from nvmeio.inference import packing
 
@@ -111,9 +113,10 @@ def pack(
                 report = packing.pack(
                     str(model),
                     out,
-                    dtype=wanted,
+                    dtype=dtype_of(dtype),
                     quant_bits=quant_bits,
                     quant_group_size=quant_group_size,
+                    modules_to_not_convert=modules_to_not_convert or (),
                     ranks=ranks,
                     progress=bar if errors.is_terminal else None,
                 )
@@ -188,7 +191,6 @@ def generate(
     sense, 3 transformers is not installed.
     """
     errors = Console(stderr=True, emoji=False)
-    wanted = dtype_of(dtype)
     if (prompt is None) == (ids is None):
         raise typer.BadParameter("give either --prompt or --ids")
     with exit_statuses(errors), warnings.catch_warnings():
@@ -203,15 +205,12 @@ def generate(
                 device=device,
                 window=window,
                 resident_bytes=resident_bytes,
-                dtype=wanted,
+                dtype=dtype_of(dtype),
                 kv_offload=kv_offload,
                 checksum=checksum,
                 compute=compute,  # type: ignore[arg-type]
             )
-        except FileNotFoundError as missing:
-            say(errors, str(missing), "red")
-            raise typer.Exit(USAGE) from missing
-        except (ValueError, TypeError) as wrong:
+        except (FileNotFoundError, ValueError, TypeError) as wrong:
             raise Refused(str(wrong)) from wrong
         with streamed.weight_stream:
             run = _Run(streamed, found[0], prompt, ids, device, errors, as_json)
@@ -233,9 +232,7 @@ class _Run:
     ) -> None:
         import torch
 
-        self._model = model
-        self._errors = errors
-        self._as_json = as_json
+        self._model, self._errors, self._as_json = model, errors, as_json
         self._tokenizer = _tokenizer(directory) if ids is None else None
         if self._tokenizer is not None:
             given = self._tokenizer(prompt, return_tensors="pt").input_ids

@@ -8,12 +8,13 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from nvmeio import _checks, buffers, files
 from nvmeio._checks import Paths
@@ -45,7 +46,7 @@ from nvmeio.inference._plan.quantization import (
     quantise,
 )
 from nvmeio.inference._plan.slot_layout import Weight, WeightPart
-from nvmeio.inference._plan.units import Unit, partition
+from nvmeio.inference._plan.units import SMALL_BYTES, Unit, partition
 from nvmeio.progress import Progress
 
 _CONFIG = "config.json"
@@ -90,6 +91,7 @@ def pack(
     dtype: torch.dtype | str | None = None,
     quant_bits: int | None = None,
     quant_group_size: int = 64,
+    modules_to_not_convert: Sequence[str] = (),
     ranks: int = 1,
     handle: AioHandle | None = None,
     progress: Progress | None = None,
@@ -112,6 +114,8 @@ def pack(
             row; see `stream_model` for how it computes with them. None quantises nothing.
         quant_group_size: Elements that share a scale and a minimum, even; matrices whose rows
             are no multiple of it stay as they are.
+        modules_to_not_convert: Names of modules that are not quantised, or the last parts of
+            names: ``["lm_head", "embed_tokens"]``. What is in them is not either.
         ranks: The number of processes that will stream it together (see `stream_model`). `out` gets
             a directory for each, ``rank-0`` and so on, with an equal part of every layer; small
             tensors and embeddings are in each as a whole. The files have the full size, and holes:
@@ -125,7 +129,8 @@ def pack(
 
     Raises:
         FileExistsError: `out` exists, or one of its directories.
-        ValueError: There is no such quantisation, or a weight holds infinities or NaN; `ranks` of
+        ValueError: There is no such quantisation, a weight holds infinities or NaN, or no weights
+            are in one of `modules_to_not_convert`; `ranks` of
             a mixture of experts, which each rank reads for itself; `ranks` with several
             directories; one of them is named twice.
         IntegrityError, TransferError, FileNotFoundError: As for `stream_model`; the disk is full.
@@ -173,11 +178,12 @@ def pack(
             temporaries.append(temporary)
         directories = temporaries
         if ranks > 1:
-            above = temporaries[0]
-            directories = [above / packed_format.rank_directory(rank) for rank in range(ranks)]
+            names = map(packed_format.rank_directory, range(ranks))
+            directories = [temporaries[0] / name for name in names]
             for directory in directories:
                 directory.mkdir()
-        contents = _Contents(units, setting, ranks, weights_of(temporaries))
+        left = _weights_in(model, units, modules_to_not_convert)
+        contents = _Contents(units, setting, ranks, weights_of(temporaries), left)
         report = _write(directories, contents, checkpoint, mover, call)
         for directory in directories:
             _copy_others(source, directory, next(iter(model.parameters())).dtype)
@@ -186,6 +192,19 @@ def pack(
             sync_directory(temporary)
         _publish(temporaries, targets)
     return report
+
+
+def _weights_in(model: nn.Module, units: Sequence[Unit], modules: Sequence[str]) -> set[str]:
+    """Names of the weights in modules."""
+    names = {module: name for name, module in model.named_modules()}
+    places = [(f".{names[t.module]}.", u.weights[t.weight].name) for u in units for t in u.targets]
+    for wanted in modules:
+        if not any(f".{wanted}." in place for place, _ in places):
+            raise ValueError(
+                f"modules_to_not_convert: no weights are in a module {wanted!r}; name one such as "
+                f"{places[-1][0].strip('.')!r}, or the last part of its name"
+            )
+    return {weight for place, weight in places if any(f".{m}." in place for m in modules)}
 
 
 def _publish(temporaries: Sequence[Path], targets: Sequence[Path]) -> None:
@@ -211,6 +230,7 @@ class _Contents:
         setting: How the matrices of layers are quantised, if they are.
         ranks: How many read a part each.
         weights: Of several drives, over which it is dealt.
+        left: Names of weights that are not quantised.
 
     Attributes:
         records: In the order of the file.
@@ -227,8 +247,10 @@ class _Contents:
         units: Sequence[Unit],
         setting: Quantised | None,
         ranks: int,
-        weights: Sequence[int] = (1,),
+        weights: Sequence[int],
+        left: Set[str],
     ) -> None:
+        self.left = left
         self.ranks = ranks
         self.weights = weights
         self.files = ranks * len(weights)
@@ -253,14 +275,13 @@ class _Contents:
                 continue
             done.add(weight.name)
             is_fixed = not unit.modules and not unit.row_modules  # small: norms, and the like
+            is_fixed = is_fixed or weight.name in self.left
             if setting is None or is_fixed or not can_quantise(weight.shape, weight.dtype, setting):
                 tensors.append((weight.name, weight.dtype, weight.shape, number))
                 continue
-            self.quantised[weight.name] = PackedWeight(setting, weight.dtype, weight.shape)
-            shapes = (setting.packed_shape(weight.shape), *[setting.groups_shape(weight.shape)] * 2)
-            dtypes = (torch.uint8, torch.float32, torch.float32)
-            for suffix, kind, shape in zip(packed_format.SUFFIXES, dtypes, shapes, strict=True):
-                tensors.append((weight.name + suffix, kind, shape, number))
+            packed = PackedWeight(setting, weight.dtype, weight.shape)
+            self.quantised[weight.name] = packed
+            tensors += [(*stored, number) for stored in packed.stored(weight.name)]
         return _UnitRecord(unit, tensors)
 
     def parts(self, number: int) -> list[_FileShare]:
@@ -303,8 +324,10 @@ class _Contents:
                 position += _nbytes(dtype, shape)
             end = round_up(position, PAGE_BYTES)
             unit = record.unit
-            # What is read by everybody, or by the rows of its tokens.
-            whole = self.ranks == 1 or not unit.modules or bool(unit.row_modules)
+            # What is read by everybody, as small parts are, or by the rows of its tokens.
+            nbytes = sum(_nbytes(dtype, shape) for _, dtype, shape, _ in record.tensors)
+            is_small = not unit.modules or (not unit.is_layer and nbytes <= SMALL_BYTES)
+            whole = self.ranks == 1 or is_small or bool(unit.row_modules)
             self.places.append((start, end, whole))
         pad(PAGE_BYTES)
         metadata = {**of_source, "format": "pt"}

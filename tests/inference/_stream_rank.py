@@ -123,6 +123,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mixtral": {"resident_bytes": "900K"},
     "quantised": {"resident_bytes": "1M", "compute": "packed"},
     "widened": {"resident_bytes": "4M", "compute": "widened"},
+    "small head": {"resident_bytes": "900K", "compute": "packed"},
 }
 
 
@@ -134,7 +135,8 @@ def kinds(me: Rank) -> None:
         ids = own_prompt(me)
         if "compute" in options:
             how = options["compute"]
-            alone = nvmeio.stream_model(me.notes / "alone", **SMALL, compute=how)
+            whole = me.notes / f"{path.name} alone"
+            alone = nvmeio.stream_model(whole, **SMALL, compute=how)
             assert torch.equal(models.logits(model, ids), models.logits(alone, ids))
             alone.weight_stream.close()
         else:

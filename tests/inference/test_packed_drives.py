@@ -109,6 +109,55 @@ def test_models_compute_the_same(
     assert models.tokens(model, ids).equal(models.tokens(whole, ids))
 
 
+@pytest.mark.parametrize(
+    ("name", "bits", "budget"),
+    [("gpt2", 4, 400_000), ("mixtral", 4, 300_000), ("mixtral", 8, 300_000)],
+)
+def test_quantised_models_compute_the_same(
+    name: str,
+    bits: int,
+    budget: int,
+    tmp_path: Path,
+    folders: list[Path],
+    stream: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps, scales and minima of a tied head, and of experts, are cut where pieces end."""
+    monkeypatch.setattr(drives, "LEAST_CHUNK_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(drives, "MOST_STRIPE_BYTES", 2 * PAGE_BYTES)
+    models.saved(models.MODELS[name], tmp_path / "model")
+    pack(tmp_path / "model", tmp_path / "whole", quant_bits=bits, quant_group_size=32)
+    pack(tmp_path / "model", folders, quant_bits=bits, quant_group_size=32)
+    whole = stream(tmp_path / "whole", resident_bytes=1 << 30, compute="packed")
+    model = stream(folders[::-1], resident_bytes=budget, compute="packed")
+    units = model.weight_stream.units
+    assert {read.file for unit in units for read in unit.layout.reads} == {0, 1, 2}
+    ids = models.prompt()
+    assert torch.allclose(models.logits(model, ids), models.logits(whole, ids), atol=1e-5)
+    assert models.tokens(model, ids).equal(models.tokens(whole, ids))
+    if name == "mixtral":
+        assert model.weight_stream.stats.experts_read
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_rows_of_tables_come_from_the_drive_that_has_them(
+    tied: bool, bits: int, tmp_path: Path, folders: list[Path], stream: Make
+) -> None:
+    """Parts of rows of 768, 384 and 48 bytes, which no piece is a multiple of."""
+    models.saved(
+        lambda: models.llama(2, 768, vocab_size=8192, tie_word_embeddings=tied), tmp_path / "model"
+    )
+    options: dict[str, Any] = {"quant_bits": bits, "quant_group_size": 64}
+    pack(tmp_path / "model", folders, **options)
+    pack(tmp_path / "model", tmp_path / "whole", **options)
+    model = stream(folders, resident_bytes=8_000_000, compute="widened")
+    whole = stream(tmp_path / "whole", resident_bytes=1 << 30, compute="widened")
+    ids = torch.randperm(8192, generator=torch.Generator().manual_seed(0))[:1400].reshape(2, -1)
+    assert models.logits(model, ids).equal(models.logits(whole, ids))
+    assert model.weight_stream.stats.rows_read >= 1400
+
+
 def test_rows_of_tables_come_from_the_drive_that_has_them(
     tmp_path: Path, folders: list[Path], stream: Make
 ) -> None:

@@ -182,6 +182,63 @@ def test_there_is_no_such_quantisation(
     assert os.listdir(tmp_path) == ["m"]
 
 
+@pytest.mark.parametrize(
+    ("left", "names"),
+    [
+        (["lm_head"], {"lm_head"}),
+        (["embed_tokens", "lm_head"], {"model.embed_tokens", "lm_head"}),
+        (["model.layers.1.mlp", "o_proj"], None),
+    ],
+)
+def test_modules_are_left_as_they_are(
+    left: list[str], names: set[str] | None, tmp_path: Path, stream: Make
+) -> None:
+    """They compute with the very weights of the model; the others with few bits."""
+    saved(lambda: llama(layers=2, vocab_size=8192), tmp_path / "m")
+    options: dict[str, Any] = {"quant_bits": 4, "quant_group_size": 32}
+    pack(tmp_path / "m", tmp_path / "p", modules_to_not_convert=left, **options)
+    pack(tmp_path / "m", tmp_path / "all", **options)
+    if names is None:
+        names = {f"model.layers.1.mlp.{each}_proj" for each in ("gate", "up", "down")}
+        names |= {f"model.layers.{n}.self_attn.o_proj" for n in range(2)}
+    stored, everything = (
+        read_header(tmp_path / each / "model.safetensors").tensors for each in ("p", "all")
+    )
+    plain = {name for name in stored if name in {f"{each}.weight" for each in names}}
+    assert len(plain) == len(names)
+    assert len([n for n in everything if SUFFIXES[0] in n]) == len(names) + len(
+        [n for n in stored if SUFFIXES[0] in n]
+    )
+    whole = loaded(tmp_path / "m")
+    setting = Quantised(4, 32)
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters():
+            if name + SUFFIXES[0] in stored:
+                dequantise(quantise(parameter, setting), setting, parameter)
+    model = stream(tmp_path / "p", compute="widened")
+    assert logits(model, prompt()).equal(logits(whole, prompt()))
+
+
+def test_a_module_that_is_not_there_is_told(tmp_path: Path) -> None:
+    saved(llama, tmp_path / "m")
+    arguments = ["pack", str(tmp_path / "m"), str(tmp_path / "p"), "--quant-bits", "4"]
+    for name in ("head", "layers.1", "model.norm"):
+        done = CliRunner().invoke(app, [*arguments, "--modules-to-not-convert", name])
+        if name == "head":
+            assert done.exit_code == 2 and "no weights are in a module 'head'" in done.stderr
+        else:
+            assert done.exit_code == 0, done.output
+            (tmp_path / "p").rename(tmp_path / f"without {name}")
+
+
+def test_a_tied_head_is_left_by_either_of_its_names(tmp_path: Path) -> None:
+    saved(lambda: llama(layers=2, vocab_size=8192, tie_word_embeddings=True), tmp_path / "m")
+    for name in ("lm_head", "embed_tokens"):
+        pack(tmp_path / "m", tmp_path / name, quant_bits=4, modules_to_not_convert=[name])
+        stored = read_header(tmp_path / name / "model.safetensors").tensors
+        assert "model.embed_tokens.weight" in stored
+
+
 def test_pack_overwrites_nothing_and_refuses_packed_models(tmp_path: Path) -> None:
     saved(llama, tmp_path / "m")
     with pytest.raises(FileExistsError):

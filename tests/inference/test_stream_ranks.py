@@ -122,7 +122,11 @@ def test_kinds_of_models(ranks: Any, folder: Path) -> None:
     models.saved(models.mixtral, folder / "mixtral")
     pack(folder / "gpt2", folder / "gpt2-parts", ranks=2)
     pack(folder / "model", folder / "quantised", ranks=2, quant_bits=8)
-    pack(folder / "model", folder / "alone", quant_bits=8)
+    pack(folder / "model", folder / "quantised alone", quant_bits=8)
+    # A head of 2 MiB, which is read by its rows' shares; packed it is small, and all ranks have it.
+    models.saved(lambda: models.llama(width=256, vocab_size=2048), folder / "head")
+    pack(folder / "head", folder / "small head", ranks=2, quant_bits=4)
+    pack(folder / "head", folder / "small head alone", quant_bits=4)
     ranks(2, "kinds", folder)
 
 

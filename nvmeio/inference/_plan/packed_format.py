@@ -12,6 +12,7 @@ one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,12 @@ class PackedWeight(NamedTuple):
     setting: Quantised
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    def stored(self, name: str) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """The tensors that hold it, in their order: name, dtype and shape."""
+        steps, groups = self.setting.packed_shape(self.shape), self.setting.groups_shape(self.shape)
+        kinds = (torch.uint8, steps), (torch.float32, groups), (torch.float32, groups)
+        return [(name + own, *kind) for own, kind in zip(SUFFIXES, kinds, strict=True)]
 
 
 class Packed(NamedTuple):
@@ -179,23 +186,17 @@ def parts_of(checkpoint: SafetensorsSet, packed: Packed) -> dict[str, FoundWeigh
         return part_of(stored)._replace(sums=sums)
 
     for name, weight in packed.quantised.items():
-        setting, shape = weight.setting, weight.shape
-        wanted = (
-            (torch.uint8, setting.packed_shape(shape)),
-            (torch.float32, setting.groups_shape(shape)),
-            (torch.float32, setting.groups_shape(shape)),
-        )
         parts = []
-        for suffix, (dtype, sizes) in zip(SUFFIXES, wanted, strict=True):
-            stored = checkpoint.tensors.get(name + suffix)
-            if stored is None:
-                raise _bad(checkpoint, f"it lacks {name + suffix!r}")
-            made = part(stored)
+        wanted = weight.stored(name)
+        for own, dtype, sizes in wanted:
+            if own not in checkpoint.tensors:
+                raise _bad(checkpoint, f"it lacks {own!r}")
+            made = part(checkpoint.tensors[own])
             if (made.dtype, made.shape) != (dtype, sizes):
-                raise _bad(checkpoint, f"{stored.name!r} is {made.dtype} {made.shape}, not {sizes}")
+                raise _bad(checkpoint, f"{own!r} is {made.dtype} {made.shape}, not {sizes}")
             parts.append(made)
-            taken.add(stored.name)
-        found[name] = FoundWeight(tuple(parts), tuple(name + suffix for suffix in SUFFIXES), weight)
+            taken.add(own)
+        found[name] = FoundWeight(tuple(parts), tuple(own for own, _, _ in wanted), weight)
     for name, stored in checkpoint.tensors.items():
         if name not in taken and not name.startswith(packed_index.PADDING):
             found[name] = FoundWeight((part(stored),), (name,), None)
@@ -221,15 +222,11 @@ def open_model(paths: Sequence[str | os.PathLike[str]], handle: AioHandle) -> Sa
         ValueError: They are not all parts of one model. Names the directory.
         FileNotFoundError, IntegrityError: As of `SafetensorsSet`.
     """
-    opened: list[SafetensorsSet] = []
-    try:
-        for path in paths:
-            opened.append(SafetensorsSet(part_in(path), handle))
-        return _joined(opened)
-    except BaseException:
-        for each in opened:
-            each.close()
-        raise
+    with contextlib.ExitStack() as undo:
+        sets = (SafetensorsSet(part_in(path), handle) for path in paths)
+        joined = _joined([undo.enter_context(contextlib.closing(each)) for each in sets])
+        undo.pop_all()
+    return joined
 
 
 def _joined(opened: Sequence[SafetensorsSet]) -> SafetensorsSet:

@@ -158,24 +158,21 @@ def _run(
     """The shim's loops; they take addresses, so all of it is in the memory of the CPU."""
     steps, scales, minima = (part if part.stride(-1) == 1 else part.contiguous() for part in parts)
     call = ffi.new("nv_packed *")
-    call.steps = ffi.cast("uint8_t *", steps.data_ptr())
-    call.scales = ffi.cast("float *", scales.data_ptr())
-    call.minima = ffi.cast("float *", minima.data_ptr())
     call.rows, call.groups = scales.shape
     call.steps_stride, call.groups_stride = steps.stride(0), scales.stride(0)
     call.out_stride = out.stride(0)
     call.group_size, call.bits = setting.group_size, setting.bits
     call.dtype = _DTYPES[out.dtype]
-    call.out = ffi.cast("void *", out.data_ptr())
+    memory = {"steps": steps, "scales": scales, "minima": minima, "out": out}
     if inputs is not None:
         call.inputs = len(inputs)
-        in_tiles = bool(lib.nv_packed_has_tiles(call))
-        inputs = (inputs if in_tiles else inputs.float()).contiguous()
-        if in_tiles:
-            call.halves = ffi.cast("uint16_t *", inputs.data_ptr())
-        else:
-            call.input = ffi.cast("float *", inputs.data_ptr())
+        in_tiles = lib.nv_packed_has_tiles(call)
+        memory["halves" if in_tiles else "input"] = (
+            inputs if in_tiles else inputs.float()
+        ).contiguous()
     if bias is not None:
-        call.bias = ffi.cast("float *", bias.data_ptr())
+        memory["bias"] = bias
+    for name, tensor in memory.items():
+        setattr(call, name, ffi.cast("void *", tensor.data_ptr()))
     if lib.nv_packed_run(call, torch.get_num_threads()):
         raise MemoryError(f"no memory for {counted(call.inputs, 'row')} of inputs")

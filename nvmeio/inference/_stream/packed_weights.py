@@ -62,6 +62,10 @@ class Packed(NamedTuple):
         """Some of its first dimension."""
         return self._replace(parts=tuple(part[index] for part in self.parts))
 
+    def transposed(self) -> Packed:
+        """The transposed matrix, of each expert."""
+        return self._replace(turned=not self.turned)
+
     def widened(self) -> torch.Tensor:
         """Its elements, in memory of their own."""
         shape = (*self.parts[1].shape[:-1], self.parts[1].shape[-1] * self.setting.group_size)
@@ -178,14 +182,14 @@ def _matmul(input: Any, other: Any = None, *, mat2: Any = None) -> Any:
     other = mat2 if other is None else other
     if not _fits(input, other) or input.shape[-1] != other.shape[0]:
         return NotImplemented
-    return _turned(other).product(input, None)
+    return other.packed.transposed().product(input, None)
 
 
 def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     plain = _fits(mat1, mat2, input) and mat1.dim() == 2 and beta == alpha == 1
     if not plain or mat1.shape[1] != mat2.shape[0] or input.shape != mat2.shape[1:]:
         return NotImplemented
-    return _turned(mat2).product(mat1, input)
+    return mat2.packed.transposed().product(mat1, input)
 
 
 def _embedding(input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
@@ -225,22 +229,13 @@ def _like(weight: Any, stands: torch.Tensor, packed: Packed) -> Any:
     return PackedParameter.over(empty, packed)
 
 
-def _turned(weight: Any) -> Packed:
-    packed: Packed = weight.packed
-    return packed._replace(turned=not packed.turned)
-
-
 def _transpose(weight: Any, *dims: int, dim0: int = -2, dim1: int = -1) -> Any:
     if not isinstance(weight, PackedParameter) or weight.dim() < 2:
         return NotImplemented
-    given = dims or (dim0, dim1)
-    if {d % weight.dim() for d in given} != {weight.dim() - 2, weight.dim() - 1}:
+    if {d % weight.dim() for d in dims or (dim0, dim1)} != {weight.dim() - 2, weight.dim() - 1}:
         return NotImplemented
-    return _like(weight, weight.empty.detach().as_subclass(torch.Tensor), _turned(weight))
-
-
-def _t(weight: Any) -> Any:
-    return _transpose(weight) if weight.dim() == 2 else NotImplemented
+    stands: Any = weight.empty.detach().as_subclass(torch.Tensor)
+    return _like(weight, stands, weight.packed.transposed())
 
 
 def _grouped(input: Any, mat_b: Any, *, offs: Any = None, bias: Any = None, **rest: Any) -> Any:
@@ -250,17 +245,13 @@ def _grouped(input: Any, mat_b: Any, *, offs: Any = None, bias: Any = None, **re
         return NotImplemented
     if input.dtype is not mat_b.dtype or torch.is_autocast_enabled(mat_b.on_device.type):
         return NotImplemented
-    turned, made, start = _turned(mat_b), [], 0
+    turned, made, start = mat_b.packed.transposed(), [], 0
     for expert, end in enumerate(offs.tolist()):
         if end > start:
             made.append(turned.at(expert).product(input[start:end], None))
         start = max(start, end)
     made.append(input.new_zeros(len(input) - start, mat_b.shape[-1]))
     return torch.cat(made)
-
-
-def _itself(weight: Any) -> Any:
-    return weight if isinstance(weight, PackedParameter) else NotImplemented
 
 
 _TURNS = (torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
@@ -273,11 +264,11 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "embedding": _embedding,
     "__getitem__": _getitem,
     "transpose": _transpose,
-    "t": _t,
+    "t": lambda weight: _transpose(weight) if weight.dim() == 2 else NotImplemented,
     "grouped_mm": _grouped,
     "_grouped_mm": _grouped,
     "grouped_mm_fallback": _grouped,
-    "detach": _itself,
+    "detach": lambda weight: weight,
 }
 
 
