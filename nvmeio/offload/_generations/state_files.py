@@ -9,7 +9,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -176,17 +176,28 @@ class StateFiles:
             for name in piece.sums
             if name != WEIGHTS
         ]
-        expected = [
-            ExpectedSpan(
-                self._files[piece.current],
-                self._subgroup_of[piece.number].offset + piece.spans[name].offset,
-                piece,
-                name,
-                piece.sums[name],
-            )
-            for piece, name in spans
-        ]
-        return functools.partial(verify, expected=expected) if expected else None
+        return functools.partial(self._verify, spans) if spans else None
+
+    def _verify(self, spans: Sequence[tuple[Piece, str]], slot: torch.Tensor) -> None:
+        """Compare what was read with its checksums.
+
+        Raises:
+            IntegrityError: Something is not what was written; names file, parameter and span.
+        """
+        for piece, name in spans:
+            span, expected = piece.spans[name], piece.sums[name]
+            found = _of_span(slot, span)
+            if found != expected:
+                file = self._files[piece.current]
+                file_offset = self._subgroup_of[piece.number].offset + span.offset
+                raise IntegrityError(
+                    f"{name} of parameter {piece.param}, elements {piece.start} to {piece.stop}, "
+                    f"in {file.describe(file_offset, span.nbytes)}, are not what was written "
+                    "there: look at `dmesg` and `smartctl -a`, and go on from a checkpoint or a "
+                    "snapshot (checksum=False takes them as they are)",
+                    expected=f"CRC-32 {expected:08x}",
+                    found=f"{found:08x}",
+                )
 
     def sum_up(
         self, slot: torch.Tensor, pieces: Iterable[Piece], begun: bool = True
@@ -261,24 +272,6 @@ class StateFiles:
             file.close()
 
 
-class ExpectedSpan(NamedTuple):
-    """What a span of a slot should hold after a read.
-
-    Attributes:
-        file: It is read from.
-        file_offset: Where it lies there.
-        piece: Whose it is.
-        name: `WEIGHTS`, or a kind of state.
-        sum: The CRC-32.
-    """
-
-    file: StripedFile
-    file_offset: int
-    piece: Piece
-    name: str
-    sum: int
-
-
 def of_piece(slot: torch.Tensor, piece: Piece, begun: bool) -> dict[str, int]:
     """The checksums of a piece in its slot; of the weights alone where it has not begun."""
     return {
@@ -286,26 +279,6 @@ def of_piece(slot: torch.Tensor, piece: Piece, begun: bool) -> dict[str, int]:
         for name, span in piece.spans.items()
         if (not piece.lent if name == WEIGHTS else begun)
     }
-
-
-def verify(slot: torch.Tensor, expected: Sequence[ExpectedSpan]) -> None:
-    """Compare what was read with its checksums.
-
-    Raises:
-        IntegrityError: Something is not what was written; names file, parameter and span.
-    """
-    for each in expected:
-        span = each.piece.spans[each.name]
-        found = _of_span(slot, span)
-        if found != each.sum:
-            raise IntegrityError(
-                f"{each.name} of parameter {each.piece.param}, elements {each.piece.start} to "
-                f"{each.piece.stop}, in {each.file.describe(each.file_offset, span.nbytes)}, are "
-                "not what was written there: look at `dmesg` and `smartctl -a`, and go on from a "
-                "checkpoint or a snapshot (checksum=False takes them as they are)",
-                expected=f"CRC-32 {each.sum:08x}",
-                found=f"{found:08x}",
-            )
 
 
 def _of_span(slot: torch.Tensor, span: SlotSpan) -> int:

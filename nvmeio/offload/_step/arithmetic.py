@@ -156,8 +156,8 @@ class Stepper:
             For each of these pieces, by number, that state after the step.
         """
         found: dict[int, dict[str, Any]] = {}
-        for work in works:  # the groups may have other options by now
-            self._check_fused(groups[work.group], work.weights.dtype)
+        for number, dtype in {(work.group, work.weights.dtype) for work in works}:
+            self._check_fused(groups[number], dtype)  # they may have other options by now
         begun = [work for work in works if work.piece.begun]
         if begun:
             self._engine.param_groups = _groups_of(begun, groups)
