@@ -170,11 +170,21 @@ class Cuts(NamedTuple):
                 continue
             piece = max(largest.pieces, key=lambda piece: piece.record_nbytes)
             raise ValueError(
-                f"{name}={budget} is too small: {buffers} buffers are needed, and parameter "
-                f"{piece.param} of shape {piece.shape} takes {needed} bytes of one with all its "
-                f"state (it is stepped as a whole); give {name}={needed * buffers} or more"
+                f"{name}={budget} is too small: {buffers} buffers are needed, and "
+                f"{self._described(piece, params)} takes {needed} bytes of one with all its state; "
+                f"give {name}={needed * buffers} or more"
             )
         return subgroups
+
+    def _described(self, piece: Piece, params: Sequence[SwappedParam]) -> str:
+        """The piece in words, and what would make it smaller."""
+        param = next(param for param in params if param.number == piece.param)
+        whole = f"parameter {param.number} of shape {param.shape}"
+        if len(param.pieces) > 1:
+            return f"a part of {whole}, {piece.numel} elements,"
+        if self.stepper.splits(torch.float32) and not self.stepper.splits(piece.step_dtype):
+            return f"{whole} (not cut in {piece.step_dtype}; master_dtype=torch.float32 has it cut)"
+        return f"{whole} (stepped as a whole)"
 
     def _params(
         self, first: int, number: int, group: dict[str, Any], most_bytes: int
