@@ -450,12 +450,7 @@ class AioHandle(HandleSettings, ClosingWork):
             raise transfers.not_there(ROWS_NAMES[opcode], file, failed) from failed
 
     def _start(
-        self,
-        opcode: Opcode,
-        tensor: Data,
-        file: FileLike,
-        file_offset: int,
-        validate: bool = False,
+        self, opcode: Opcode, tensor: Data, file: FileLike, file_offset: int, validate: bool = False
     ) -> Operation:
         self._cores.check_open()
         try:

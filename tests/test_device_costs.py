@@ -115,6 +115,31 @@ def on_device(cuda: Accelerator, module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_on_the_cpu_waits_no_more_often_for_more_parameters(
+    dtype: torch.dtype, cuda: Accelerator, tmp_path: Path
+) -> None:
+    """Each gradient was copied to memory that was not locked, and waited for: 12 and 48 times."""
+    found = []
+    for layers in (3, 12):
+        module = on_device(cuda, model(layers).to(dtype))
+        x = cuda.tensor(torch.randn(3, WIDTH).to(dtype))
+        module(x).square().mean().backward()
+        with SwappedOptimizer(
+            torch.optim.AdamW,
+            module.parameters(),
+            swap_dir=tmp_path / str(layers),
+            durable=False,
+            master_dtype=torch.float32,
+        ) as optimizer:
+            found.append(cost(cuda, optimizer.step))
+    few, many = found
+    assert_steady(few)
+    assert_steady(many)
+    assert few.waits_beside == many.waits_beside <= 2
+    assert 4 * few.copies == many.copies
+
+
 @pytest.mark.parametrize("value", [1.0, math.inf], ids=["finite", "infinite"])
 def test_backward_waits_for_no_gradient_that_goes_to_the_drive(
     value: float, cuda: Accelerator, tmp_path: Path

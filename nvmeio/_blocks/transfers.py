@@ -180,10 +180,7 @@ class Transfers:
         return self._in_place.move([piece.block for piece in pieces], first, writing)
 
     def _move_runs(
-        self,
-        runs: Iterable[list[SlotPiece]],
-        writing: bool,
-        note: Callable[[SlotPiece], object],
+        self, runs: Iterable[list[SlotPiece]], writing: bool, note: Callable[[SlotPiece], object]
     ) -> dict[int, BaseException]:
         begin = self._handle.async_pwrite_batch if writing else self._handle.async_pread_batch
         failed: dict[int, BaseException] = {}

@@ -138,7 +138,7 @@ def plan_reads(spans: Sequence[Span], keys: Sequence[int], sizes: Sequence[int])
             end = span.offset + span.nbytes
             runs = [Run(key, start, read_to(end, sizes[key]), 0)]
             regions.append(
-                Region(round_up(end, PAGE_BYTES) - start, runs, [(index, span.offset - start)]),
+                Region(round_up(end, PAGE_BYTES) - start, runs, [(index, span.offset - start)])
             )
         elif not arena.add(index, span, key, sizes[key]):
             regions.append(arena.region())
@@ -202,11 +202,7 @@ def inside(run: Run, region: Region, spans: Sequence[Span]) -> list[tuple[int, i
 
 
 def read_scattered(
-    handle: AioHandle,
-    file: File,
-    places: Sequence[tuple[int, int]],
-    flight: InFlight,
-    what: str,
+    handle: AioHandle, file: File, places: Sequence[tuple[int, int]], flight: InFlight, what: str
 ) -> list[bytes]:
     """The bytes at each place; blocks.
 
@@ -245,9 +241,7 @@ def read_scattered(
 
 
 def read(
-    handle: AioHandle,
-    spans: Sequence[Span],
-    device: str | torch.device = "cpu",
+    handle: AioHandle, spans: Sequence[Span], device: str | torch.device = "cpu"
 ) -> list[torch.Tensor]:
     """Read spans of files; blocks, in any thread, with an event loop or without.
 

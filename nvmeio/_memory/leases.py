@@ -86,16 +86,7 @@ class Waiter:
         lease: What stands for the request; dead, with its memory, it gives them back.
     """
 
-    __slots__ = (
-        "arena",
-        "charged_bytes",
-        "lease",
-        "memory",
-        "nbytes",
-        "start",
-        "wake_up",
-        "woken",
-    )
+    __slots__ = ("arena", "charged_bytes", "lease", "memory", "nbytes", "start", "wake_up", "woken")
 
     def __init__(self, nbytes: int, wake: Callable[[], bool], lease: weakref.ref[Any]) -> None:
         self.nbytes = nbytes

@@ -118,9 +118,7 @@ def begun(
 
 
 def run_interruptible(
-    work: Callable[[], Value],
-    cancel: Callable[[], object] | None = None,
-    closes: bool = False,
+    work: Callable[[], Value], cancel: Callable[[], object] | None = None, closes: bool = False
 ) -> Value:
     """Do blocking work so that Ctrl-C can neither cut it in half nor be kept waiting.
 

@@ -395,11 +395,7 @@ class SaveCall:
     """
 
     def __init__(
-        self,
-        step: int,
-        progress: Progress | None,
-        ranks: int,
-        refused: BaseException | None = None,
+        self, step: int, progress: Progress | None, ranks: int, refused: BaseException | None = None
     ) -> None:
         self._ranks = ranks
         self.refused = refused

@@ -67,16 +67,13 @@ def find_library() -> FoundLibrary:
     if named:
         if not Path(named).is_file():
             raise BackendUnavailableError(
-                f"{VARIABLE} names {named}, no file",
-                remedy=f"name a {SONAME}, or unset {VARIABLE}",
+                f"{VARIABLE} names {named}, no file", remedy=f"name a {SONAME}, or unset {VARIABLE}"
             )
         return FoundLibrary(named, VARIABLE)
     for found in library_candidates():
         return found
     raise BackendUnavailableError(
-        "libcufile was not found",
-        attempts=[("cuFile", f"not in {PLACES}")],
-        remedy=INSTALL,
+        "libcufile was not found", attempts=[("cuFile", f"not in {PLACES}")], remedy=INSTALL
     )
 
 

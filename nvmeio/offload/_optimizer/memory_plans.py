@@ -255,11 +255,12 @@ class Cuts(NamedTuple):
     def _most_bytes(self, params: Sequence[SwappedParam]) -> int:
         """How long the records of a subgroup may be together."""
         how, share = self.settings, 1.0  # how much longer a buffer is than the state in it, at most
+        down = how.device.type == "cpu" and any(p.computes_on.type != "cpu" for p in params)
         for piece in (piece for param in params for piece in param.pieces):
             if piece.numel and piece.record_nbytes:
                 wide = piece.staged and piece.grad_dtype != piece.step_dtype
                 extra = piece.numel * piece.step_dtype.itemsize if wide else 0
-                extra += piece.numel * piece.grad_dtype.itemsize if how.on_disk else 0
+                extra += piece.numel * piece.grad_dtype.itemsize if how.on_disk or down else 0
                 share = max(share, 1 + extra / piece.record_nbytes)
         most = how.subgroup_bytes
         for budget, buffers in ((how.buffer_bytes, how.buffers), (how.device_bytes, BUFFERS)):

@@ -46,6 +46,11 @@ class SwappedParam:
         """Whether its store gets rounded weights, which its step has in another dtype."""
         return self.param_store is not None and any(p.step_dtype != self.dtype for p in self.pieces)
 
+    @property
+    def computes_on(self) -> torch.device:
+        """Where its model has weights and gradients."""
+        return self.device if self.param_store is None else self.param_store.device
+
     def check_unchanged(self) -> None:
         """Whether it is still what was handed over.
 

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -197,7 +198,7 @@ class StateSwapper(Swapped):
 
     def _memory(self, nbytes: int) -> torch.Tensor:
         """For state that stays; page-locked where a device copies it."""
-        if self.device is None:
+        if self.device is None and not self.copies_beside:
             return empty_aligned(nbytes, dtype=torch.uint8)
         return page_locked.new(nbytes)
 
@@ -272,6 +273,8 @@ class StateSwapper(Swapped):
 
     def _undo(self, step: Step, failed: BaseException) -> None:
         """After a failed step: the drive has the last one; memory gets it back from there."""
+        with suppress(RuntimeError):  # a device that failed copies no more
+            step.settle()
         why = _why_no_undo(step)
         if not why:
             try:

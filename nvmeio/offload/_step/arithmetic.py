@@ -253,21 +253,8 @@ def _collect(works: Sequence[Work], state: Any, found: dict[int, dict[str, Any]]
 
 # These work element by element, so a step over parts of a parameter equals a step over the whole,
 # bit for bit (in fp32 and fp64). A subclass may not.
-_ELEMENTWISE = frozenset(
-    {
-        "ASGD",
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    }
-)
+_ELEMENTWISE = {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"}
+_ELEMENTWISE |= {"RMSprop", "Rprop", "SGD"}
 _SPLIT_DTYPES = (torch.float32, torch.float64)
 
 

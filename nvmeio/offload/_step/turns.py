@@ -73,8 +73,14 @@ class Swapped:
 
     @property
     def with_grads(self) -> bool:
-        """Whether a buffer has room for gradients: of the drive, or rounded weights to it."""
-        return self.gradients is not None or any(param.stores_rounded for param in self.params)
+        """Whether a buffer has room for gradients: of a drive or device, or rounded weights."""
+        rounded = any(param.stores_rounded for param in self.params)
+        return rounded or self.copies_beside or self.gradients is not None
+
+    @property
+    def copies_beside(self) -> bool:
+        """Whether the CPU steps what is on devices: gradients come down, weights go up."""
+        return self.device is None and any(p.computes_on.type != "cpu" for p in self.params)
 
     def make_buffers(self) -> None:
         """Make buffers for the largest subgroup; log it if they hold all state."""
@@ -205,6 +211,12 @@ def weights_out(subgroup: Subgroup, piece: Piece, param: SwappedParam, slot: tor
         outside.copy_(view(slot, piece.spans[WEIGHTS]))
 
 
+def _grad_in(subgroup: Subgroup, piece: Piece, slot: torch.Tensor) -> torch.Tensor:
+    """The slot's room for a piece's gradient, or its rounded weights."""
+    assert piece.grad is not None
+    return view(slot, piece.grad, subgroup.grads_at)
+
+
 def weights_in(subgroup: Subgroup, piece: Piece, param: SwappedParam, slot: torch.Tensor) -> None:
     """Copy weights from the parameter, or from what was read of its store, into the slot."""
     outside = _outside(subgroup, piece, param, slot)
@@ -218,9 +230,7 @@ def _outside(
     """A piece's weights as the parameter has them; None if those are the slot's."""
     if param.param_store is None:
         return part(local(param.parameter), piece.start, piece.stop, piece.shape)
-    if param.stores_rounded and piece.grad is not None:
-        return view(slot, piece.grad, subgroup.grads_at)
-    return None
+    return _grad_in(subgroup, piece, slot) if param.stores_rounded else None
 
 
 def _param_moves(subgroup: Subgroup, piece: Piece, param: SwappedParam) -> list[Move]:
@@ -276,6 +286,12 @@ class Step:
         self.in_memory = False
         self.change = Change()
         self._resident: list[tuple[Subgroup, list[Piece]]] = []
+        there = {param.computes_on for param in swapped.params if swapped.copies_beside}
+        there.discard(torch.device("cpu"))
+        self._down = {device: devices.beside(device, "step down") for device in there}
+        self._up = {device: devices.beside(device, "step up") for device in there}
+        for copies in (*self._down.values(), *self._up.values()):
+            copies.follow()
         for subgroup in swapped.subgroups:
             pieces = [p for p in subgroup.pieces if self._has_gradient(swapped.param_of(p))]
             if not pieces:
@@ -286,11 +302,12 @@ class Step:
                 self._resident.append((subgroup, pieces))
                 continue
             self.change.moved.update(numbers)
+            verify = swapped.files.verifying([p for p in pieces if p.staged], pieces)
             self.turns.append(
                 SlotTurn(
                     self._reads(subgroup, pieces),
                     functools.partial(self._turn, subgroup, pieces),
-                    swapped.files.verifying([p for p in pieces if p.staged], pieces),
+                    functools.partial(self._arrived, subgroup, pieces, verify),
                     functools.partial(self._seal, pieces),
                 )
             )
@@ -315,10 +332,17 @@ class Step:
             move_all(swapped.handles, slot, self._grad_reads(subgroup, pieces), writing=False)
             self.in_memory = True
             if swapped.device is None:
+                self._arrived(subgroup, pieces, None, slot)
                 self._compute(subgroup, pieces, slot)
             else:
                 self._compute_there(swapped.device, subgroup, pieces, slot)
             move_all(swapped.handles, slot, swapped.param_writes(subgroup, pieces), writing=True)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until no copy between slots and devices is under way."""
+        for copies in (*self._down.values(), *self._up.values()):
+            copies.mark().wait()
 
     def _compute_there(
         self, device: DeviceTurns, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
@@ -367,6 +391,37 @@ class Step:
 
     def _seal(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
         self.change.sums.update(self._swapped.files.sum_up(slot, pieces))
+        self.settle()
+
+    def _arrived(
+        self,
+        subgroup: Subgroup,
+        pieces: Sequence[Piece],
+        verify: Callable[[torch.Tensor], None] | None,
+        slot: torch.Tensor,
+    ) -> None:
+        """Beside the turn before: look at what was read, and bring gradients from devices."""
+        if verify is not None:
+            verify(slot)
+        for piece in pieces if self._down else ():
+            given = self._given(piece)
+            if given is not None and given.device in self._down:
+                self._down[given.device].copy(_grad_in(subgroup, piece, slot), given)
+        for copies in self._down.values():
+            copies.mark().wait()
+
+    def _given(self, piece: Piece) -> torch.Tensor | None:
+        """A piece's gradient in memory; None where it is on the drive."""
+        gradients, number = self._swapped.gradients, piece.param
+        if gradients is not None and gradients.has(number):
+            return None
+        given = self._grads[number]
+        if given.layout is not torch.strided:
+            raise TypeError(
+                f"parameter {number} has a {given.layout} gradient: only dense ones "
+                "can be stepped (an embedding wants sparse=False)"
+            )
+        return part(local(given), piece.start, piece.stop, piece.shape)
 
     def _compute(self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
         """Step some pieces of a subgroup in a slot."""
@@ -393,29 +448,35 @@ class Step:
             if copied_to is not None:
                 copied_to.copy_(work.weights.detach())
             if work.piece.staged:
-                weights_out(subgroup, work.piece, self._swapped.param_of(work.piece), slot)
+                self._weights_out(subgroup, work.piece, slot)
             elif work.piece.stored:
                 view(slot, work.piece.spans[WEIGHTS]).copy_(work.weights.detach())
         self.change.small.update(small)
+
+    def _weights_out(self, subgroup: Subgroup, piece: Piece, slot: torch.Tensor) -> None:
+        """To the parameter; the slot is its device's until `settle`, where there is one."""
+        param = self._swapped.param_of(piece)
+        up = self._up.get(param.computes_on)
+        if up is None or param.param_store is not None:
+            weights_out(subgroup, piece, param, slot)
+            return
+        outside, weights = _outside(subgroup, piece, param, slot), view(slot, piece.spans[WEIGHTS])
+        assert outside is not None
+        if weights.dtype != outside.dtype:  # torch would round into memory that is not locked
+            weights = _grad_in(subgroup, piece, slot).copy_(weights)
+        up.copy(outside, weights)
 
     def _gradient(
         self, subgroup: Subgroup, piece: Piece, param: SwappedParam, slot: torch.Tensor
     ) -> torch.Tensor:
         """The piece's gradient, in the dtype of the step."""
-        gradients, factor = self._swapped.gradients, self._factor
-        if gradients is not None and gradients.has(param.number) and piece.grad is not None:
-            gradient = view(slot, piece.grad, subgroup.grads_at)
+        given, factor = self._given(piece), self._factor
+        if given is None or given.device in self._down:
+            gradient = _grad_in(subgroup, piece, slot)
             if factor is not None:
                 gradient.mul_(factor)
         else:
-            given = self._grads[param.number]
-            if given.layout is not torch.strided:
-                raise TypeError(
-                    f"parameter {param.number} has a {given.layout} gradient: only dense ones "
-                    "can be stepped (an embedding wants sparse=False)"
-                )
-            mine = part(local(given), piece.start, piece.stop, piece.shape)
-            gradient = devices.on_host(mine) if self._swapped.device is None else mine
+            gradient = devices.on_host(given) if self._swapped.device is None else given
             if param.param_store is not None:  # backward saw no strides where it was on the drive
                 gradient = laid(gradient, piece.grad_strides)
             if factor is not None:
