@@ -61,6 +61,10 @@ def swapped(made: Any, folder: Path, **options: Any) -> SwappedModule:
     )
 
 
+# Some parts at a time on the device, or all of them, which then stay there.
+WINDOWS = pytest.mark.parametrize("parts", [2, 8], ids=["window", "all"])
+
+
 def device_in_use_bytes(module: SwappedModule) -> int:
     """What units, and tensors that outlive them, take of the window on the device."""
 
@@ -110,16 +114,19 @@ def lazy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
         yield made
 
 
-def test_losses_and_gradients_equal_those_in_memory(cuda: Accelerator, tmp_path: Path) -> None:
+@WINDOWS
+def test_losses_and_gradients_equal_those_in_memory(
+    cuda: Accelerator, parts: int, tmp_path: Path
+) -> None:
     losses, gradients = in_memory()
     made = model()
-    with swapped(made, tmp_path) as module:
+    with swapped(made, tmp_path, device_bytes=parts * LARGEST) as module:
         found = losses_of(module, cuda.tensor)
         assert_equal(cuda, found, losses)
         assert_equal(cuda, [p.grad for p in made.parameters()], gradients)
         assert module.device == DEVICE
         assert store_of(module).in_use_bytes <= module.resident_bytes == 3 * LARGEST
-        assert device_in_use_bytes(module) <= module.device_bytes == 2 * LARGEST
+        assert device_in_use_bytes(module) <= module.device_bytes == parts * LARGEST
         assert cuda.has(made.seen)
 
 
@@ -183,12 +190,15 @@ def test_host_memory_saves_reads_and_the_device_s_saves_copies(
         assert 6 < len(lazy.copies) <= 6 * 6
 
 
-def test_parameters_are_changed_within_gather(cuda: Accelerator, tmp_path: Path) -> None:
+@WINDOWS
+def test_parameters_are_changed_within_gather(
+    cuda: Accelerator, parts: int, tmp_path: Path
+) -> None:
     ours, theirs = model(), model()
     with torch.no_grad():
         theirs[2].up.weight.mul_(2)
     losses = losses_of(theirs, lambda x: x)
-    with swapped(ours, tmp_path) as module:
+    with swapped(ours, tmp_path, device_bytes=parts * LARGEST) as module:
         losses_of(module, cuda.tensor, passes=1)
         for p in ours.parameters():
             p.grad = None
@@ -202,24 +212,28 @@ def test_parameters_are_changed_within_gather(cuda: Accelerator, tmp_path: Path)
         )
 
 
-def test_a_gather_that_raises_has_not_happened(cuda: Accelerator, tmp_path: Path) -> None:
+@WINDOWS
+def test_a_gather_that_raises_has_not_happened(
+    cuda: Accelerator, parts: int, tmp_path: Path
+) -> None:
     losses, _ = in_memory()
     ours = model()
-    with swapped(ours, tmp_path) as module:
+    with swapped(ours, tmp_path, device_bytes=parts * LARGEST) as module:
         with pytest.raises(KeyError), module.gather(ours[0].up.weight), torch.no_grad():
             ours[0].up.weight.zero_()
             raise KeyError
         assert_equal(cuda, losses_of(module, cuda.tensor), losses)
 
 
-def test_a_state_is_loaded_and_saved(cuda: Accelerator, tmp_path: Path) -> None:
+@WINDOWS
+def test_a_state_is_loaded_and_saved(cuda: Accelerator, parts: int, tmp_path: Path) -> None:
     other = model()
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(0.5)
     wanted = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     losses = losses_of(other, lambda x: x)
-    with swapped(model(), tmp_path) as module:
+    with swapped(model(), tmp_path, device_bytes=parts * LARGEST) as module:
         losses_of(module, cuda.tensor, passes=1)
         for p in module.parameters():
             p.grad = None
@@ -312,9 +326,10 @@ def test_modules_on_the_meta_device_are_made_part_by_part(
         assert_equal(lazy, [module(lazy.tensor(x)).detach()], [theirs(x).detach()])
 
 
+@WINDOWS
 @pytest.mark.parametrize("two", [False, True], ids=["one stream computes", "two streams compute"])
 def test_weights_in_use_are_not_given_to_a_stream_of_the_user(
-    two: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    two: bool, parts: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """torch hands out 32 streams in turn, so a user has ours, and its memory.
 
@@ -324,7 +339,7 @@ def test_weights_in_use_are_not_given_to_a_stream_of_the_user(
     x, theirs = torch.randn(3, WIDTH), model()
     found, kept = [], []
     with accelerator(monkeypatch, Pace.LAZY, Pace.EAGER) as cuda:
-        with swapped(model(), tmp_path) as module, torch.no_grad():
+        with swapped(model(), tmp_path, device_bytes=parts * LARGEST) as module, torch.no_grad():
             lengths = {unit.nbytes for unit in store_of(module).units}
             computing: list[Any] = [cuda.current_stream()]
             if two:
