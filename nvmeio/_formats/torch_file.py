@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
-import mmap
 import os
 import pickle
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from nvmeio._formats import pickle_calls, pickle_values, torch_unpickler, torch_zip
 from nvmeio._formats.pickle_values import Scan
-from nvmeio._formats.torch_zip import Archive
 from nvmeio._memory import system
 from nvmeio._pages import PAGE_BYTES, round_down
-from nvmeio.errors import IntegrityError, naming, transfer_error
+from nvmeio.errors import IntegrityError, transfer_error
 from nvmeio.files import File
 
 if TYPE_CHECKING:
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
 _FEW = 16
 
 _PICKLE = "data.pkl"
-
-_READ_BYTES = 64 << 20
 
 # The records that are neither storages nor the pickle are a few words. The pickle has all that is
 # no tensor, arrays among it, and may be of any size.
@@ -44,10 +40,10 @@ class TorchFile:
 
     Args:
         file: Open for reading; stays open.
-        get_handle: The handle, asked for when many reads are wanted at once.
+        get_handle: The handle, asked for when many reads are wanted at once; None: they are made
+            one by one, through the page cache.
         load: Cancels those reads.
         told: What another rank has read of it (`told`): nothing of that is read here.
-        contents: All of its bytes, where they were read already: then no handle is asked for.
 
     Raises:
         IntegrityError: The archive is damaged or none; names file and record.
@@ -60,12 +56,10 @@ class TorchFile:
         get_handle: Callable[[], AioHandle] | None,
         load: Load | None,
         told: bytes | None = None,
-        contents: mmap.mmap | None = None,
     ) -> None:
         self._file = file
         self._get_handle = get_handle
         self._load = load
-        self._contents = contents
         self._texts: dict[str, bytes] = {}
         if told is None:
             self.archive = torch_zip.parse(self._read_many, file.size(), file.path)
@@ -83,14 +77,14 @@ class TorchFile:
         places = json.dumps([archive.nbytes, archive.directory_offset, archive.entries, lengths])
         return b"".join((_LENGTH.pack(len(places)), places.encode(), *texts.values()))
 
-    def _learn(self, told: bytes) -> Archive:
+    def _learn(self, told: bytes) -> torch_zip.Archive:
         at = _LENGTH.size + _LENGTH.unpack_from(told)[0]
         nbytes, directory, entries, lengths = json.loads(told[_LENGTH.size : at])
         for name, length in lengths:
             self._texts[name] = told[at : at + length]
             at += length
         found = [torch_zip.ZipEntry(*entry) for entry in entries]
-        return Archive(self._file.path, nbytes, directory, found)
+        return torch_zip.Archive(self._file.path, nbytes, directory, found)
 
     def texts(self) -> dict[str, bytes]:
         """The records that torch asks for beside the storages, by name."""
@@ -130,20 +124,16 @@ class TorchFile:
                 expected=_MAX_TEXT_BYTES,
                 found=entry.nbytes,
             )
-        return self._read_few([(entry.offset, entry.nbytes)])[0]
+        return read_buffered(self._file, entry.offset, entry.nbytes)
 
     def _read_many(self, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
-        if len(wanted) <= _FEW or self._get_handle is None or self._load is None:
-            return self._read_few(wanted)
-        last_page = round_down(self._file.size(), PAGE_BYTES)  # which is none, if it is there
-        many = [place for place in wanted if place[0] + place[1] <= last_page]
-        read = self._load.scattered(self._get_handle(), self._file, many, "headers")
-        return [*read, *self._read_few(wanted[len(many) :])]  # `wanted` is in the file's order
-
-    def _read_few(self, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
-        if self._contents is not None:
-            return [self._contents[at : at + nbytes] for at, nbytes in wanted]
-        return [read_buffered(self._file, offset, nbytes) for offset, nbytes in wanted]
+        read: list[bytes] = []
+        if len(wanted) > _FEW and self._get_handle is not None and self._load is not None:
+            last_page = round_down(self._file.size(), PAGE_BYTES)  # which is none, if it is there
+            many = [place for place in wanted if place[0] + place[1] <= last_page]
+            read = self._load.scattered(self._get_handle(), self._file, many, "headers")
+        rest = wanted[len(read) :]  # `wanted` is in the file's order
+        return [*read, *(read_buffered(self._file, *place) for place in rest)]
 
 
 def is_asked_for(name: str, nbytes: int) -> bool:
@@ -230,7 +220,7 @@ def unsafe_globals(file: File) -> list[str]:
             return [str(refused)]
 
 
-@contextmanager
+@contextlib.contextmanager
 def same_file(file: File) -> Iterator[str]:
     """A path to the open file itself: what lies at its own path may be another one by now."""
     opened = file.acquire(False)
@@ -251,25 +241,13 @@ def size_error(checkpoint: TorchFile, name: str, nbytes: int) -> IntegrityError:
     )
 
 
-def read_whole(file: File) -> mmap.mmap:
-    """All of a small file that is not empty, through the page cache, in memory of its own.
-
-    Raises:
-        TransferError: It cannot be read, or was cut meanwhile.
-    """
-    contents = mmap.mmap(-1, file.size())
+def read_ahead(file: File) -> None:
+    """Have the kernel read a small file ahead, as one read."""
     opened = file.acquire(False)
     try:
-        with naming("pread", file.path), memoryview(contents) as view:
-            done = 0
-            while done < len(contents):
-                count = os.preadv(opened.buffered_fd(), [view[done:]], done)
-                if not count:
-                    raise OSError(errno.ENODATA, "the file was cut")
-                done += count
+        os.posix_fadvise(opened.buffered_fd(), 0, 0, os.POSIX_FADV_WILLNEED)
     finally:
         opened.release()
-    return contents
 
 
 def read_buffered(file: File, offset: int, nbytes: int) -> bytes:
@@ -280,17 +258,27 @@ def read_buffered(file: File, offset: int, nbytes: int) -> bytes:
     """
     opened = file.acquire(False)
     try:
-        data = os.pread(opened.buffered_fd(), nbytes, offset)
-        if len(data) == nbytes:
-            return data
-        parts = bytearray(data)  # more than 2 GiB, or a signal
-        while len(parts) < nbytes:
-            at = offset + len(parts)
-            more = os.pread(opened.buffered_fd(), min(nbytes - len(parts), _READ_BYTES), at)
-            if not more:
+        with contextlib.suppress(OSError):  # which is met and named below
+            data = os.pread(opened.buffered_fd(), nbytes, offset)
+            if len(data) == nbytes:
+                return data
+    finally:
+        opened.release()
+    parts = bytearray(nbytes)  # more than 2 GiB, or a signal
+    read_into(file, offset, memoryview(parts))
+    return bytes(parts)
+
+
+def read_into(file: File, offset: int, memory: memoryview) -> None:
+    """Fill memory with bytes of a file, through the page cache; errors as `read_buffered`."""
+    opened = file.acquire(False)
+    done, nbytes = 0, memory.nbytes
+    try:
+        while done < nbytes:
+            count = os.preadv(opened.buffered_fd(), [memory[done:]], offset + done)
+            if not count:
                 raise OSError(errno.ENODATA, "the file was cut")
-            parts += more
-        return bytes(parts)
+            done += count
     except OSError as failed:
         raise transfer_error(
             failed, "pread", file.path, file_offset=offset, nbytes=nbytes

@@ -329,9 +329,9 @@ def test_the_legacy_format(path: Path) -> None:
 def test_a_pickle_of_any_size(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """numpy arrays, texts, bytes: what is no tensor is in the pickle."""
     monkeypatch.setattr(torch_file, "_MAX_TEXT_BYTES", 1000)
-    monkeypatch.setattr(torch_file, "_READ_BYTES", 1000)
-    pread = os.pread  # man 2 pread: at most 2,147,479,552 bytes at once
+    pread, preadv = os.pread, os.preadv  # man 2 pread: at most 2,147,479,552 bytes at once
     monkeypatch.setattr(os, "pread", lambda fd, nbytes, at: pread(fd, min(nbytes, 700), at))
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: preadv(fd, [parts[0][:700]], at))
     wanted = {"text": "x" * 10_000 + "end", "a": noise(5)}
     nvmeio.save(wanted, path)
     assert_same(load(path), wanted)
@@ -588,22 +588,30 @@ def test_truncated_legacy_file_is_named(
 # Small ones
 
 
-def test_a_small_file_is_read_with_one_call_and_no_handle(path: Path) -> None:
-    """In place of torch.load it is slower where most people try it first, if it makes a handle."""
+def test_a_small_file_is_read_without_a_handle_or_a_thread(path: Path) -> None:
+    """In place of torch.load it is slower where most people try it first, if it makes either."""
     torch.save({"a": torch.arange(1000), "b": torch.zeros(0)}, path)
     ran = run_python(
         f"""
-        import os, sys, torch
+        import _thread, sys, torch
         import nvmeio
-        reads, preadv = [], os.preadv
-        os.preadv = lambda fd, buffers, offset: reads.append(offset) or preadv(fd, buffers, offset)
         assert torch.equal(nvmeio.load({str(path)!r})["a"], torch.arange(1000))
-        assert reads == [0], reads
+        assert not _thread._count()
         assert "nvmeio.handle" not in sys.modules
         assert not [name for name in sys.modules if name.startswith("nvmeio.engines")]
         """
     )
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_small_file_is_read_whatever_the_default_device(device: str, path: Path) -> None:
+    """It is read in its caller's thread, which may be told to make tensors elsewhere."""
+    wanted = {"a": noise(100), "none": torch.zeros(0)}
+    nvmeio.save(wanted, path)
+    with torch.device(device):
+        found = nvmeio.load(path)
+    assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("more", [0, 1])
