@@ -1,4 +1,4 @@
-"""How things are closed: each step whatever others fail of, by `with`, or as an error undoes."""
+"""Closing: every step even if one fails; at the end of a with statement; undone after an error."""
 
 from __future__ import annotations
 

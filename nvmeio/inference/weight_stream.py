@@ -1,10 +1,10 @@
 """`WeightStream`: layers into memory ahead of the computation, and out of it behind.
 
-How it works: a wrapper around the call of each unit's modules (`_hooks`) asks for a `Use`: it waits
-until the unit's bytes are there and its parameters lie over them, and what comes next is being
-read. The use ends with the call, however that ends; the parameters are taken away and the slot is
-given back. What is asked is done by one thread, which owns that state (`_uses`); here are the
-caller's side, and opening and closing.
+How it works: a wrapper around the call of each unit's modules (`_stream.hooks`) asks for a claim on
+the unit. It waits until the unit's bytes are there and its parameters lie over them; what comes
+next is being read by then. The claim ends with the call, however that ends; the parameters are
+taken away and the slot is given back. One thread does all that is asked, and owns that state
+(`_stream.uses`); here are the caller's side, and opening and closing.
 
 What comes next is what followed the last time; before anything followed, the order of the module
 tree. What was read in vain is dropped as soon as that is seen.
