@@ -9,6 +9,10 @@ from checkpoint_rows import dcp, decoupled, loading, protected, ranks, saving, s
 ROWS: dict[str, Row] = {
     "save": Row("save into a new file, durable", saving.measure, lambda size, _: 2 * size),
     "memory": Row("extra memory of a save", saving.measure_memory, lambda size, _: size),
+    "load": Row("load, cold", loading.measure, lambda size, _: 3 * size),
+    "sizes": Row("files of all sizes beside torch", sizes.measure, sizes.bytes_needed),
+    "dcp": Row("torch.distributed.checkpoint", dcp.measure, lambda size, _: 3 * size),
+    "small": Row("many small tensors", small.measure, small.bytes_needed),
     "steady": Row(
         "Checkpointer in steady state", decoupled.measure_steady, lambda size, _: 6 * size
     ),
@@ -27,9 +31,5 @@ ROWS: dict[str, Row] = {
     "protect-memory": Row(
         "extra memory of such a save", protected.measure_memory, lambda size, _: 2 * size
     ),
-    "load": Row("load, cold", loading.measure, lambda size, _: 3 * size),
     "ranks": Row("2 and 4 ranks with one state", ranks.measure, lambda size, _: 2 * size),
-    "dcp": Row("torch.distributed.checkpoint", dcp.measure, lambda size, _: 3 * size),
-    "sizes": Row("files of all sizes beside torch", sizes.measure, sizes.bytes_needed),
-    "small": Row("many small tensors", small.measure, small.bytes_needed),
 }
