@@ -147,12 +147,7 @@ PARAMETER = Global("torch._utils", "_rebuild_parameter")
 
 # What every state dict refers to, and torch allows.
 COMMON_GLOBALS = frozenset(
-    {
-        ORDERED_DICT,
-        REBUILD,
-        PARAMETER,
-        *(Global("torch", kind) for kind in _DTYPES),
-    }
+    {ORDERED_DICT, REBUILD, PARAMETER, *(Global("torch", kind) for kind in _DTYPES)}
 )
 
 # torch's own limit. A hostile pickle has thousands, whose product takes hours.

@@ -159,12 +159,7 @@ _TENSOR = (
     Column("aligned to", 5),
     Column("record", 6, right=False),
 )
-_RECORD = (
-    Column("bytes", 1),
-    Column("offset", 3),
-    Column("aligned to", 4),
-    Column("CRC-32", 2),
-)
+_RECORD = (Column("bytes", 1), Column("offset", 3), Column("aligned to", 4), Column("CRC-32", 2))
 
 
 def _table_of_tensors(description: Description, width: int) -> Table:

@@ -39,7 +39,8 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
     Each output is the same sum, of which last bits may differ. A layer whose weight another module
     uses too, or whose weight has hooks, is not cut.
 
-    If FSDP2 shards the module (`fully_shard`, on a mesh of CPUs), each rank's shards are on that
+    If FSDP2 shards the module (`fully_shard`, on a mesh of CPUs, or of CUDA devices with
+    ``offload_policy=CPUOffloadPolicy()``), each rank's shards are on that
     rank's drive, and its parts are the modules that `fully_shard` was called for. FSDP gathers from
     the window and frees what it gathered, as it does in memory. Shards must have memory when the
     module is swapped. If reading a shard fails, this object refuses to go on (`ClosedError`), and

@@ -14,7 +14,7 @@ from test_sharded import fsdp, plain
 from torch.distributed.device_mesh import init_device_mesh
 
 import nvmeio
-from nvmeio.offload import SwappedOptimizer
+from nvmeio.offload import SwappedModule, SwappedOptimizer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,6 +37,13 @@ def sharded() -> Any:
     mesh = init_device_mesh("cuda", (1,))
     fsdp.fully_shard(made[2], mesh=mesh)
     return fsdp.fully_shard(made, mesh=mesh)
+
+
+def offloaded() -> Any:
+    made = plain()
+    mesh, policy = init_device_mesh("cuda", (1,)), fsdp.CPUOffloadPolicy(pin_memory=False)
+    fsdp.fully_shard(made[2], mesh=mesh, offload_policy=policy)
+    return fsdp.fully_shard(made, mesh=mesh, offload_policy=policy)
 
 
 def losses(module: Any, optimizer: Any, device: str) -> list[float]:
@@ -65,6 +72,32 @@ def test_shards_train_as_the_module_in_memory(
     assert found == pytest.approx(wanted, rel=1e-6)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(cuda.value(mine.to_local()), other.detach())
+
+
+@pytest.mark.parametrize("gradients", ["memory", "disk"])
+def test_shards_on_the_drive_are_gathered_by_the_device(
+    gradients: str, cuda: Accelerator, tmp_path: Path
+) -> None:
+    """SwappedModule refused each mesh of devices."""
+    theirs = plain()
+    wanted = losses(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, foreach=False), "cpu")
+    with (
+        SwappedModule(offloaded(), swap_dir=tmp_path, resident_bytes=4096) as ours,
+        SwappedOptimizer(
+            torch.optim.AdamW,
+            ours.parameters(),
+            swap_dir=tmp_path,
+            lr=1e-2,
+            gradients=gradients,
+        ) as optimizer,
+    ):
+        found = losses(ours, optimizer, "cuda")
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def test_shards_that_devices_have_are_refused(cuda: Accelerator, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"offload_policy=CPUOffloadPolicy\(\)"):
+        SwappedModule(sharded(), swap_dir=tmp_path, resident_bytes=16384)
 
 
 def test_shards_are_saved_as_they_were_when_save_was_called(

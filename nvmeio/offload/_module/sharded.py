@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from nvmeio._memory import devices
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio.errors import BackendUnavailableError, ClosedError, an
 from nvmeio.offload._module.param_store import ParamStore, store_of
@@ -126,12 +127,22 @@ class _Gathering:
             spans = zip(self._unit.spans, self._sizes, strict=True)
             self._lay([_flat(memory, span, numel) for span, numel in spans])
             del memory
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
+            self._wait_for_copies()
+            return result
         except BaseException as failed:
             self._broken.append(f"{type(failed).__name__}: {failed}")
             raise
         finally:
             self._lay(self._nothing)
+
+    def _wait_for_copies(self) -> None:
+        """Until the shard is on the device that gathers it: its memory is another's after this."""
+        device, context = self._group.device, self._group.comm_ctx
+        if device.type != "cpu":
+            for stream in (None, getattr(context, "all_gather_copy_in_stream", None)):
+                with devices.on_stream(stream):
+                    devices.now(device).wait()
 
     def _lay(self, tensors: Sequence[torch.Tensor]) -> None:
         for shard, tensor in zip(self._shards, tensors, strict=True):
@@ -184,10 +195,10 @@ def _groups_of(module: Any) -> list[Any]:
 
 
 def _check_group(name: str, group: Any) -> None:
-    if group.device.type != "cpu":
+    if group.device.type != "cpu" and not all(each.offload_to_cpu for each in group.fsdp_params):
         raise ValueError(
-            f"{name} is sharded over a mesh of {group.device.type} devices: FSDP modules are "
-            "swapped on CPU meshes only. Swap the optimizer, and leave the module to FSDP"
+            f"{name} is sharded over a mesh of {group.device.type} devices, which have the shards: "
+            "call fully_shard(..., offload_policy=CPUOffloadPolicy()), or swap the optimizer only"
         )
     for shard in group.fsdp_params:
         tensor = local(shard.sharded_param)
