@@ -122,10 +122,9 @@ def pack(
                 )
             except (FileNotFoundError, FileExistsError, ValueError, TypeError) as wrong:
                 raise Refused(str(wrong)) from wrong
-    names = ", ".join(map(str, out))
     text = (
-        f"{names}: {binary_size(report.bytes_written)} in {counted(report.records, 'record')}, of "
-        f"{binary_size(report.bytes_read)} that were read"
+        f"{', '.join(map(str, out))}: {binary_size(report.bytes_written)} in "
+        f"{counted(report.records, 'record')}, of {binary_size(report.bytes_read)} that were read"
     )
     if report.quantised:
         text += (

@@ -36,6 +36,7 @@ from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import hub
 from nvmeio.inference._plan import packed_format, transformers
+from nvmeio.inference._plan import units as plan_units
 from nvmeio.inference._plan.matching import match
 from nvmeio.inference._plan.packed_format import PackedWeight
 from nvmeio.inference._plan.quantization import (
@@ -46,7 +47,7 @@ from nvmeio.inference._plan.quantization import (
     quantise,
 )
 from nvmeio.inference._plan.slot_layout import Weight, WeightPart
-from nvmeio.inference._plan.units import SMALL_BYTES, Unit, partition
+from nvmeio.inference._plan.units import Unit, partition
 from nvmeio.progress import Progress
 
 _CONFIG = "config.json"
@@ -178,8 +179,7 @@ def pack(
             temporaries.append(temporary)
         directories = temporaries
         if ranks > 1:
-            names = map(packed_format.rank_directory, range(ranks))
-            directories = [temporaries[0] / name for name in names]
+            directories = [temporaries[0] / packed_format.rank_directory(n) for n in range(ranks)]
             for directory in directories:
                 directory.mkdir()
         left = _weights_in(model, units, modules_to_not_convert)
@@ -326,7 +326,7 @@ class _Contents:
             unit = record.unit
             # What is read by everybody, as small parts are, or by the rows of its tokens.
             nbytes = sum(_nbytes(dtype, shape) for _, dtype, shape, _ in record.tensors)
-            is_small = not unit.modules or (not unit.is_layer and nbytes <= SMALL_BYTES)
+            is_small = not unit.modules or (not unit.is_layer and nbytes <= plan_units.SMALL_BYTES)
             whole = self.ranks == 1 or is_small or bool(unit.row_modules)
             self.places.append((start, end, whole))
         pad(PAGE_BYTES)

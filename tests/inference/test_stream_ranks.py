@@ -22,6 +22,7 @@ from nvmeio._pages import PAGE_BYTES
 from nvmeio.checkpoint.verifying import verify
 from nvmeio.inference import pack
 from nvmeio.inference._parallel import rank_reader
+from nvmeio.inference._plan import units
 from nvmeio.inference._plan.slot_layout import Read
 
 if not (dist.is_available() and dist.is_gloo_available()):
@@ -117,14 +118,15 @@ def test_other_prompts_and_other_numbers_of_passes(
     ranks(world, "prompts", folder, blocks=blocks)
 
 
-def test_kinds_of_models(ranks: Any, folder: Path) -> None:
+def test_kinds_of_models(ranks: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models.saved(models.gpt2, folder / "gpt2")
     models.saved(models.mixtral, folder / "mixtral")
     pack(folder / "gpt2", folder / "gpt2-parts", ranks=2)
     pack(folder / "model", folder / "quantised", ranks=2, quant_bits=8)
     pack(folder / "model", folder / "quantised alone", quant_bits=8)
     # A head of 2 MiB, which is read by its rows' shares; packed it is small, and all ranks have it.
-    models.saved(lambda: models.llama(width=256, vocab_size=2048), folder / "head")
+    models.saved(lambda: models.llama(layers=8, width=256, vocab_size=2048), folder / "head")
+    monkeypatch.setattr(units, "SMALL_BYTES", 1 << 20)  # as it is but in tests
     pack(folder / "head", folder / "small head", ranks=2, quant_bits=4)
     pack(folder / "head", folder / "small head alone", quant_bits=4)
     ranks(2, "kinds", folder)

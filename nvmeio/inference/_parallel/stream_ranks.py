@@ -196,8 +196,10 @@ def check_part(opened: SafetensorsSet, units: Sequence[Unit], ranks: Ranks | Non
         if number and not unit.row_modules:
             reads = shares(reads, ranks.size)[ranks.rank]
         for read in reads:
-            start, end = read.start - base, read.end - base
-            if not any(low <= start and end <= high for low, high in part.spans):
+            held = read.start - base  # up to here; spans lie one behind the other
+            for low, high in part.spans:
+                held = high if low <= held < high else held
+            if held < read.end - base:
                 raise ValueError(
                     f"{what}, and not what that rank needs of {unit.name!r}: that is another layer "
                     "than it was packed for (stream it without layers=), or shares weights with "

@@ -187,8 +187,7 @@ def parts_of(checkpoint: SafetensorsSet, packed: Packed) -> dict[str, FoundWeigh
 
     for name, weight in packed.quantised.items():
         parts = []
-        wanted = weight.stored(name)
-        for own, dtype, sizes in wanted:
+        for own, dtype, sizes in weight.stored(name):
             if own not in checkpoint.tensors:
                 raise _bad(checkpoint, f"it lacks {own!r}")
             made = part(checkpoint.tensors[own])
@@ -196,7 +195,7 @@ def parts_of(checkpoint: SafetensorsSet, packed: Packed) -> dict[str, FoundWeigh
                 raise _bad(checkpoint, f"{own!r} is {made.dtype} {made.shape}, not {sizes}")
             parts.append(made)
             taken.add(own)
-        found[name] = FoundWeight(tuple(parts), tuple(own for own, _, _ in wanted), weight)
+        found[name] = FoundWeight(tuple(parts), tuple(name + own for own in SUFFIXES), weight)
     for name, stored in checkpoint.tensors.items():
         if name not in taken and not name.startswith(packed_index.PADDING):
             found[name] = FoundWeight((part(stored),), (name,), None)
