@@ -4,6 +4,7 @@ Needs a C compiler and nothing else: libaio is loaded at run time, the kernel's 
 describes its structures.
 """
 
+import zlib
 from pathlib import Path
 
 from cffi import FFI
@@ -30,11 +31,15 @@ FILES = (
 )
 SOURCES = [f"native_shim/{name}.c" for name in FILES]
 
+DECLARED = (HERE / "decl.h").read_text(encoding="utf-8")
+# What nvmeio/_bindings.py compares: a shim of another version has other structures.
+INTERFACE = f"#define NV_INTERFACE {zlib.crc32(DECLARED.encode())}\n"
+
 ffibuilder = FFI()
-ffibuilder.cdef((HERE / "decl.h").read_text(encoding="utf-8"))
+ffibuilder.cdef(DECLARED + INTERFACE)
 ffibuilder.set_source(
     "nvmeio._native",
-    '#include "internal.h"',
+    INTERFACE + '#include "internal.h"',
     sources=SOURCES,
     include_dirs=["native_shim"],
     depends=[f"native_shim/{name}.h" for name in ("decl", "internal", "packed_loops")],

@@ -22,6 +22,15 @@ except ImportError as missing:  # an unbuilt source tree, or a wheel of another 
 ffi: Any = _ffi
 lib: Any = _lib
 
+# The CRC-32 of native_shim/decl.h: a call into a shim with other structures would end the program.
+INTERFACE = 2237564621
+if getattr(lib, "NV_INTERFACE", None) != INTERFACE:
+    raise BackendUnavailableError(
+        "nvmeio's native shim was built for another version of nvmeio",
+        attempts=[("nvmeio._native", "another interface")],
+        remedy="install nvmeio again: pip install . (in a source tree pip install -e .)",
+    )
+
 # The soname carries "t64" where the distribution was rebuilt for 64-bit time (Ubuntu 24.04).
 _LIBAIO_NAMES = ("libaio.so.1", "libaio.so.1t64")
 

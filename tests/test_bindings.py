@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
+import zlib
+from pathlib import Path
 
+import pytest
+import support
 import torch
 
-from nvmeio._bindings import memory_at
+from nvmeio._bindings import INTERFACE, memory_at
+
+DECLARED = Path(__file__).parent.parent / "native_shim" / "decl.h"
 
 
 class Owner:
@@ -40,3 +46,29 @@ def test_a_length_that_was_not_met_before_makes_no_class() -> None:
     tensor = torch.zeros(1 << 12, dtype=torch.uint8)
     kinds = {type(memory_at(tensor.data_ptr(), nbytes).obj) for nbytes in range(1, 1 << 12)}
     assert len(kinds) == 1
+
+
+def test_the_interface_is_that_of_the_declarations() -> None:
+    declared = zlib.crc32(DECLARED.read_text(encoding="utf-8").encode())
+    assert declared == INTERFACE, "write the new number into nvmeio/_bindings.py"
+
+
+@pytest.mark.parametrize("number", ["", "1"])
+def test_a_shim_of_another_version_is_refused(number: str) -> None:
+    """Before there was a number, or with another one; a call into it would end the program."""
+    ended = support.run_python(
+        f"""
+        import sys, types
+        shim = types.ModuleType("nvmeio._native")
+        shim.ffi = shim.lib = types.SimpleNamespace()
+        if "{number}":
+            shim.lib.NV_INTERFACE = int("{number}")
+        import nvmeio
+        sys.modules["nvmeio._native"] = shim
+        nvmeio.AioHandle
+        """,
+        fresh=True,
+    )
+    assert ended.returncode == 1
+    assert "built for another version of nvmeio" in ended.stderr
+    assert "pip install" in ended.stderr

@@ -131,7 +131,7 @@ def pack(
     Raises:
         FileExistsError: `out` exists, or one of its directories.
         ValueError: There is no such quantisation, a weight holds infinities or NaN, or no weights
-            are in one of `modules_to_not_convert`; `ranks` of
+            are in one of `modules_to_not_convert`, or it is given without `quant_bits`; `ranks` of
             a mixture of experts, which each rank reads for itself; `ranks` with several
             directories; one of them is named twice.
         IntegrityError, TransferError, FileNotFoundError: As for `stream_model`; the disk is full.
@@ -146,6 +146,8 @@ def pack(
     if not isinstance(ranks, int) or not 1 <= ranks < 100_000:
         raise ValueError(f"ranks must be a number of processes, not {ranks!r}")
     setting = None if quant_bits is None else check_setting(quant_bits, quant_group_size)
+    if setting is None and modules_to_not_convert:
+        raise ValueError("modules_to_not_convert: nothing is quantised anyway; give quant_bits=4")
     if ranks > 1 and len(targets) > 1:
         raise ValueError(
             "ranks= is for a drive each, several directories for one process with several drives: "
