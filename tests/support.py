@@ -340,11 +340,11 @@ def run_python(
 
 def run_ranks(script: Path, world: int, folder: Path, *arguments: str) -> list[tuple[int, str]]:
     """`script RANK WORLD FOLDER ...` in so many processes; the status and the output of each."""
-    root = str(Path(nvmeio.__file__).parents[1])
+    paths = f"{Path(nvmeio.__file__).parents[1]}{os.pathsep}{Path(__file__).parent}"
     ranks = [
         Program[str](
             [sys.executable, str(script), str(rank), str(world), str(folder), *arguments],
-            env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
