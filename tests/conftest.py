@@ -14,6 +14,7 @@ import extensions
 import programs
 import pytest
 import torch
+import torch.utils._device as torch_device
 from hypothesis import HealthCheck, settings
 from support import LOOPS, HeldEngine, nvmeio_threads, open_descriptors
 
@@ -181,6 +182,18 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return (yield)
 
 
+def made_on_devices() -> set[Any]:
+    """Functions that `with torch.device(...)` is for; torch remembers those of the first use.
+
+    Had somebody replaced one by then (the stand-in does), models on the meta device would be made
+    on the CPU in part, in every later test of the process.
+    """
+    return set(torch_device._device_constructors())
+
+
+made_on_devices()
+
+
 @pytest.fixture(autouse=True)
 def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test gives back its descriptors and ends the threads that nvmeio started for it."""
@@ -189,6 +202,7 @@ def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.stash.get(_failed, False):
         return  # its traceback holds on to everything
     request.node.funcargs.clear()  # what only pytest still names is garbage by now
+    assert {torch.tensor, torch.arange, torch.empty} <= made_on_devices(), "torch was left changed"
     began = looked = time.monotonic()
     while True:
         left = {fd: t for fd, t in open_descriptors().items() if descriptors.get(fd) != t}
