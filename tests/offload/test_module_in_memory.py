@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -277,6 +278,43 @@ def test_a_pass_beside_a_step_leaves_no_old_values(
         reference.step()
         with torch.no_grad():
             assert module(x).equal(theirs(x))
+
+
+def test_a_part_that_cannot_be_read_again_after_a_step_is_nan_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = stack(), stack()
+    x = torch.ones(1, 64)
+    failing = threading.Event()
+
+    def fail(kind: str, offset: int, nbytes: int) -> int:
+        return errno.EIO if kind == "pread" and failing.is_set() else 0
+
+    with (
+        nvmeio.AioHandle(engine=FakeEngine(fail=fail)) as handle,
+        in_memory(ours, tmp_path, stage_bytes=PART, handle=handle) as module,
+        SwappedOptimizer(
+            torch.optim.SGD, module.parameters(), swap_dir=tmp_path, lr=0.1, durable=False
+        ) as optimizer,
+    ):
+        reference = torch.optim.SGD(theirs.parameters(), lr=0.1)
+        for made in (module, theirs):
+            made(x).square().mean().backward()
+
+        def within(*_: Any) -> None:
+            failing.set()
+            optimizer.step()
+            failing.clear()
+
+        hook = ours[3].register_forward_pre_hook(within)
+        with torch.no_grad():
+            assert module(x).isnan().all()
+        hook.remove()
+        reference.step()
+        with torch.no_grad():
+            assert module(x).equal(theirs(x))
+    assert "'3' is NaN until read again" in caplog.text
+    assert "Input/output error" in caplog.text
 
 
 def test_closed_its_parts_are_used_no_more(tmp_path: Path) -> None:

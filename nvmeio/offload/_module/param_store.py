@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -62,6 +63,7 @@ _AHEAD = 2
 _AHEAD_BYTES = 64 << 20
 
 
+logger = logging.getLogger("nvmeio")
 Needed = TypeVar("Needed")
 ParamSlot = Slot[ParamUnit]  # a DeviceSlot on a device
 _ATTRIBUTE = "_nvmeio_param_store"
@@ -372,8 +374,9 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
             try:
                 top.read_now(slot)
                 return
-            except Exception:
+            except Exception as failed:
                 slot.holds = 0  # whoever has it computes NaN
+                logger.warning("%r is NaN until read again: %s", slot.unit.stages[0].name, failed)
         top.drop(slot.unit)
 
     def undo(self, gathered: Gathered) -> None:
