@@ -28,7 +28,7 @@ if getattr(lib, "NV_INTERFACE", None) != INTERFACE:
     raise BackendUnavailableError(
         "nvmeio's native shim was built for another version of nvmeio",
         attempts=[("nvmeio._native", "another interface")],
-        remedy="install nvmeio again: pip install . (in a source tree pip install -e .)",
+        remedy="install nvmeio again; in a source tree by `pip install -e .`",
     )
 
 # The soname carries "t64" where the distribution was rebuilt for 64-bit time (Ubuntu 24.04).
