@@ -25,6 +25,7 @@ import struct
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -311,8 +312,9 @@ class _Writer:
             if not data.is_cpu:
                 staging = self._staging(DEVICE_STAGING_BYTES, DEVICE_STAGINGS, data.device)
                 data = staging[:nbytes].copy_(data)
-            self._start(data, start, staging)
-            self._sum(index, record, start, data)
+            with _held(record, data):
+                self._start(data, start, staging)
+                self._sum(index, record, start, data)
 
     def _write_in_place(
         self, index: int, record: StorageRecord, data: ReadOnce, start: int, nbytes: int
@@ -326,9 +328,7 @@ class _Writer:
 
         self._start(data.in_place[offset : offset + nbytes], start, done=settle)
         if self._checksum and not self._known:
-            before = self._crcs.get(index) or Crc(index, offset, 0, 0)
-            crc = data.sum(offset, nbytes, before.crc)
-            self._crcs[index] = before._replace(nbytes=before.nbytes + nbytes, crc=crc)
+            self._extend(index, offset, nbytes, partial(data.sum, offset, nbytes))
         self._write_changed()
 
     def _write_changed(self) -> None:
@@ -349,12 +349,20 @@ class _Writer:
             if to:
                 ctypes.memmove(to, address, nbytes)
             return
-        at = start - record.offset
-        before = self._crcs.get(index) or Crc(index, at, 0, 0)
-        if to:
-            crc = crc32.copy(to, address, nbytes, before.crc)
-        else:
-            crc = crc32.of_memory(address, nbytes, before.crc)
+        crc_of = partial(crc32.copy, to) if to else crc32.of_memory
+        self._extend(index, start - record.offset, nbytes, partial(crc_of, address, nbytes))
+
+    def _extend(self, index: int, offset: int, nbytes: int, crc_of: Callable[[int], int]) -> None:
+        """Take the next bytes of a record into its CRC.
+
+        Args:
+            index: Of the record.
+            offset: Where in it they begin.
+            nbytes: How many.
+            crc_of: From the CRC of what lies before them, the CRC with them.
+        """
+        before = self._crcs.get(index) or Crc(index, offset, 0, 0)
+        crc = crc_of(before.crc)
         self._crcs[index] = before._replace(nbytes=before.nbytes + nbytes, crc=crc)
 
     # What lies between them
@@ -397,19 +405,9 @@ class _Writer:
         if not (isinstance(record.data, torch.Tensor) or callable(record.data)):
             self._read(index, record, record.data, low, high, to)
             return
-        data = _part_of(record, low - record.offset, high - low)
-        if not data.is_cpu:
-            data = data.cpu()
-        # `resize_` gives memory back: refused, while it takes long enough for somebody to do so.
-        storage = data.untyped_storage()
-        held = holds.hold(storage) if high - low >= BODY_BYTES else None
-        try:
-            if data.storage_offset() * data.itemsize + data.nbytes > storage.nbytes():
-                # The copy would read what is not there.
-                raise resized(record.name, data.nbytes, storage.nbytes())
+        data = _part_of(record, low - record.offset, high - low).cpu()
+        with _held(record, data):
             self._sum(index, record, low, data, to)
-        finally:
-            holds.end(held)
 
     def _read(
         self, index: int, record: StorageRecord, data: ReadOnce, low: int, high: int, to: int
@@ -418,9 +416,7 @@ class _Writer:
         if not self._checksum or self._known:
             data.read(offset, high - low, to, None)
             return
-        before = self._crcs.get(index) or Crc(index, offset, 0, 0)
-        crc = data.read(offset, high - low, to, before.crc)
-        self._crcs[index] = before._replace(nbytes=before.nbytes + high - low, crc=crc)
+        self._extend(index, offset, high - low, partial(data.read, offset, high - low, to))
 
     def _places_in(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         first = bisect_right(self._places, (start - 4, len(self._layout.records)))
@@ -471,6 +467,22 @@ def _start_of(content: KnownBytes | tuple[int, StorageRecord]) -> int:
 
 def _end_of(content: KnownBytes | tuple[int, StorageRecord]) -> int:
     return content.end if isinstance(content, KnownBytes) else content[1].end
+
+
+@contextmanager
+def _held(record: StorageRecord, data: torch.Tensor) -> Iterator[None]:
+    """Memory that stays while it is read: `resize_` would give it back.
+
+    What is read in no time is not held, only looked at.
+    """
+    storage = data.untyped_storage()
+    held = holds.hold(storage) if data.nbytes >= BODY_BYTES else None
+    try:
+        if data.storage_offset() * data.itemsize + data.nbytes > storage.nbytes():
+            raise resized(record.name, data.nbytes, storage.nbytes())
+        yield
+    finally:
+        holds.end(held)
 
 
 def _part_of(record: StorageRecord, offset: int, nbytes: int) -> torch.Tensor:

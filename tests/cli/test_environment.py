@@ -10,6 +10,7 @@ import nvmeio
 
 ROOT = Path(nvmeio.__file__).parent
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|PATH|PYTHONPATH|HOME|COLUMNS")
+_IN_THE_SHIM = {"NV_INTERFACE"}  # a constant of the C code
 _RICH = {"NO_COLOR", "COLUMNS"}  # read by rich, for us
 
 
@@ -20,6 +21,7 @@ def variables(source: str) -> set[str]:
     looks = bool(attributes & {"environ", "getenv"})
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     names = {text for text in texts if isinstance(text, str) and _VARIABLE.fullmatch(text)}
+    names -= _IN_THE_SHIM
     return {name for name in names if looks or name.startswith("NVMEIO_")}
 
 

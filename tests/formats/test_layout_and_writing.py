@@ -20,7 +20,7 @@ import nvmeio
 from nvmeio._formats import torch_layout, torch_writing
 from nvmeio._formats.torch_writing import Crc, finish, join_crcs, padded_nbytes, write_part
 from nvmeio._io.inflight import InFlight
-from nvmeio._memory import holds
+from nvmeio._memory import holds, mappings
 from nvmeio._storage import crc32
 from nvmeio._threads.interruptible import Cancelled
 
@@ -223,10 +223,12 @@ def test_a_cancelled_part_leaves_nothing_in_flight(path: Path, new_handle: Any) 
     assert handle.stats.in_flight == 0
 
 
-def test_memory_that_is_given_back_is_not_copied(
-    handle: nvmeio.AioHandle, path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("huge", [False, True], ids=["small pages", "huge pages"])
+def test_memory_that_is_given_back_is_not_read(
+    handle: nvmeio.AioHandle, path: Path, monkeypatch: pytest.MonkeyPatch, huge: bool
 ) -> None:
     """It killed the process."""
+    monkeypatch.setattr(mappings, "on_huge_pages", lambda address, nbytes: huge)
     tensor = torch.ones(2 << 20, dtype=torch.uint8)
     hold = holds.hold
 
