@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nvmeio import _checks
+from nvmeio._bindings import memory_at
 from nvmeio._checks import Paths
 from nvmeio._io.drives import StripedFile
 from nvmeio._storage import crc32, durable, guarded
@@ -184,9 +185,10 @@ class StateFiles:
         Raises:
             IntegrityError: Something is not what was written; names file, parameter and span.
         """
+        memory = memory_at(slot.data_ptr(), slot.nbytes)
         for piece, name in spans:
             span, expected = piece.spans[name], piece.sums[name]
-            found = _of_span(slot, span)
+            found = _of_span(memory, span)
             if found != expected:
                 file = self._files[piece.current]
                 file_offset = self._subgroup_of[piece.number].offset + span.offset
@@ -205,7 +207,8 @@ class StateFiles:
         """The checksums of what `writes` takes to the drive, by the numbers of the pieces."""
         if not self._checksum:
             return {}
-        return {piece.number: of_piece(slot, piece, begun) for piece in pieces}
+        memory = memory_at(slot.data_ptr(), slot.nbytes)
+        return {piece.number: _of_piece(memory, piece, begun) for piece in pieces}
 
     def extents(self, piece: Piece) -> list[Extent]:
         """Where the current weights of a piece are."""
@@ -272,17 +275,17 @@ class StateFiles:
             file.close()
 
 
-def of_piece(slot: torch.Tensor, piece: Piece, begun: bool) -> dict[str, int]:
+def _of_piece(memory: memoryview, piece: Piece, begun: bool) -> dict[str, int]:
     """The checksums of a piece in its slot; of the weights alone where it has not begun."""
     return {
-        name: _of_span(slot, span)
+        name: _of_span(memory, span)
         for name, span in piece.spans.items()
         if (not piece.lent if name == WEIGHTS else begun)
     }
 
 
-def _of_span(slot: torch.Tensor, span: SlotSpan) -> int:
-    return crc32.of_memory(slot.data_ptr() + span.offset, span.nbytes)
+def _of_span(memory: memoryview, span: SlotSpan) -> int:
+    return crc32.of_bytes(memory[span.offset : span.offset + span.nbytes])
 
 
 _FICLONE = 0x40049409  # linux/fs.h

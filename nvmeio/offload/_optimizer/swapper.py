@@ -249,7 +249,7 @@ class StateSwapper(Swapped):
             return Times()
 
         def check() -> None:
-            if _why_no_undo(step) == "":
+            if step.why_no_undo == "":
                 transaction.check()
 
         self.store.prepare()
@@ -267,7 +267,7 @@ class StateSwapper(Swapped):
         if gradients is not None:
             gradients.factor = None
         # Other ranks count on this step from now on.
-        if _why_no_undo(step) == "" and not self.store.lockstep:
+        if step.why_no_undo == "" and not self.store.lockstep:
             transaction.on_rollback(lambda: self._roll_back(step, before))
         return times
 
@@ -275,7 +275,7 @@ class StateSwapper(Swapped):
         """After a failed step: the drive has the last one; memory gets it back from there."""
         with suppress(RuntimeError):  # a device that failed copies no more
             step.settle()
-        why = _why_no_undo(step)
+        why = step.why_no_undo
         if not why:
             try:
                 self.give_back(step.touched)
@@ -394,15 +394,6 @@ class StateSwapper(Swapped):
 def options_of(groups: Groups) -> list[dict[str, Any]]:
     """What the manifest keeps of parameter groups."""
     return [{name: v for name, v in group.items() if name != "params"} for group in groups]
-
-
-def _why_no_undo(step: Step) -> str:
-    """Why a step cannot be undone, or ""."""
-    if step.in_memory:
-        return "the part of the state that is in memory (ratio) was stepped already"
-    if any(not piece.stored for subgroup in step.touched for piece in subgroup.pieces):
-        return "the weights have no copy on the drive (recoverable=False)"
-    return ""
 
 
 def _extents(store: Generations, pieces: Sequence[Piece]) -> list[Extent]:

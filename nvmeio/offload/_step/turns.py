@@ -31,6 +31,8 @@ from nvmeio.offload._swap_files.tensors import laid, local, part, strides_of, vi
 logger = logging.getLogger("nvmeio")
 
 MASTER = "master"
+_IN_MEMORY = "the part of the state that is in memory (ratio) was stepped already"
+_NOT_STORED = "the weights have no copy on the drive (recoverable=False)"
 
 
 class Swapped:
@@ -264,7 +266,7 @@ class Step:
     Attributes:
         turns: For the pipeline.
         touched: Subgroups that were computed, and whose weights may have changed in memory.
-        in_memory: State that stays in memory was stepped: this cannot be undone.
+        why_no_undo: Why what was stepped cannot be undone, or "".
         change: What is to be committed.
     """
 
@@ -283,11 +285,11 @@ class Step:
         self._factor = None if factor is None else devices.on_host(factor)
         self.turns: list[SlotTurn] = []
         self.touched: list[Subgroup] = []
-        self.in_memory = False
+        self.why_no_undo = ""
         self.change = Change()
         self._resident: list[tuple[Subgroup, list[Piece]]] = []
-        there = {param.computes_on for param in swapped.params if swapped.copies_beside}
-        there.discard(torch.device("cpu"))
+        beside = [param.computes_on for param in swapped.params] if swapped.copies_beside else []
+        there = {*beside} - {torch.device("cpu")}
         self._down = {device: devices.beside(device, "step down") for device in there}
         self._up = {device: devices.beside(device, "step up") for device in there}
         for copies in (*self._down.values(), *self._up.values()):
@@ -330,7 +332,7 @@ class Step:
         for subgroup, pieces in self._resident:
             slot = swapped.resident[id(subgroup)]
             move_all(swapped.handles, slot, self._grad_reads(subgroup, pieces), writing=False)
-            self.in_memory = True
+            self.why_no_undo = _IN_MEMORY
             if swapped.device is None:
                 self._arrived(subgroup, pieces, None, slot)
                 self._compute(subgroup, pieces, slot)
@@ -385,6 +387,8 @@ class Step:
 
     def _turn(self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor) -> list[Move]:
         self.touched.append(subgroup)
+        if not all(piece.stored for piece in subgroup.pieces):
+            self.why_no_undo = _NOT_STORED
         self._compute(subgroup, pieces, slot)
         writes = self._swapped.files.writes(subgroup, pieces)
         return writes + self._swapped.param_writes(subgroup, pieces)
