@@ -14,7 +14,7 @@ from _measure import Contender, Sample, turns
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nvmeio.cli.measure import fio
+from nvmeio.cli.measure import peers
 from nvmeio.cli.measure.disk import Disks
 from nvmeio.cli.measure.worker import Failed, Worker, opened, why_missing
 from nvmeio.errors import BackendUnavailableError
@@ -121,7 +121,7 @@ class Session:
     def has_fio(self) -> bool:
         """Whether fio is there; it is named where it is not."""
         try:
-            fio.require()
+            peers.require_fio()
         except BackendUnavailableError as missing:
             self.leave_out("fio", missing)
             return False

@@ -24,7 +24,7 @@ from typing import Any
 
 from _files import huge_pages, remove, write_file
 
-from nvmeio.cli.measure import fio, parse_size
+from nvmeio.cli.measure import parse_size, peers
 from nvmeio.cli.measure.disk import scratch
 from nvmeio.files import probe_direct
 
@@ -121,8 +121,8 @@ def _bench(directory: Path, size: int) -> dict[str, Any]:
 
 
 def _fio(path: Path, size: int, op: str, huge: bool) -> float:
-    found = fio.figures(
-        fio.run(
+    found = peers.fio_figures(
+        peers.run_fio(
             [path],
             [
                 f"--rw={op}",

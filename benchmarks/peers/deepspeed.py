@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from nvmeio.cli.measure import deepspeed
+from nvmeio.cli.measure import peers
 from peers._tensors import TensorPeer
 
 
@@ -15,7 +15,7 @@ class DeepSpeedPeer(TensorPeer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._module = deepspeed.load()
+        self._module = peers.load_deepspeed()
 
     def make_handle(self, **options: Any) -> Any:
         return self._module.aio_handle(**options)

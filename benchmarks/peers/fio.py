@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from _measure import Sample
 
-from nvmeio.cli.measure import fio
+from nvmeio.cli.measure import peers
 
 BLOCK_SIZE = 1 << 20
 SMALLEST = 4 << 10
@@ -88,7 +88,7 @@ def overwrite(path: Path, nbytes: int, setting: Setting) -> Sample:
 
 
 @contextmanager
-def overwriting(path: Path, nbytes: int, per_s: float) -> Iterator[fio.Written]:
+def overwriting(path: Path, nbytes: int, per_s: float) -> Iterator[peers.Written]:
     """Overwrites the file again and again while the body runs, so many bytes a second.
 
     Each pass is made durable. Over the memory of 32 blocks.
@@ -108,7 +108,7 @@ def overwriting(path: Path, nbytes: int, per_s: float) -> Iterator[fio.Written]:
         f"--mem={setting.memory}",
         "--scramble_buffers=0",
     ]
-    with fio.beside(path, options) as written:
+    with peers.fio_beside(path, options) as written:
         yield written
 
 
@@ -180,5 +180,5 @@ def parts_of_files(parts: Sequence[Part], write: bool, setting: Setting, log: Pa
 
 
 def _run(path: Path, *options: str) -> Sample:
-    found = fio.figures(fio.run([path], options, timeout_s=300))
+    found = peers.fio_figures(peers.run_fio([path], options, timeout_s=300))
     return Sample(found.seconds, found.nbytes, found.operations, found.cpu_s)

@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any, ClassVar
 
-from nvmeio.cli.measure.deepspeed import INSTALL, INSTALL_BUILD
+from nvmeio.cli.measure.peers import DEEPSPEED_BUILD, DEEPSPEED_INSTALL
 from nvmeio.cli.measure.worker import PeerUnavailable
 
 WIDTH = 1024
@@ -36,15 +36,17 @@ def start_deepspeed(on_nvmeio: bool = False) -> Any:
     try:
         deepspeed: Any = importlib.import_module("deepspeed")
     except ImportError as error:
-        raise PeerUnavailable(f"DeepSpeed cannot be imported ({error})", INSTALL) from error
+        raise PeerUnavailable(
+            f"DeepSpeed cannot be imported ({error})", DEEPSPEED_INSTALL
+        ) from error
     if on_nvmeio:
         importlib.import_module("nvmeio.compat.deepspeed").install()
     for tool in ("ninja", "c++"):  # for the CPU Adam; the op of its own wants libaio as well
         if shutil.which(tool) is None:
-            raise PeerUnavailable(f"DeepSpeed's ops need {tool} to build", INSTALL_BUILD)
+            raise PeerUnavailable(f"DeepSpeed's ops need {tool} to build", DEEPSPEED_BUILD)
     builders = importlib.import_module("deepspeed.ops.op_builder")
     if not builders.AsyncIOBuilder().is_compatible(verbose=False):
-        raise PeerUnavailable("its op needs libaio's headers to build", INSTALL_BUILD)
+        raise PeerUnavailable("its op needs libaio's headers to build", DEEPSPEED_BUILD)
     builders.AsyncIOBuilder().load(verbose=False)
     # All-reduce between processes of one host, of which there is one here.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -29,10 +29,9 @@ from nvmeio._formats.safetensors_set import header_of
 from nvmeio._io.handles import new_handle
 from nvmeio._memory.mappings import Mapping as MemoryMapping
 from nvmeio._pages import PAGE_BYTES, round_down, round_up
-from nvmeio._residency.lent import LentPool
 from nvmeio._residency.order import Cyclic
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
-from nvmeio._residency.window import Keeper, Slot, Window
+from nvmeio._residency.window import Keeper, LentPool, Slot, Window
 from nvmeio._storage.guarded import INDEX_BYTES, Unchanged, read_small
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.owner import OwnerThread

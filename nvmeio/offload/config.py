@@ -19,7 +19,7 @@ from nvmeio.errors import AlignmentError, BackendUnavailableError
 from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
 from nvmeio.offload._optimizer import arguments as arguments_module
-from nvmeio.offload._step.pipeline import Times
+from nvmeio.offload._swap_files.pipeline import Times
 from nvmeio.offload.deepspeed_keys import (
     AIO,
     DEVICES,

@@ -20,12 +20,12 @@ from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.transactions import Transaction, Transactions
 from nvmeio.offload._optimizer import arguments, state_view
 from nvmeio.offload._optimizer.arguments import OptimizerSettings
+from nvmeio.offload._optimizer.arithmetic import Stepper
 from nvmeio.offload._optimizer.memory_plans import MemoryPlan, plan_of
 from nvmeio.offload._optimizer.params import Scaled, StepInputs, check_groups, grads_of, scheduled
 from nvmeio.offload._optimizer.state_view import StateView
 from nvmeio.offload._optimizer.swapper import StateSwapper, open_state
-from nvmeio.offload._step.arithmetic import Stepper
-from nvmeio.offload._step.pipeline import Times
+from nvmeio.offload._swap_files.pipeline import Times
 
 DEFAULT_SUBGROUP_BYTES = 64 << 20
 _CLOSED = "the optimizer is closed"

@@ -30,7 +30,7 @@ from nvmeio.cli.bench.engines import REFERENCE
 from nvmeio.cli.bench.report import Loop, Series
 from nvmeio.cli.bench.task import ProcessPool
 from nvmeio.cli.bench.workload import Lap, Workload, WorkPlace, disk_needs
-from nvmeio.cli.measure import deepspeed, disk, fio, worker
+from nvmeio.cli.measure import disk, peers, worker
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.files import probe_direct
@@ -449,7 +449,7 @@ def test_engines_that_are_not_installed_are_unavailable(
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setitem(sys.modules, "deepspeed.ops.op_builder", None)
     with pytest.raises(BackendUnavailableError, match="pip install deepspeed"):
-        deepspeed.load()
+        peers.load_deepspeed()
 
 
 def test_what_is_missing_is_named_and_the_others_are_measured(
@@ -581,15 +581,15 @@ def test_fio_beside_other_work(ends: bool, tmp_path: Path, monkeypatch: pytest.M
         pids.append(pid)
         return 0 if ends else len(pids)
 
-    monkeypatch.setattr(fio, "written_by", written_by)
+    monkeypatch.setattr(peers, "written_by", written_by)
     if ends:
         with (
             pytest.raises(Failed, match="fio: bad option"),
-            fio.beside(tmp_path / "file", []),
+            peers.fio_beside(tmp_path / "file", []),
         ):
             raise AssertionError("it has written nothing")
         return
-    with fio.beside(tmp_path / "file", []) as written:
+    with peers.fio_beside(tmp_path / "file", []) as written:
         assert written() > 0
     with pytest.raises(ProcessLookupError):  # waited for, too
         os.kill(pids[0], 0)
@@ -597,7 +597,7 @@ def test_fio_beside_other_work(ends: bool, tmp_path: Path, monkeypatch: pytest.M
 
 def test_process_that_is_gone_has_written_nothing() -> None:
     no_process = (1 << 22) + 1  # Linux has none of so high a number
-    assert fio.written_by(no_process) == 0 <= fio.written_by(os.getpid())
+    assert peers.written_by(no_process) == 0 <= peers.written_by(os.getpid())
 
 
 # Turns, and figures made of them

@@ -21,7 +21,7 @@ from torch import nn
 import nvmeio
 from nvmeio._memory import devices
 from nvmeio.offload import SwappedActivations
-from nvmeio.offload._activations.activations_on_device import DeviceActivations
+from nvmeio.offload.activations._on_device import DeviceActivations
 from nvmeio.testing import FakeEngine
 
 

@@ -12,7 +12,8 @@ from _offload_models import assert_same_weights, loss_of, model, train
 
 import nvmeio
 from nvmeio.offload import SwappedModule, SwappedOptimizer
-from nvmeio.offload._step import pipeline, turns
+from nvmeio.offload._optimizer import turns
+from nvmeio.offload._swap_files import pipeline
 from nvmeio.offload._swap_files.swap_dirs import SwapDir
 
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10, "durable": False}

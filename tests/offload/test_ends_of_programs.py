@@ -164,8 +164,8 @@ def test_interrupted_in_mid_step_the_last_whole_one_is_kept(tmp_path: Path) -> N
         handle="None",
         options="",
         end="""
-    import nvmeio.offload._step.turns as _step
-    compute, interrupted = _step.Step._compute, threading.Event()
+    from nvmeio.offload._optimizer import turns
+    compute, interrupted = turns.Step._compute, threading.Event()
     def interrupt(*_):
         interrupted.set()
         raise KeyboardInterrupt
@@ -174,7 +174,7 @@ def test_interrupted_in_mid_step_the_last_whole_one_is_kept(tmp_path: Path) -> N
         print("now", flush=True)
         assert interrupted.wait(100)
         return compute(*args)
-    _step.Step._compute = slowly
+    turns.Step._compute = slowly
     loss_of(made, 3).backward()
     optimizer.step()
     """,

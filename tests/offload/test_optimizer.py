@@ -29,7 +29,7 @@ from support import (
 )
 
 from nvmeio.offload import SwappedOptimizer
-from nvmeio.offload._step.turns import Step
+from nvmeio.offload._optimizer.turns import Step
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adam": (torch.optim.Adam, {"lr": 1e-2}),

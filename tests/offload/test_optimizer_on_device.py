@@ -20,7 +20,7 @@ from test_module_on_device import WIDTH, model, swapped
 import nvmeio
 from nvmeio._memory import devices
 from nvmeio.offload import SwappedOptimizer
-from nvmeio.offload._step.pipeline import DeviceTurns
+from nvmeio.offload._swap_files.pipeline import DeviceTurns
 from nvmeio.offload._swap_files.subgroups import SlotRun
 
 STEPS = 2

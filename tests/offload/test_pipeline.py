@@ -16,7 +16,7 @@ from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
-from nvmeio.offload._step.pipeline import DeviceTurns, Move, Pipeline, SlotTurn
+from nvmeio.offload._swap_files.pipeline import DeviceTurns, Move, Pipeline, SlotTurn
 
 NBYTES = 4096
 

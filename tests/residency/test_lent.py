@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nvmeio import PinnedPool
-from nvmeio._residency.lent import LentPool, laid_over, lease_now
+from nvmeio._residency.window import LentPool, laid_over, lease_now
 
 
 def test_tensors_are_laid_over_memory_as_views_of_it() -> None:

@@ -20,7 +20,7 @@ from nvmeio._threads.closing import on_error
 from nvmeio.checkpoint.file_objects import FastFileReader
 from nvmeio.cli._terminal import Failed, Refused
 from nvmeio.cli.bench.workload import Lap, Timing, Workload
-from nvmeio.cli.measure import Op, deepspeed, fio
+from nvmeio.cli.measure import Op, peers
 from nvmeio.cli.measure.disk import buffer_of, fill, free_huge_pages
 from nvmeio.files import probe_direct
 
@@ -227,7 +227,7 @@ class DeepSpeed(BenchEngine):
     def __init__(self, workload: Workload, directory: Path, name: str) -> None:
         super().__init__(workload, directory, name)
         block, depth, single, overlap, lanes = workload.options
-        self._handle = deepspeed.load().aio_handle(block, depth, single, overlap, lanes)
+        self._handle = peers.load_deepspeed().aio_handle(block, depth, single, overlap, lanes)
         alignment = self._handle.get_alignment()
         if workload.nbytes % alignment:
             raise Refused(
@@ -287,7 +287,7 @@ class FioPool:
     """
 
     def __init__(self, workload: Workload) -> None:
-        fio.require()
+        peers.require_fio()
         if workload.validate:
             raise Refused("--validate cannot look into fio: leave one of them away")
         if workload.gpu:
@@ -318,13 +318,13 @@ class FioPool:
         try:
             for path in passing:
                 path.unlink(missing_ok=True)
-            jobs = fio.run(paths, self._common(lap))
+            jobs = peers.run_fio(paths, self._common(lap))
         finally:
             for path in passing:
                 path.unlink(missing_ok=True)
         timings = []
         for first in range(0, len(jobs), self._lanes):
-            found = fio.figures(jobs[first : first + self._lanes])
+            found = peers.fio_figures(jobs[first : first + self._lanes])
             timings.append(Timing(0.0, found.seconds, found.cpu_s))
         return timings
 

@@ -1,7 +1,7 @@
 """What every measurement here is made with, that of `nvmeio bench` and those of benchmarks/.
 
 All that benchmarks/ takes from the command line is in here: `worker` (a process of its own for a
-peer, and who runs when), `fio` and `deepspeed` (peers that need a word), `disk` (directories to
+peer, and who runs when), `peers` (fio and DeepSpeed's op), `disk` (directories to
 measure in, what the drive and the page cache had to do with it), `machine` (what there is to
 measure on, cuFile too).
 """

@@ -21,9 +21,9 @@ from nvmeio._memory import devices
 from nvmeio._memory.devices import Mark
 from nvmeio._pages import TENSOR_ALIGNMENT, round_up
 from nvmeio._residency import window
-from nvmeio._residency.lent import LentPool, laid_over, lease_now
 from nvmeio._residency.on_device import DevicePool
 from nvmeio._residency.reader import Fill, WantedBytes
+from nvmeio._residency.window import LentPool, laid_over, lease_now
 from nvmeio._threads.closing import on_error
 from nvmeio.files import File
 from nvmeio.inference._parallel.rank_reader import RankReader, SharedFill

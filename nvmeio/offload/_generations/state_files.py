@@ -25,8 +25,8 @@ from nvmeio.files import File
 from nvmeio.offload._generations import manifests
 from nvmeio.offload._generations.manifests import Manifest
 from nvmeio.offload._generations.transactions import Transaction
-from nvmeio.offload._step.pipeline import Move
 from nvmeio.offload._swap_files.extents import Extent, FilePart, extents_of, moves_of, parts_of
+from nvmeio.offload._swap_files.pipeline import Move
 from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, SlotSpan, Subgroup, runs, sections
 from nvmeio.offload._swap_files.swap_dirs import LOCK, OURS, SwapDirs
 

@@ -28,7 +28,6 @@ from nvmeio._io.drives import DriveHandles
 from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
 from nvmeio._residency.calls import in_backward
-from nvmeio._residency.lent import LentPool, laid_over
 from nvmeio._residency.on_device import (
     DevicePool,
     DeviceSlot,
@@ -38,15 +37,15 @@ from nvmeio._residency.on_device import (
 )
 from nvmeio._residency.order import Limited, ThereAndBack
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
-from nvmeio._residency.window import Keeper, Slot, Window
+from nvmeio._residency.window import Keeper, LentPool, Slot, Window, laid_over
 from nvmeio._threads.owner import Claim, OwnerThread, owned
 from nvmeio._threads.shutdown import Ending, open_owned
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.rank_steps import directory_name
 from nvmeio.offload._module.stages import ParamPlaces, ParamUnit
-from nvmeio.offload._step.pipeline import move_all
 from nvmeio.offload._swap_files.extents import Extent
+from nvmeio.offload._swap_files.pipeline import move_all
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
 from nvmeio.offload._swap_files.tensors import absent, is_absent, laid, lay, local, strides_of
 

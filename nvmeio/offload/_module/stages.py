@@ -11,8 +11,8 @@ import torch
 
 from nvmeio._io.drives import FileSpan, StripedFile
 from nvmeio._pages import PAGE_BYTES, round_up
-from nvmeio.offload._step.pipeline import Move
 from nvmeio.offload._swap_files.extents import Extent, extents_of, file_tensor, moves_of, parts_of
+from nvmeio.offload._swap_files.pipeline import Move
 from nvmeio.offload._swap_files.subgroups import SlotSpan, aligned
 from nvmeio.offload._swap_files.tensors import like, local, own_strides
 

@@ -1,1 +1,1 @@
-"""A swapped optimizer around its steps: its parameters, their pieces, its state; see `_step`."""
+"""A swapped optimizer: its parameters, their pieces, its state, and what a step computes."""

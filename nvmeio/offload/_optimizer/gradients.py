@@ -29,9 +29,9 @@ from nvmeio._memory.devices import Mark
 from nvmeio.offload._generations.transactions import Transaction, Transactions
 from nvmeio.offload._optimizer.grad_sentinel import GradSentinel
 from nvmeio.offload._optimizer.params import SwappedParam
-from nvmeio.offload._step.pipeline import Move, failure_of, started
 from nvmeio.offload._swap_files import tensors
 from nvmeio.offload._swap_files.extents import moves_of
+from nvmeio.offload._swap_files.pipeline import Move, failure_of, started
 from nvmeio.offload._swap_files.subgroups import Piece, Subgroup, runs
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
 from nvmeio.operation import Operation

@@ -15,10 +15,10 @@ from nvmeio._memory import devices
 from nvmeio.errors import binary_size, counted
 from nvmeio.offload._module.param_store import store_of
 from nvmeio.offload._optimizer.arguments import OptimizerSettings
+from nvmeio.offload._optimizer.arithmetic import Stepper
 from nvmeio.offload._optimizer.params import SwappedParam
-from nvmeio.offload._step.arithmetic import Stepper
-from nvmeio.offload._step.pipeline import BUFFERS
-from nvmeio.offload._step.turns import Swapped
+from nvmeio.offload._optimizer.turns import Swapped
+from nvmeio.offload._swap_files.pipeline import BUFFERS
 from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, Subgroup, cut, pack, place
 from nvmeio.offload._swap_files.tensors import is_absent, local, own_strides, strides_of
 

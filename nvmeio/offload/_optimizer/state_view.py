@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nvmeio.offload._optimizer.params import SwappedParam
-from nvmeio.offload._step.turns import MASTER
+from nvmeio.offload._optimizer.turns import MASTER
 from nvmeio.offload._swap_files.extents import file_tensor
 from nvmeio.offload._swap_files.subgroups import WEIGHTS
 from nvmeio.offload._swap_files.tensors import like, local

@@ -28,13 +28,13 @@ from nvmeio.offload._generations.rank_steps import DurableSteps, agreed, directo
 from nvmeio.offload._generations.transactions import Transaction, Transactions
 from nvmeio.offload._optimizer import memory_plans
 from nvmeio.offload._optimizer.arguments import OptimizerSettings
+from nvmeio.offload._optimizer.arithmetic import Stepper, placed
 from nvmeio.offload._optimizer.gradients import GradientSwapper
 from nvmeio.offload._optimizer.memory_plans import Cuts
 from nvmeio.offload._optimizer.params import StepInputs, SwappedParam, grads_of
-from nvmeio.offload._step.arithmetic import Stepper, placed
-from nvmeio.offload._step.pipeline import DeviceTurns, Pipeline, Times, new_helper
-from nvmeio.offload._step.turns import StateLoad, Step, Swapped
+from nvmeio.offload._optimizer.turns import StateLoad, Step, Swapped
 from nvmeio.offload._swap_files.extents import Extent
+from nvmeio.offload._swap_files.pipeline import DeviceTurns, Pipeline, Times, new_helper
 from nvmeio.offload._swap_files.subgroups import Piece, Subgroup
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
 from nvmeio.offload._swap_files.tensors import view

@@ -1,1 +1,1 @@
-"""Swap directories and the spans of their files."""
+"""Swap directories, the spans of their files, and what moves between these and memory."""

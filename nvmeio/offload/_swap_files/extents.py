@@ -16,7 +16,7 @@ import torch
 from nvmeio._io.drives import FileSpan, StripedFile
 from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio.files import File
-from nvmeio.offload._step.pipeline import Move
+from nvmeio.offload._swap_files.pipeline import Move
 
 
 class Extent(NamedTuple):

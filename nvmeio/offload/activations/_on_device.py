@@ -22,17 +22,17 @@ import torch
 
 from nvmeio._memory import devices
 from nvmeio._memory.devices import Beside, Mark
-from nvmeio._residency.lent import LentPool
+from nvmeio._residency.window import LentPool
 from nvmeio._threads.owner import Claim
 from nvmeio.errors import NvmeioError, TransferError
-from nvmeio.offload._activations.activation_reads import (
+from nvmeio.offload.activations._reads import (
     LastSavedFirst,
     SavedStorage,
     bytes_over,
     locked,
     mark_of,
 )
-from nvmeio.offload._activations.activation_store import ActivationStore
+from nvmeio.offload.activations._store import ActivationStore
 
 _AHEAD = 2  # brought to the device before they are asked for
 

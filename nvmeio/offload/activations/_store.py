@@ -8,7 +8,7 @@ that autograd has saved, its bytes cannot change any more. So they are written f
 and its memory is free when they are. What somebody still holds (a parameter, a buffer, the input)
 takes its memory all the same, and stays. The oldest go first: what was saved last is needed first.
 
-*What is read*: see `activation_reads`.
+*What is read*: see `_reads`.
 
 One half of the budget is for what forward has saved, the other for what is read.
 """
@@ -35,7 +35,7 @@ from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio._threads.shutdown import Ending, open_owned
 from nvmeio.errors import ClosedError, TransferError, with_context
 from nvmeio.handle import AioHandle
-from nvmeio.offload._activations.activation_reads import ActivationReads, SavedStorage, bytes_over
+from nvmeio.offload.activations._reads import ActivationReads, SavedStorage, bytes_over
 from nvmeio.operation import Operation
 
 logger = logging.getLogger("nvmeio")

@@ -17,9 +17,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvmeio._io.drives import DriveHandles, ScratchFile
-from nvmeio._residency.lent import LentPool
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
-from nvmeio._residency.window import Keeper, Slot, Window
+from nvmeio._residency.window import Keeper, LentPool, Slot, Window
 from nvmeio._storage import crc32
 from nvmeio.errors import IntegrityError
 from nvmeio.operation import Operation

@@ -13,10 +13,10 @@ from nvmeio._residency.calls import Place, check_unchanged, has_memory, in_backw
 from nvmeio._threads.closing import Closing
 from nvmeio._threads.owner import Claim
 from nvmeio.handle import AioHandle
-from nvmeio.offload._activations.activation_reads import SavedStorage
-from nvmeio.offload._activations.activation_store import ActivationStore
-from nvmeio.offload._activations.activations_on_device import DeviceActivations, DeviceStorage
 from nvmeio.offload._optimizer import arguments
+from nvmeio.offload.activations._on_device import DeviceActivations, DeviceStorage
+from nvmeio.offload.activations._reads import SavedStorage
+from nvmeio.offload.activations._store import ActivationStore
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 

@@ -21,10 +21,10 @@ from nvmeio.errors import ClosedError
 from nvmeio.offload._generations.generations import Change, Generations
 from nvmeio.offload._generations.state_files import StateFiles
 from nvmeio.offload._module.param_store import ParamStore
+from nvmeio.offload._optimizer.arithmetic import Stepper, Work
 from nvmeio.offload._optimizer.gradients import GradientSwapper
 from nvmeio.offload._optimizer.params import SwappedParam
-from nvmeio.offload._step.arithmetic import Stepper, Work
-from nvmeio.offload._step.pipeline import DeviceTurns, Move, Pipeline, SlotTurn, move_all
+from nvmeio.offload._swap_files.pipeline import DeviceTurns, Move, Pipeline, SlotTurn, move_all
 from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, SlotRun, Subgroup
 from nvmeio.offload._swap_files.tensors import laid, local, part, strides_of, view
 

@@ -1,30 +1,36 @@
-"""fio, the field's measure: one process a run, timed by its own clock."""
+"""Others that are measured beside: fio, a process a run timed by its own clock; DeepSpeed's op."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from nvmeio._memory.system import proc_bytes
 from nvmeio._threads.closing import on_error
 from nvmeio.cli._terminal import Failed
 from nvmeio.errors import BackendUnavailableError
 
-INSTALL = "apt-get install fio"
+FIO_INSTALL = "apt-get install fio"
+DEEPSPEED_INSTALL = "DS_BUILD_OPS=0 pip install deepspeed==0.19.8"
+DEEPSPEED_BUILD = "apt-get install libaio-dev ninja-build g++"
 
 JobReport = dict[str, Any]
 Written = Callable[[], int]
 
 
-class Figures(NamedTuple):
+class FioFigures(NamedTuple):
     """What fio says of its jobs together.
 
     Attributes:
@@ -41,7 +47,7 @@ class Figures(NamedTuple):
     operations: int
 
 
-def require() -> str:
+def require_fio() -> str:
     """Fio's program.
 
     Raises:
@@ -50,12 +56,12 @@ def require() -> str:
     program = shutil.which("fio")
     if program is None:
         raise BackendUnavailableError(
-            "the engine fio cannot be had", attempts=[("fio", "not on PATH")], remedy=INSTALL
+            "the engine fio cannot be had", attempts=[("fio", "not on PATH")], remedy=FIO_INSTALL
         )
     return program
 
 
-def run(
+def run_fio(
     paths: Sequence[Path], options: Sequence[str], timeout_s: float | None = None
 ) -> list[JobReport]:
     """Runs fio with a job for each file, all at once; its report of each.
@@ -73,7 +79,7 @@ def run(
 
 
 @contextlib.contextmanager
-def beside(path: Path, options: Sequence[str], timeout_s: float = 60.0) -> Iterator[Written]:
+def fio_beside(path: Path, options: Sequence[str], timeout_s: float = 60.0) -> Iterator[Written]:
     """Fio at work on a file while the body runs; it is there with all its bytes.
 
     Yields:
@@ -110,7 +116,7 @@ def written_by(pid: int) -> int:
 def _start(paths: Sequence[Path], options: Sequence[str]) -> subprocess.Popen[str]:
     # It runs in the files' directory, for it leaves state files where it runs: names are absolute.
     files = [Path(os.path.abspath(path)) for path in paths]
-    command = [require(), "--output-format=json", "--direct=1", "--fsync_on_close=0", *options]
+    command = [require_fio(), "--output-format=json", "--direct=1", "--fsync_on_close=0", *options]
     for index, file in enumerate(files):
         # A colon separates files, unless it is escaped.
         name = str(file).replace("\\", "\\\\").replace(":", "\\:")
@@ -138,7 +144,7 @@ def _failed(process: subprocess.Popen[str], output: str, errors: str) -> Failed:
     return Failed(f"fio: {lines[0]}")
 
 
-def figures(jobs: Sequence[JobReport]) -> Figures:
+def fio_figures(jobs: Sequence[JobReport]) -> FioFigures:
     """The figures of jobs that ran beside each other, all reading or all writing."""
     seconds = cpu_s = 0.0
     nbytes = operations = 0
@@ -148,4 +154,39 @@ def figures(jobs: Sequence[JobReport]) -> Figures:
         cpu_s += (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
         nbytes += side["io_bytes"]
         operations += side["total_ios"]
-    return Figures(seconds, cpu_s, nbytes, operations)
+    return FioFigures(seconds, cpu_s, nbytes, operations)
+
+
+# DeepSpeed
+
+
+def load_deepspeed() -> Any:
+    """DeepSpeed's async_io module, compiled at first use (minutes once, then cached by torch).
+
+    Raises:
+        BackendUnavailableError: It is not installed or does not build; says what is missing.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    os.environ.setdefault("DS_IGNORE_CUDA_DETECTION", "1")
+    # ninja installed by pip lies beside the interpreter, which need not be on PATH.
+    os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"]))
+    try:
+        builder = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder()
+    except ImportError as error:
+        raise _no_deepspeed(error, DEEPSPEED_INSTALL) from error
+    for tool in ("ninja", "c++"):
+        if shutil.which(tool) is None:
+            raise _no_deepspeed(f"its op needs {tool} to build", DEEPSPEED_BUILD)
+    if not builder.is_compatible(verbose=False):
+        raise _no_deepspeed("its op needs libaio's headers to build", DEEPSPEED_BUILD)
+    try:
+        return builder.load(verbose=False)
+    except Exception as error:
+        raise _no_deepspeed(error, DEEPSPEED_BUILD) from error
+
+
+def _no_deepspeed(reason: object, remedy: str) -> BackendUnavailableError:
+    first = (str(reason).strip().splitlines() or [repr(reason)])[0]
+    return BackendUnavailableError(
+        "the engine deepspeed cannot be had", attempts=[("async_io", first)], remedy=remedy
+    )

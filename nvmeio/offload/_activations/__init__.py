@@ -1,1 +1,0 @@
-"""What autograd saved: in memory, being written, or on the drive alone."""

@@ -1,1 +1,0 @@
-"""One step of an optimizer: what is read, computed (`arithmetic`) and written."""
