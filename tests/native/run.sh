@@ -1,10 +1,11 @@
 #!/bin/sh
 # The native shim under sanitizers and valgrind: builds drive_shim.c with the shim's own files and
-# runs it, over the system calls and over a libaio that misbehaves.
+# runs it, over the system calls and over a libaio that misbehaves; and drive_packed.c, which widens
+# and multiplies.
 #
 #     tests/native/run.sh [plain|asan|tsan|valgrind] ...      all but plain if none is named
 #
-# ROUNDS and SEED go to the driver; CC is the compiler; files go to a directory in $TMPDIR.
+# ROUNDS and SEED go to the drivers; CC is the compiler; files go to a directory in $TMPDIR.
 # Exit status: 0 all went well, 77 something that is needed is missing (it says what), else failed.
 set -eu
 
@@ -27,8 +28,11 @@ build() { # name, flags ...
         echo "$name: $cc $* does not work here: $(tail -n 1 "$work/why")" >&2
         exit 77
     fi
-    "$cc" -std=c11 -D_GNU_SOURCE -g -O1 -fno-omit-frame-pointer -Wall -Wextra \
-        -Wno-unused-parameter "$@" -I"$shim" -o "$work/$name" "$here/drive_shim.c" \
+    set -- -std=c11 -D_GNU_SOURCE -g -O1 -fno-omit-frame-pointer -Wall -Wextra \
+        -Wno-unused-parameter "$@" -I"$shim"
+    "$cc" "$@" -o "$work/packed-$name" "$here/drive_packed.c" \
+        "$shim/packed.c" "$shim/packed_tiles.c" -ldl -lpthread -lm
+    "$cc" "$@" -o "$work/$name" "$here/drive_shim.c" \
         "$shim/kaio.c" "$shim/file_facts.c" "$shim/copy.c" "$shim/hold.c" "$shim/write_protection.c" "$shim/copy_on_write.c" "$shim/copy_crc32.c" "$shim/own_fds.c" "$shim/request.c" \
         "$shim/rows.c" "$shim/rows_request.c" "$shim/batch.c" "$shim/lane.c" "$shim/engine.c" -ldl -lpthread
     "$cc" -std=c11 -O1 -shared -fPIC -o "$work/faulty.so" "$here/../fakes/faulty_libaio.c" -lpthread
@@ -48,22 +52,28 @@ for variant; do
     case $variant in
     plain)
         build plain
+        "$work/packed-plain" "$rounds" "$seed"
         drive "$work/plain"
         ;;
     asan)
         build asan -fsanitize=address,undefined -fno-sanitize-recover=undefined
-        ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1 drive "$work/asan"
+        export ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1
+        "$work/packed-asan" "$rounds" "$seed"
+        drive "$work/asan"
         ;;
     tsan) # GCC warns that it does not know fences; the shim has none
         build tsan -fsanitize=thread
-        TSAN_OPTIONS=halt_on_error=1:die_after_fork=0:allocator_may_return_null=1 drive "$work/tsan"
+        export TSAN_OPTIONS=halt_on_error=1:die_after_fork=0:allocator_may_return_null=1
+        "$work/packed-tsan" "$rounds" "$seed"
+        drive "$work/tsan"
         ;;
     valgrind)
         command -v valgrind >/dev/null || { echo "valgrind is not installed" >&2; exit 77; }
         build plain
-        drive valgrind --quiet --error-exitcode=99 --fair-sched=yes --leak-check=full \
-            --show-leak-kinds=definite,indirect --errors-for-leak-kinds=definite,indirect \
-            "$work/plain"
+        set -- valgrind --quiet --error-exitcode=99 --fair-sched=yes --leak-check=full \
+            --show-leak-kinds=definite,indirect --errors-for-leak-kinds=definite,indirect
+        "$@" "$work/packed-plain" 1 "$seed"
+        drive "$@" "$work/plain"
         ;;
     *)
         echo "not one of plain, asan, tsan, valgrind: $variant" >&2

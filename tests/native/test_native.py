@@ -41,3 +41,4 @@ def test_shim_is_clean_under(variant, tmp_path):
         pytest.skip(output.strip().splitlines()[-1])
     assert process.returncode == 0, output
     assert output.count("rounds, direct I/O") == 3, output
+    assert output.count("with packed weights") == 1, output
