@@ -252,9 +252,7 @@ class _Contents:
         weights: Sequence[int],
         left: Set[str],
     ) -> None:
-        self.left = left
-        self.ranks = ranks
-        self.weights = weights
+        self.ranks, self.weights, self.left = ranks, weights, left
         self.files = ranks * len(weights)
         self.dealing: Dealing | None = None  # over several drives; known with the first header
         self.piece_sums: list[int] = []  # of its pieces
@@ -384,9 +382,7 @@ class _StoredWeights:
     def __init__(
         self, checkpoint: SafetensorsSet, handle: AioHandle, quantised: Mapping[str, PackedWeight]
     ) -> None:
-        self._checkpoint = checkpoint
-        self._handle = handle
-        self._quantised = quantised
+        self._checkpoint, self._handle, self._quantised = checkpoint, handle, quantised
         self.read_bytes = 0
         self.largest_error = self.relative_error = 0.0
 
@@ -460,8 +456,7 @@ def _write(
                 head = buffers.empty_aligned(len(text), dtype=torch.uint8)
                 head.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
                 wrote = partial(call.moved, head.nbytes, "header")
-                begin = partial(handle.async_pwrite, head, file, 0)
-                flight.start(begin, head.nbytes, wrote)
+                flight.start(partial(handle.async_pwrite, head, file, 0), head.nbytes, wrote)
         for file in out:
             handle.sync_fsync(file)
     counts = (source.read_bytes, written, len(contents.records), len(contents.quantised))
@@ -486,11 +481,9 @@ def _filled(
         if entry.nbytes:
             room = memory[entry.start - start : entry.end - start].view(dtype).view(shape)
             room.copy_(made[number].pop(0))
-        sums = sums_of[name]
+        address, sums = memory.data_ptr() + entry.start - start, sums_of[name]
         share = entry.nbytes // len(sums)
-        for at in range(len(sums)):
-            address = memory.data_ptr() + entry.start - start + at * share
-            sums[at] = crc32.of_memory(address, share)
+        sums[:] = (crc32.of_memory(address + at * share, share) for at in range(len(sums)))
     return memory
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -220,6 +220,97 @@ def test_the_choice_is_remembered_and_measured_once(
     assert 0 < len(measured) < 4 * sizes
 
 
+def _seen_to_cost(
+    monkeypatch: pytest.MonkeyPatch, loops: Sequence[int], parts: int, preempted: int = 0
+) -> list[str]:
+    """Clocks that say what a product costs: CPU time, and waiting for other programs on top.
+
+    Args:
+        monkeypatch: Undoes it.
+        loops: What calls of the loops take, in turn; the last for all later ones.
+        parts: What widening takes.
+        preempted: How much longer the loops take by the clock.
+
+    Returns:
+        Who was called, in order.
+    """
+    calls: list[str] = []
+    cpu, clock = [0], [0]
+    stock = packed_weights.multiply, packed_weights._in_parts
+
+    def multiplied(*given: Any, **options: Any) -> torch.Tensor:
+        cpu[0] += loops[min(calls.count("loops"), len(loops) - 1)]
+        clock[0] += preempted
+        calls.append("loops")
+        return stock[0](*given, **options)
+
+    def in_parts(*given: Any) -> torch.Tensor:
+        cpu[0] += parts
+        calls.append("parts")
+        return stock[1](*given)
+
+    monkeypatch.setattr(packed_weights, "_CHOICES", packed_weights._Choices())
+    monkeypatch.setattr(packed_weights, "multiply", multiplied)
+    monkeypatch.setattr(packed_weights, "_in_parts", in_parts)
+    both = SimpleNamespace(thread_time=lambda: cpu[0], perf_counter=lambda: cpu[0] + clock[0])
+    monkeypatch.setattr(packed_weights, "time", both)
+    return calls
+
+
+def _weight(dtype: torch.dtype, rows: int = 128) -> packed_weights.Packed:
+    setting = Quantised(4, 64)
+    weight = torch.randn(rows, 128).to(dtype)
+    return packed_weights.Packed(quantise(weight, setting), setting, dtype, "auto")
+
+
+@pytest.mark.parametrize(
+    ("loops", "parts", "way"),
+    [((2,), 3, "loops"), ((3,), 2, "parts"), ((9, 9, 2), 3, "loops")],
+    ids=["loops are faster", "widening is faster", "loops were cold at first"],
+)
+def test_what_other_programs_take_does_not_decide(
+    loops: tuple[int, ...], parts: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bad moment had a process widen the weights of every prompt, for as long as it ran."""
+    calls = _seen_to_cost(monkeypatch, loops, parts, preempted=100)
+    what, x = _weight(torch.float32), torch.randn(16, 128)
+    what.product(x, None)
+    calls.clear()
+    for _ in range(3):
+        what.product(x, None)
+    assert calls == 3 * [way]
+
+
+def test_a_trial_takes_a_part_of_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large matrix with a long prompt was multiplied six times before the first output."""
+    monkeypatch.setattr(packed_weights, "_PART_BYTES", 128 * 128 * 4)
+    _seen_to_cost(monkeypatch, (3,), 2)
+    sizes: list[int] = []
+    stock = packed_weights._in_parts
+    monkeypatch.setattr(
+        packed_weights,
+        "_in_parts",
+        lambda x, what, bias: sizes.append(len(what.parts[0])) or stock(x, what, bias),
+    )
+    what = _weight(torch.float32, rows=1000)
+    x, bias = torch.randn(16, 128), torch.randn(1000)
+    found = what.product(x, bias)
+    assert torch.allclose(found, functional.linear(x, what.widened(), bias), atol=1e-4)
+    assert sizes == packed_weights._TRIALS * [128] + [1000]
+
+
+def test_where_tile_registers_multiply_nothing_is_widened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are faster for any number of rows: nothing is measured, and the bits never change."""
+    calls = _seen_to_cost(monkeypatch, (3,), 2)
+    monkeypatch.setattr(packed_weights, "in_tiles", lambda *_: True)
+    what = _weight(torch.bfloat16)
+    for rows in (16, 700):
+        what.product(torch.randn(rows, 128).bfloat16(), None)
+    assert calls == ["loops", "loops"]
+
+
 @pytest.mark.parametrize(("how", "status"), [("widened", 0), ("packed", 0), ("fast", 2)])
 def test_the_command_line_takes_it_too(how: str, status: int, tmp_path: Path) -> None:
     arguments = ["generate", str(packed(tmp_path)), "--ids", "5,6", "--max-new-tokens", "3"]
@@ -335,8 +426,9 @@ def test_cuda_multiplies_with_four_bits_where_its_kernel_is_faster(
         for _ in range(3):
             found = cuda.value(there.product(*on_device)).float()
             assert float((found - wanted).abs().max()) < 0.02 * float(wanted.abs().max())
-    used = {"fast": 3 + 3, "slow": 3, "wrong": 3, "absent": 0}[works]
-    assert calls == used * [5]  # three times in the trial, and then where it was the faster
+    tried = packed_weights._TRIALS
+    used = {"fast": tried + 3, "slow": tried, "wrong": tried, "absent": 0}[works]
+    assert calls == used * [5]  # in the trial, and then where it was the faster
 
 
 def test_perplexity_is_that_of_the_weights_widened(tmp_path: Path, stream: Make) -> None:

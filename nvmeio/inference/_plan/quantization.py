@@ -131,6 +131,7 @@ def multiply(
     parts: Sequence[torch.Tensor],
     setting: Quantised,
     bias: torch.Tensor | None,
+    threads: int = 0,
 ) -> torch.Tensor:
     """``inputs @ weight.T + bias`` without widening the weight.
 
@@ -139,13 +140,21 @@ def multiply(
         parts: Steps, scales and minima of a matrix [rows, width] of that dtype.
         setting: Theirs.
         bias: [rows], or None.
+        threads: How many compute; 0: as many as torch computes with.
 
     Returns:
         [n, rows], in the dtype of `inputs`: sums in float32, rounded once.
     """
     out = torch.empty(len(inputs), len(parts[0]), dtype=inputs.dtype, device="cpu")
-    _run(parts, setting, out, inputs, None if bias is None else bias.float().contiguous())
+    _run(parts, setting, out, inputs, bias, threads)
     return out
+
+
+def in_tiles(rows: int, setting: Quantised, dtype: torch.dtype) -> bool:
+    """Whether `multiply` has this CPU's tile registers make a product with so many rows."""
+    call = ffi.new("nv_packed *", {"inputs": rows, "dtype": _DTYPES.get(dtype, -1)})
+    call.group_size, call.bits = setting.group_size, setting.bits
+    return bool(lib.nv_packed_has_tiles(call))
 
 
 def _run(
@@ -154,6 +163,7 @@ def _run(
     out: torch.Tensor,
     inputs: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    threads: int = 0,
 ) -> None:
     """The shim's loops; they take addresses, so all of it is in the memory of the CPU."""
     steps, scales, minima = (part if part.stride(-1) == 1 else part.contiguous() for part in parts)
@@ -166,13 +176,12 @@ def _run(
     memory = {"steps": steps, "scales": scales, "minima": minima, "out": out}
     if inputs is not None:
         call.inputs = len(inputs)
-        in_tiles = lib.nv_packed_has_tiles(call)
-        memory["halves" if in_tiles else "input"] = (
-            inputs if in_tiles else inputs.float()
-        ).contiguous()
+        has_tiles = lib.nv_packed_has_tiles(call)
+        given = inputs if has_tiles else inputs.float()
+        memory["halves" if has_tiles else "input"] = given.contiguous()
     if bias is not None:
-        memory["bias"] = bias
+        memory["bias"] = bias.float().contiguous()
     for name, tensor in memory.items():
         setattr(call, name, ffi.cast("void *", tensor.data_ptr()))
-    if lib.nv_packed_run(call, torch.get_num_threads()):
+    if lib.nv_packed_run(call, threads or torch.get_num_threads()):
         raise MemoryError(f"no memory for {counted(call.inputs, 'row')} of inputs")

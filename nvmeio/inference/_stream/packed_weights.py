@@ -7,7 +7,8 @@ widened copy.
 A product with few rows is made by the shim's loops, on CUDA by torch's kernel for 4 bits if it has
 one. For many rows a part of the weight is widened at a time, into memory that stays in the cache
 (on CUDA the whole), and multiplied by torch. From how many rows on that is faster is measured once,
-for each kind of weight and class of sizes, and remembered.
+for each kind of weight and class of sizes, and remembered; where a CPU's tile registers make the
+product, it never is.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from torch import nn
 from torch.nn import functional
 
 from nvmeio._memory import devices
-from nvmeio.inference._plan.quantization import Compute, Quantised, dequantise, multiply
+from nvmeio.inference._plan.quantization import Compute, Quantised, dequantise, in_tiles, multiply
 from nvmeio.inference._plan.slot_layout import Weight
 from nvmeio.inference._stream.stand_ins import FrozenElsewhere
 
 # Of a widened part: stays in a core's second-level cache, or nearly, and is enough for a product.
 _PART_BYTES = 4 << 20
 _FIRST_TRIAL = 8  # rows from which on the other way may be faster, where the CPU has fast loops
+_TRIALS = 5  # of each way, by turns; the least counts
 _MOST_OFF = 0.05  # of the largest output: two ways are that far apart where one of them is wrong
 
 
@@ -208,12 +210,10 @@ def _getitem(weight: Any, index: Any) -> Any:
     """One expert, or some rows."""
     if not isinstance(weight, PackedParameter) or (weight.packed.turned and weight.dim() == 2):
         return NotImplemented
-    chosen: Any
+    chosen = index
     if isinstance(index, torch.Tensor) and index.dtype is not torch.bool and index.dim() < 2:
         chosen = index if index.dim() else int(index)
-    elif isinstance(index, (int, slice)) and not isinstance(index, bool):
-        chosen = index
-    else:
+    elif not isinstance(index, (int, slice)) or isinstance(index, bool):
         return NotImplemented
     packed = weight.packed.at(chosen)
     if isinstance(chosen, torch.Tensor) or packed.parts[0].dim() < 2:
@@ -257,17 +257,13 @@ def _grouped(input: Any, mat_b: Any, *, offs: Any = None, bias: Any = None, **re
 _TURNS = (torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "linear": _linear,
-    "matmul": _matmul,
-    "__matmul__": _matmul,
-    "mm": _matmul,
+    **dict.fromkeys(("matmul", "__matmul__", "mm"), _matmul),
     "addmm": _addmm,
     "embedding": _embedding,
     "__getitem__": _getitem,
     "transpose": _transpose,
     "t": lambda weight: _transpose(weight) if weight.dim() == 2 else NotImplemented,
-    "grouped_mm": _grouped,
-    "_grouped_mm": _grouped,
-    "grouped_mm_fallback": _grouped,
+    **dict.fromkeys(("grouped_mm", "_grouped_mm", "grouped_mm_fallback"), _grouped),
     "detach": lambda weight: weight,
 }
 
@@ -280,12 +276,13 @@ def _multiplied(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -
     if devices.device_of(what.parts[0]).type != "cpu":
         if not _has_kernel(what):
             return _whole(inputs, what, bias)
-        return _CHOICES.made((_by_kernel, _whole), 1, inputs, what, bias)
+        return _CHOICES.made((_by_kernel, _whole), inputs, what, bias)
     if what.turned:
         return _in_parts(inputs, what, bias)
-    if what.compute == "packed":
+    rows = len(inputs)
+    if what.compute == "packed" or rows < _FIRST_TRIAL or in_tiles(rows, what.setting, what.dtype):
         return _by_loops(inputs, what, bias)
-    return _CHOICES.made((_by_loops, _in_parts), _FIRST_TRIAL, inputs, what, bias)
+    return _CHOICES.made((_by_loops, _in_parts), inputs, what, bias)
 
 
 def _by_loops(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> torch.Tensor:
@@ -327,7 +324,7 @@ def _in_parts(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> 
     (rows, groups), size = what.parts[1].shape, what.setting.group_size
     count, unit, other = (groups, size, rows) if what.turned else (rows, 1, groups * size)
     step = _PART_BYTES // (unit * other * inputs.dtype.itemsize)
-    step = max(step if what.turned else step // 64 * 64, 64 // min(unit, 64))
+    step = max(step, 64 // min(unit, 64)) if what.turned else _rows_of_a_part(inputs)
     out = inputs.new_empty(len(inputs), count * unit)
     memory = inputs.new_empty(min(step, count) * unit * other)
     for first in range(0, count, step):
@@ -337,13 +334,16 @@ def _in_parts(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> 
             cut = [part[:, first:last].flatten(1) for part in by_group]
         else:
             cut = [part[first:last] for part in what.parts]
-        shape = (rows if what.turned else last - first, -1)
-        room = memory[: (last - first) * unit * other].view(shape)
+        room = memory[: (last - first) * unit * other].view(len(cut[0]), -1)
         dequantise(cut, what.setting, room)
         own = slice(first * unit, last * unit)
         matrix = room.t() if what.turned else room
         out[:, own] = functional.linear(inputs, matrix, None if bias is None else bias[own])
     return out
+
+
+def _rows_of_a_part(inputs: torch.Tensor) -> int:
+    return max(_PART_BYTES // (inputs.shape[1] * inputs.dtype.itemsize) // 64 * 64, 64)
 
 
 class _Choices:
@@ -353,18 +353,16 @@ class _Choices:
     """
 
     def __init__(self) -> None:
-        self._packed: dict[Any, int] = {}  # as far as computing with packed weights was
-        self._widened: dict[Any, int] = {}  # from here on it was not
+        self._rows: dict[Any, int] = {}  # most for which the packed way was, fewest for which not
         self._lock = threading.Lock()
 
     def made(
-        self, ways: tuple[Way, Way], first: int, inputs: torch.Tensor, what: Packed, bias: Any
+        self, ways: tuple[Way, Way], inputs: torch.Tensor, what: Packed, bias: Any
     ) -> torch.Tensor:
         """A product by one of two ways, with the weight packed and widened.
 
         Args:
             ways: These.
-            first: The number of rows from which on widening may be faster.
             inputs: [n, width].
             what: The weight.
             bias: Its bias, or None.
@@ -374,25 +372,33 @@ class _Choices:
         device = devices.device_of(what.parts[0])
         kind = (what.setting, what.dtype, sizes, device, torch.get_num_threads())
         with self._lock:
-            if rows <= self._packed.get(kind, first - 1):
-                is_packed = True
-            elif rows >= self._widened.get(kind, rows + 1):
-                is_packed = False
-            else:
+            is_packed = rows <= self._rows.get((kind, True), 0)
+            if not is_packed and rows < self._rows.get((kind, False), rows + 1):
                 is_packed = _is_faster(ways, device, inputs, what, bias)
-                (self._packed if is_packed else self._widened)[kind] = rows
+                self._rows[kind, is_packed] = rows
         return ways[not is_packed](inputs, what, bias)
 
 
 def _is_faster(
     ways: tuple[Way, Way], device: torch.device, inputs: torch.Tensor, what: Packed, bias: Any
 ) -> bool:
-    """Whether the first of two ways is faster, and a product at all; both leave nothing behind."""
+    """Whether the first of two ways is faster, and a product at all; both leave nothing behind.
+
+    On a CPU a part of the weight is enough, and the CPU time of this thread counts: a clock also
+    counts what other programs take. The loops give this thread the rows of threads that come late,
+    so they are to do just its share.
+    """
+    clock = time.perf_counter
+    if device.type == "cpu":
+        clock, bias = time.thread_time, None
+        what = what.at(slice(_rows_of_a_part(inputs)))
+        share = what.at(slice(-(-len(what.parts[0]) // torch.get_num_threads())))
+        ways = (lambda x, *_: multiply(x, share.parts, share.setting, None, threads=1), ways[1])
     times = [float("inf"), float("inf")]
     outputs = [inputs, inputs]
-    for _ in range(3):
+    for _ in range(_TRIALS):
         for number, way in enumerate(ways):
-            began = time.perf_counter()
+            began = clock()
             try:
                 outputs[number] = way(inputs, what, bias)
             except RuntimeError:  # a device that has no such kernel
@@ -400,9 +406,10 @@ def _is_faster(
                     raise
                 return False
             devices.synchronize(device)
-            times[number] = min(times[number], time.perf_counter() - began)
-    off = (outputs[0] - outputs[1]).abs().max()
-    return times[0] <= times[1] and bool(off <= _MOST_OFF * outputs[1].abs().max())
+            times[number] = min(times[number], clock() - began)
+    wanted = outputs[1][:, : outputs[0].shape[1]]
+    off = (outputs[0] - wanted).abs().max()
+    return times[0] <= times[1] and bool(off <= _MOST_OFF * wanted.abs().max())
 
 
 _CHOICES = _Choices()
