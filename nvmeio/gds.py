@@ -166,6 +166,7 @@ class GdsHandle(AioHandle):
 
         Raises:
             CuFileError: cuFile refused the memory (the GPU's BAR1 may be full).
+            ValueError: torch's `expandable_segments` are on.
             torch.cuda.OutOfMemoryError: As `torch.empty` does.
         """
         count = _checks.integer("num_elem", num_elem, 0)
@@ -198,7 +199,7 @@ class GdsHandle(AioHandle):
 
         Raises:
             ValueError: It is not contiguous, empty, or part of it is registered already: views of
-                a registered tensor need nothing.
+                a registered tensor need nothing. Or it is in torch's `expandable_segments`.
             TypeError: It is not on a CUDA device.
             CuFileError: cuFile refused the memory.
 
@@ -226,6 +227,12 @@ class GdsHandle(AioHandle):
     def _register(self, tensor: torch.Tensor) -> None:
         self._cores.check_open()
         as_bytes = tensors.cast_to_byte_tensor(tensor)
+        if devices.is_device(tensor) and devices.is_expandable(tensor):
+            raise ValueError(
+                "torch maps this memory in pieces, of which libraries have registered the first "
+                "alone: leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF "
+                "(PYTORCH_ALLOC_CONF), or use nvmeio.AioHandle"
+            )
         self._gds.register(_start_of(tensor), as_bytes.numel(), as_bytes)
 
     def _check_device(self, tensor: torch.Tensor) -> None:

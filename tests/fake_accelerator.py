@@ -43,6 +43,7 @@ import fake_order
 import fake_tensors
 import pytest
 import torch
+from fake_cuda import Costs as Costs
 from fake_kernels import Kernels as Kernels
 from fake_kernels import is_wrapper, quietly, span
 from torch.overrides import _get_current_function_mode_stack
@@ -205,27 +206,6 @@ class _Block:
     others: dict[Stream, Event | None] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass
-class Costs:
-    """What was asked of CUDA's runtime.
-
-    Attributes:
-        page_locks: Calls of cudaHostRegister.
-        allocations: Of the device's memory; what is given again is none.
-        streams: That torch was asked for.
-        host_waits: Of threads that compute, for work that was not done.
-        waits_beside: Of others.
-        copies: That were begun on streams.
-    """
-
-    page_locks: int = 0
-    allocations: int = 0
-    streams: int = 0
-    host_waits: int = 0
-    waits_beside: int = 0
-    copies: int = 0
-
-
 class Accelerator(fake_cuda.FakeCuda):
     """`torch.cuda` with kernels.
 
@@ -236,6 +216,7 @@ class Accelerator(fake_cuda.FakeCuda):
         limit_bytes: Of its memory, each device's.
         in_use_bytes: Of it.
         most_bytes: In use at once so far.
+        is_expandable: Whether torch maps its memory in pieces.
         before_begin: Called with each copy before it is begun, with its number; may raise.
         problems: What was wrong, whatever the numbers: accesses without an order, memory that the
             CPU has touched.
@@ -250,6 +231,7 @@ class Accelerator(fake_cuda.FakeCuda):
         self.limit_bytes = fake_memory.NBYTES // _DEVICES
         self.in_use_bytes = self.most_bytes = 0
         self.before_begin: Callable[[int], None] = lambda number: None
+        self.is_expandable = False
         self.stopped = False
         made: Any = {
             index: Stream(self, index, "the default stream", compute) for index in range(_DEVICES)
@@ -582,6 +564,17 @@ class Accelerator(fake_cuda.FakeCuda):
     def Event(self, blocking: bool = False) -> Any:
         return Event(self, blocking)
 
+    def memory_snapshot(self) -> list[dict[str, Any]]:
+        """Segments of torch's allocator: a device's memory is one."""
+        return [
+            {
+                "address": self._base + index * self._half,
+                "total_size": self._half,
+                "is_expandable": self.is_expandable,
+            }
+            for index in range(_DEVICES)
+        ]
+
     def synchronize(self, device: torch.device | int | None = None) -> None:
         with self.device(self.index_of(device)):
             self.call("synchronize")
@@ -613,7 +606,7 @@ def accelerator(
     """
     page_locked.forget()
     cuda = Accelerator(compute, copies, seed)
-    for name in fake_cuda.NAMES:
+    for name in (*fake_cuda.NAMES, "memory_snapshot"):
         made: Any = getattr(cuda, name)
         patch.setattr(torch.cuda, name, made)
     # torch's optimizers ask the driver whether a graph is captured, where torch is built with CUDA.
@@ -630,6 +623,12 @@ def accelerator(
     def empty(nbytes: int, device: torch.device) -> torch.Tensor:
         with cuda.device(device):
             return cuda.empty(nbytes)
+
+    def part_of(memory: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        room = memory_at(memory.data_ptr() + start, nbytes, memory)
+        return torch.frombuffer(room, dtype=torch.uint8)
 
     as_here, run = devices.as_here, threads.Thread.run
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
@@ -674,6 +673,7 @@ def accelerator(
     patch.setattr(devices, "moved", moved)
     patch.setattr(devices, "_begin_copy", cuda.begin_copy)
     patch.setattr(devices, "empty", empty)
+    patch.setattr(devices, "part_of", part_of)
     fake_tensors.tell_device(patch, cuda)
     fake_order.watch_drives(patch, cuda.order)
     fake_order.watch_cufile(patch, cuda.order, cuda.reached)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import mmap
 import os
 import queue
@@ -124,6 +125,27 @@ class Tensor:
     def copy_(self, source: Tensor, non_blocking: bool = False) -> None:
         self._cuda.call("copy")
         self._cuda.copies.append(self._cuda.current_stream())
+
+
+@dataclasses.dataclass
+class Costs:
+    """What was asked of CUDA's runtime.
+
+    Attributes:
+        page_locks: Calls of cudaHostRegister.
+        allocations: Of the device's memory; what is given again is none.
+        streams: That torch was asked for.
+        host_waits: Of threads that compute, for work that was not done.
+        waits_beside: Of others.
+        copies: That were begun on streams.
+    """
+
+    page_locks: int = 0
+    allocations: int = 0
+    streams: int = 0
+    host_waits: int = 0
+    waits_beside: int = 0
+    copies: int = 0
 
 
 class FakeCuda:

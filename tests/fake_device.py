@@ -153,6 +153,7 @@ def fake_device(patch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """nvmeio takes the fake device's tensors for a device's; handles have to be made inside."""
     device = FakeDevice()
     patch.setattr(devices, "is_device", device.has)
+    patch.setattr(devices, "is_expandable", lambda tensor: False)
     patch.setattr(devices, "new_copier", lambda: device)
     try:
         yield device

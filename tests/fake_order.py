@@ -348,7 +348,13 @@ def watch_cufile(patch: pytest.MonkeyPatch, order: Order, reached: Callable[[int
 
         return move
 
+    def registering(name: str) -> Callable[..., None]:
+        own = vars(Library)[name]
+        return lambda self, address, *rest: own(self, reached(address), *rest)
+
     own_prepare, own_run = CuFileEngine.prepare, TaskMover.run
+    for name in ("register_memory", "unregister_memory"):
+        patch.setattr(Library, name, registering(name))
     patch.setattr(CuFileEngine, "prepare", prepare)
     patch.setattr(TaskMover, "run", run)
     for name in ("read", "write"):

@@ -67,7 +67,6 @@ def prepare(patch: pytest.MonkeyPatch, gpu_check: Any, cuda: Accelerator) -> Non
     for name, value in {
         "get_device_name": lambda: "a stand-in",
         "empty_cache": lambda: None,
-        "memory_snapshot": list,
         "is_bf16_supported": lambda *given: True,
         "CUDAGraph": Graph,
         "graph": lambda graph: contextlib.nullcontext(),

@@ -121,7 +121,7 @@ def test_a_capture_of_a_graph_is_not_broken_by_our_threads(cuda: FakeCuda, ours:
     def pump() -> None:
         mark.done()
         copier.upload(device, host).wait()
-        devices.beside(GPU, "load").copy(host, device)  # type: ignore[arg-type]
+        devices.Beside(GPU, "load").copy(host, device)  # type: ignore[arg-type]
         copier.page_locked(8192, GPU)
 
     thread = Thread(pump, "nvmeio-ring") if ours else threading.Thread(target=pump)
@@ -134,8 +134,8 @@ def test_a_capture_of_a_graph_is_not_broken_by_our_threads(cuda: FakeCuda, ours:
 
 def test_streams_are_made_once_for_each_purpose(cuda: FakeCuda) -> None:
     for _ in range(40):
-        devices.beside(GPU, "load")
-        devices.beside(GPU, "snapshot")
+        devices.Beside(GPU, "load")
+        devices.Beside(GPU, "snapshot")
         devices.side_stream(GPU, "reads")
     assert len(cuda.streams) == 3
 
@@ -157,7 +157,7 @@ def test_copies_beside_the_callers_work_wait_for_streams_alone(cuda: FakeCuda) -
     host, device = Tensor(cuda, "cpu"), Tensor(cuda, "cuda:2")
 
     def save() -> None:
-        beside = devices.beside(GPU, "snapshot")
+        beside = devices.Beside(GPU, "snapshot")
         beside.follow()
         beside.copy(host, device)  # type: ignore[arg-type]
         beside.precede()
@@ -173,14 +173,17 @@ def test_copies_beside_the_callers_work_wait_for_streams_alone(cuda: FakeCuda) -
 
 
 def test_what_is_no_cuda_device_is_copied_in_order() -> None:
-    beside = devices.beside(torch.device("cpu"), "load")
+    beside = devices.Beside(torch.device("cpu"), "load")
     target = torch.zeros(3)
+    beside.follow()
     beside.copy(target, torch.arange(3.0))
     mark = beside.mark()
     assert mark.done()
     mark.wait()
+    beside.after(mark)
     beside.precede()
     assert target.tolist() == [0.0, 1.0, 2.0]
+    assert beside.empty(3).nbytes == 3
 
 
 def test_context_is_current_for_libraries_in_any_thread(cuda: FakeCuda) -> None:

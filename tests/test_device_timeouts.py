@@ -86,7 +86,7 @@ def test_memory_that_the_device_may_write_to_is_nobody_else_s(
     stop(silent, monkeypatch)
     chunk = page_locked.take(4096)
     address, calls = chunk.data_ptr(), silent.calls
-    copies = devices.beside(DEVICE, "load")
+    copies = devices.Beside(DEVICE, "load")
     copies.copy(chunk[:4000].view(torch.float32), source)
     mark = copies.mark()
     with pytest.raises(DeviceTimeoutError):

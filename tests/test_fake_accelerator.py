@@ -85,7 +85,7 @@ def waits_for_an_event_of_before(cuda: Accelerator, waits: bool) -> None:
 
 def changes_host_memory_under_a_copy(cuda: Accelerator, waits: bool) -> None:
     tensor, chunk = cuda.tensor(torch.zeros(8)), torch.ones(8)
-    beside = devices.beside(DEVICE, "test")
+    beside = devices.Beside(DEVICE, "test")
     beside.follow()
     beside.copy(tensor, chunk)
     if waits:
@@ -96,7 +96,7 @@ def changes_host_memory_under_a_copy(cuda: Accelerator, waits: bool) -> None:
 
 def looks_at_host_memory_before_the_copy_is_there(cuda: Accelerator, waits: bool) -> None:
     tensor, chunk = cuda.tensor(torch.zeros(8)), torch.ones(8)
-    beside = devices.beside(DEVICE, "test")
+    beside = devices.Beside(DEVICE, "test")
     beside.follow()
     beside.copy(chunk, tensor)
     if waits:
@@ -153,7 +153,7 @@ def test_transfers_of_drives_have_an_order_with_copies(
     path.write_bytes(bytes(8192))
     tensor = eager.tensor(torch.zeros(4096, dtype=torch.uint8))
     chunk = nvmeio.empty_aligned(4096, dtype=torch.uint8)
-    beside = devices.beside(DEVICE, "test")
+    beside = devices.Beside(DEVICE, "test")
     beside.follow()
     with nvmeio.AioHandle(engine="threads") as handle:
         if direction == "read":
@@ -324,7 +324,7 @@ def test_the_cpu_at_the_device_s_memory_is_told_with_the_tensor(lazy: Accelerato
 def differs(cuda: Accelerator) -> bool:
     """A copy that compute does not wait for."""
     tensor = cuda.tensor(torch.zeros(8))
-    beside = devices.beside(DEVICE, "test")
+    beside = devices.Beside(DEVICE, "test")
     beside.follow()
     for _ in range(4):
         beside.copy(tensor, torch.ones(8))

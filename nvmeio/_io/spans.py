@@ -478,7 +478,7 @@ class ChunkCopies:
         self, device: torch.device, spans: Sequence[Span], targets: Sequence[torch.Tensor]
     ) -> None:
         self._spans, self._targets = spans, targets
-        self._copies = devices.beside(device, "load")
+        self._copies = devices.Beside(device, "load")
         self._marks: dict[int, Mark] = {}
         if device.type == "cuda":
             # The targets' memory may still be read by work that was queued before it was freed.

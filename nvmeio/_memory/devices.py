@@ -79,42 +79,6 @@ class Copier(Protocol):
         """Make the device the calling thread's own; libraries look at its current context."""
 
 
-class Beside(Protocol):
-    """Copies to and from one device's memory, beside the caller's work on it.
-
-    Neither the caller nor his stream is waited for: `follow` and `precede` let streams wait for
-    each other.
-    """
-
-    def follow(self, stream: Any = None) -> None:
-        """Order what is begun from now on behind what a stream was asked.
-
-        Args:
-            stream: Which; None for that of the calling thread.
-        """
-
-    def precede(self) -> None:
-        """Order what the calling thread's stream is asked from now on behind what was begun."""
-
-    def after(self, mark: Mark) -> None:
-        """Order what is begun from now on behind a mark."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin to copy, host memory best page-locked; both of the same shape and dtype."""
-
-    def mark(self) -> Mark:
-        """A mark behind what was begun so far."""
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Memory of the device for copies into it.
-
-        What it was before may still be read: `follow` whoever did. Others use it after a `mark`.
-
-        Raises:
-            torch.OutOfMemoryError: The device has no more.
-        """
-
-
 class CudaCopier:
     """CUDA through torch: copies on two streams of ours a device, one for each direction.
 
@@ -133,10 +97,10 @@ class CudaCopier:
             return page_locked.take(nbytes)
 
     def upload(self, target: torch.Tensor, chunk: torch.Tensor) -> Mark:
-        return _copied(target, chunk, _SideStream(device_of(target), "ring up"))
+        return _copied(target, chunk, Beside(device_of(target), "ring up"))
 
     def download(self, chunk: torch.Tensor, source: torch.Tensor) -> Mark:
-        return _copied(chunk, source, _SideStream(device_of(source), "ring down"))
+        return _copied(chunk, source, Beside(device_of(source), "ring down"))
 
     def finish(self, device: torch.device, step: Callable[[], None]) -> None:
         stream = side_stream(device, "ring up")
@@ -158,61 +122,68 @@ def _copied(target: torch.Tensor, source: torch.Tensor, side: Beside) -> Mark:
     return side.mark()
 
 
-class _SideStream:
-    """`Beside` on a CUDA stream of ours; made and used by threads of any device."""
+class Beside:
+    """Copies to and from one device's memory, on a stream of ours beside the caller's work.
+
+    Neither the caller nor his stream is waited for: `follow` and `precede` let streams wait for
+    each other. Made and used by threads of any device. On devices that are not CUDA's a copy is
+    done when it has begun.
+
+    Args:
+        device: Which.
+        purpose: What for, and in which direction; those of one purpose share a stream.
+    """
 
     def __init__(self, device: torch.device, purpose: str) -> None:
         self._device = device
         self._stream = side_stream(device, purpose)
 
     def follow(self, stream: Any = None) -> None:
+        """Order what is begun from now on behind what a stream was asked.
+
+        Args:
+            stream: Which; None for that of the calling thread.
+        """
+        if self._stream is None:
+            torch.get_device_module(self._device).synchronize(self._device)
+            return
         with torch.cuda.device(self._device):
             there = torch.cuda.current_stream(self._device) if stream is None else stream
             self._stream.wait_stream(there)
 
     def precede(self) -> None:
-        with torch.cuda.device(self._device):
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        """Order what the calling thread's stream is asked from now on behind what was begun."""
+        if self._stream is not None:
+            with torch.cuda.device(self._device):
+                torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def after(self, mark: Mark) -> None:
+        """Order what is begun from now on behind a mark."""
         come_after(self._stream, mark)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        """Begin to copy, host memory best page-locked; both of the same shape and dtype."""
+        if self._stream is None:
+            target.detach().copy_(source.detach())
+            return
+        with on_stream(self._stream):
             _tolerate_captures()
             _begin_copy(target, source)
 
     def mark(self) -> Mark:
-        return _CudaMark(self._stream)
+        """A mark behind what was begun so far."""
+        return asked_of(self._stream)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        """Memory of the device for copies into it.
+
+        What it was before may still be read: `follow` whoever did. Others use it after a `mark`.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no more.
+        """
+        with on_stream(self._stream):
             return empty(nbytes, self._device)
-
-
-class _InOrder:
-    """`Beside` for devices that are not CUDA's: a copy is done when it has begun."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def follow(self, stream: Any = None) -> None:
-        torch.get_device_module(self._device).synchronize(self._device)
-
-    def precede(self) -> None:
-        pass
-
-    def after(self, mark: Mark) -> None:
-        mark.wait()
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.detach().copy_(source.detach())
-
-    def mark(self) -> Mark:
-        return _Reached()
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return empty(nbytes, self._device)
 
 
 class _Reached:
@@ -221,16 +192,6 @@ class _Reached:
 
     def wait(self) -> None:
         pass
-
-
-def beside(device: torch.device, purpose: str) -> Beside:
-    """The copier to and from a device's memory, beside the caller's work.
-
-    Args:
-        device: Which.
-        purpose: What for, and in which direction; those of one purpose share a stream.
-    """
-    return _SideStream(device, purpose) if device.type == "cuda" else _InOrder(device)
 
 
 _thread = threading.local()
@@ -394,6 +355,33 @@ def empty(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
+class _Part:
+    """Some memory, by the protocol with which libraries share it, and what it is a part of."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = memory.__cuda_array_interface__
+
+
+def part_of(memory: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
+    """Some bytes of a device's memory, with a storage of their own.
+
+    That ends with the last tensor over it. The allocator knows nothing of it: `record_use` is for
+    the whole.
+    """
+    if not nbytes:
+        return memory.new_empty(0)
+    return torch.as_tensor(_Part(memory[start : start + nbytes]), device=memory.device)
+
+
+def is_expandable(tensor: torch.Tensor) -> bool:
+    """Whether torch has mapped a tensor's memory in pieces (`expandable_segments`)."""
+    cuda: Any = torch.cuda
+    address = tensor.data_ptr()
+    there = (s for s in cuda.memory_snapshot() if 0 <= address - s["address"] < s["total_size"])
+    return any(segment.get("is_expandable", False) for segment in there)
+
+
 def come_after(stream: Any, mark: Mark) -> None:
     """Order the later work of a stream of `stream_here` behind a mark; nobody waits."""
     if isinstance(mark, _CudaMark):
@@ -466,12 +454,10 @@ def enter(device: torch.device | int) -> None:
 @contextlib.contextmanager
 def current(tensor: torch.Tensor) -> Iterator[None]:
     """The context of a tensor's device is the calling thread's meanwhile; no step for the CPU."""
-    if not tensor.is_cuda:
-        yield
-        return
-    with torch.cuda.device(tensor.device):
+    with on(tensor.device):
         # A thread that has called nothing of CUDA yet has no context, not even on its own device.
-        torch.cuda.mem_get_info(tensor.device)
+        if tensor.is_cuda:
+            torch.cuda.mem_get_info(tensor.device)
         yield
 
 

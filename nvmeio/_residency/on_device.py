@@ -3,7 +3,9 @@
 `DeviceWindow` has no host memory below it. What reads into the device's memory (GPUDirect Storage)
 knows nothing of streams, so all order is made by those who wait. A read begins once what was
 computed in its memory is over: the reader's thread waits for that, by an event. Who computes with a
-unit has waited for its bytes, so what he asks of any stream then finds them there.
+unit has waited for its bytes, so what he asks of any stream then finds them there. cuFile goes
+through memory of its own for any that is not registered with it, so units lie in one arena that is
+(`DevicePool.reserve`).
 
 `WindowAbove` has its units from the window below it, by copies beside work. What is needed is
 needed of the one below first; what comes next is begun as soon as it has arrived there. Nobody
@@ -16,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import Any, Generic, Protocol, TypeVar
@@ -26,6 +28,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvmeio._memory import devices
 from nvmeio._memory.devices import Mark
+from nvmeio._memory.leases import FreeBlocks
+from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._residency.order import Limited, Order
 from nvmeio._residency.reader import Fill, Reader, Reads
 from nvmeio._residency.window import Keeper, Slot, Window
@@ -41,6 +45,8 @@ class SizedUnit(Hashable, Protocol):
 
 Unit = TypeVar("Unit", bound=SizedUnit)
 _AHEAD = 2
+_End: Any = StorageWeakRef
+_GPU_PAGE_BYTES = 64 << 10  # what cuFile registers begins on one
 
 
 class DeviceSlot(Slot[Unit]):
@@ -64,6 +70,9 @@ class DevicePool:
     with it, which may have it again at once; other streams are recorded (`devices.record_use`). One
     thread takes and copies.
 
+    What cuFile reads into is to be registered with it, once: `reserve` has parts come from one
+    arena. Its memory is the pool's until nobody has a part of it, and no allocator's meanwhile.
+
     Args:
         device: Whose.
         budget_bytes: How much.
@@ -76,36 +85,69 @@ class DevicePool:
         self.device = device
         self.budget_bytes = budget_bytes
         self.refused: BaseException | None = None  # the device had less than the budget
-        self._copies = copies or devices.beside(device, "parameters")
+        self._copies = copies or devices.Beside(device, "parameters")
         self._streams: list[Any] = []  # that have worked on it
-        self._lent: list[tuple[Any, int]] = []
+        self._arena: torch.Tensor | None = None
+        self._free = FreeBlocks(0)  # of the arena
+        # The end of a storage, its bytes, and what it has of the arena: where, and how much.
+        self._lent: list[tuple[Any, int, int, int]] = []
         self._sources: deque[tuple[Mark, torch.Tensor]] = deque()  # host memory under way
 
+    def reserve(self, parts: Sequence[int]) -> torch.Tensor:
+        """Take an arena for parts of these lengths, or for as many as the budget allows.
+
+        Raises:
+            torch.OutOfMemoryError: The device has less.
+        """
+        pages = sum(round_up(nbytes, PAGE_BYTES) for nbytes in parts)
+        pages = min(pages, round_up(self.budget_bytes, PAGE_BYTES) + PAGE_BYTES * len(parts))
+        memory = self._new(pages + _GPU_PAGE_BYTES)
+        start = -memory.data_ptr() % _GPU_PAGE_BYTES
+        self._arena, self._free = memory[start : start + pages], FreeBlocks(pages)
+        return self._arena
+
+    def close(self) -> None:
+        """Nothing is taken any more; an arena goes with the last tensor over a part of it."""
+        self._arena = None
+
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """Memory for copies to go into; None if none is free now."""
+        """Memory for copies to go into, on whole pages of an arena; None if none is free now."""
         self.take_back()
+        if self._arena is None:
+            return self.take_apart(nbytes)
+        pages = round_up(nbytes, PAGE_BYTES)
+        is_free = self.in_use_bytes + nbytes <= self.budget_bytes
+        start = self._free.take(pages) if is_free else None
+        if start is None:  # or in pieces that are too small
+            return None
+        return self._lend(devices.part_of(self._arena, start, nbytes), start, pages)
+
+    def take_apart(self, nbytes: int) -> torch.Tensor | None:
+        """Memory of torch's allocator; it counts against the budget."""
         if self.in_use_bytes + nbytes > self.budget_bytes:
             return None
-        stream = self._home()
         try:
-            with devices.on_stream(stream):
-                memory = devices.empty(nbytes, self.device)
+            return self._lend(self._new(nbytes), 0, 0)
         except torch.OutOfMemoryError as refused:
             self.refused = refused.with_traceback(None)
             return None
+
+    def _new(self, nbytes: int) -> torch.Tensor:
+        # On the last stream that computed.
+        stream = self._streams[-1] if self._streams else devices.stream_here(self.device)
+        with devices.on_stream(stream):
+            memory = devices.empty(nbytes, self.device)
         # Whoever had it before may still be at work there, though no tensor is over it.
         self._copies.follow(stream)
-        end: Any = StorageWeakRef
-        self._lent.append((end(memory.untyped_storage()), nbytes))
         return memory
 
-    def _home(self) -> Any:
-        """The stream that memory is allocated on: the last one that computed."""
-        return self._streams[-1] if self._streams else devices.stream_here(self.device)
+    def _lend(self, memory: torch.Tensor, start: int, pages: int) -> torch.Tensor:
+        self._lent.append((_End(memory.untyped_storage()), memory.nbytes, start, pages))
+        return memory
 
     def take_back(self) -> None:
         """Release what nobody uses any more: memory of the device, and sources of copies."""
-        self._lent = [each for each in self._lent if not each[0].expired()]
+        self._free_lent(lambda end: bool(end.expired()))
         while self._sources and self._sources[0][0].done():
             self._sources.popleft()
 
@@ -114,9 +156,12 @@ class DevicePool:
 
         An exception's traceback may refer to it for a while.
         """
-        its: Any = StorageWeakRef
-        mine = its(memory.untyped_storage())
-        self._lent = [each for each in self._lent if each[0] != mine]
+        self._free_lent(_End(memory.untyped_storage()).__eq__)
+
+    def _free_lent(self, goes: Callable[[Any], bool]) -> None:
+        for each in [each for each in self._lent if goes(each[0])]:
+            self._lent.remove(each)
+            self._free.put(*each[2:])
 
     def free(self) -> Mark:
         """All that streams were asked so far: memory taken now may be written to after it."""
@@ -140,6 +185,14 @@ class DevicePool:
         """Note that a stream works with the pool's memory. From any thread."""
         if stream not in self._streams:
             self._streams.append(stream)
+            if self._arena is not None:
+                devices.record_use(self._arena, stream)
+
+    def record_use(self, memory: torch.Tensor, stream: Any) -> None:
+        """A stream works with memory that may go before it is done. From any thread."""
+        arena = self._arena  # recorded as a whole
+        if arena is None or not 0 <= memory.data_ptr() - arena.data_ptr() < arena.nbytes:
+            devices.record_use(memory, stream)
 
     def after_compute(self) -> None:
         """Order copies from now on after all that streams were asked."""
@@ -166,7 +219,7 @@ class DevicePool:
     @property
     def in_use_bytes(self) -> int:
         """What tensors hold of it."""
-        return sum(nbytes for _, nbytes in self._lent)
+        return sum(nbytes for _, nbytes, _, _ in self._lent)
 
 
 class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
@@ -197,11 +250,13 @@ class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
     def take_anyway(self, unit: Unit) -> DeviceSlot[Unit]:
         """See `Keeper.take_anyway`; the error says which budget, or that the device has less."""
         gc.collect()  # what looks free may be held by a tensor in a cycle
-        self._pool.refused = None
-        slot = self.take(unit)
-        if slot is not None:
-            return slot
         nbytes, pool = unit.nbytes, self._pool
+        pool.refused = None
+        memory = pool.take(nbytes)
+        if memory is None:
+            memory = pool.take_apart(nbytes)
+        if memory is not None:
+            return DeviceSlot(unit, memory)
         if pool.refused is not None:
             raise MemoryError(
                 f"{pool.device} has no {nbytes} bytes for one more part, and device_bytes="
@@ -255,7 +310,7 @@ class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
             memory = slot.memory  # which may go meanwhile
             if memory.nbytes and stream not in slot.streams:
                 slot.streams.append(stream)
-                devices.record_use(memory, stream)
+                self._pool.record_use(memory, stream)
             if slot.copied is not None:
                 devices.come_after(stream, slot.copied)
 
@@ -270,6 +325,7 @@ class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
         with contextlib.suppress(RuntimeError):  # a device that failed copies no more
             while self._pool.wait_for_one():
                 pass
+        self._pool.close()
 
 
 class WindowAbove(DeviceWindow[Unit]):

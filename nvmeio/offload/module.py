@@ -142,7 +142,7 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
                 finally:
                     del gathered
                 store.evict()
-            store.go_on_device()
+            store.go_on_device(handle)
             devices.move_buffers(module, there)
             if sharded is not None:
                 sharded.attach(store)

@@ -26,6 +26,8 @@ long most;                          /* bytes that one transfer moves at most */
 long result, result_errno, result_from; /* returned instead, at file offsets from result_from on */
 long nvfs_major, dstatus, fflags, p2p_flags = 1, p2p_status;
 long dangling;                      /* files deregistered when no driver was open */
+long registrations;                 /* of memory, ever */
+long bounced;                       /* transfers that named no registered memory by its base */
 long opens, closes, files, memories, calls, together, most_together, use_count;
 long flags_set[32], max_direct_io;
 enum { NOTED = 256 };
@@ -143,6 +145,7 @@ status cuFileBufRegister(const void *base, size_t size, int flags) {
     regions[at].base = base;
     regions[at].size = size;
     memories++;
+    registrations++;
   }
   pthread_mutex_unlock(&mutex);
   return answer(at < 0 ? 5023 : 0);
@@ -171,6 +174,12 @@ static ssize_t move(file *handle, char *base, size_t size, off_t file_offset, of
     noted[call].file_offset = file_offset;
     noted[call].buffer_offset = offset;
   }
+  int registered = 0;
+  pthread_mutex_lock(&mutex);
+  for (int i = 0; i < 64; i++)
+    registered |= regions[i].base == base && offset + size <= regions[i].size;
+  bounced += !registered;
+  pthread_mutex_unlock(&mutex);
   hold_while(&hold);
   ssize_t moved;
   if (!handle->live) {

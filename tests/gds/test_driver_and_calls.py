@@ -116,7 +116,7 @@ def test_log_of_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_mode_says_which_way_bytes_go(nvfs: str, status: int, feature: int, mode: str) -> None:
-    properties = driver.Properties(2 if nvfs else 0, 0, 0, status, 0, feature)
+    properties = driver.Properties(2 if nvfs else 0, status, feature)
     assert driver.mode_of(properties, nvfs) == mode
     assert driver.mode_of(None, nvfs) == "compat"
     # From 1.16 on it says so itself; the bits of the status may be old ones.

@@ -122,7 +122,7 @@ def test_a_missing_wait_shows(
         if missing == "compute does not wait for copies":
             patch.setattr(devices, "come_after", lambda stream, mark: None)
         elif missing == "copies do not wait for compute":
-            patch.setattr(devices._SideStream, "follow", lambda self, stream=None: None)
+            patch.setattr(devices.Beside, "follow", lambda self, stream=None: None)
         else:
             patch.setattr(devices._CudaMark, "wait", lambda self: None)
         model = streamed(path)

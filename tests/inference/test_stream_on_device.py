@@ -71,7 +71,7 @@ def test_a_missing_wait_shows(
         if missing == "compute does not wait for copies":
             patch.setattr(devices, "come_after", lambda stream, mark: None)
         elif missing == "copies do not wait for compute":
-            patch.setattr(devices._SideStream, "after", lambda self, mark: None)
+            patch.setattr(devices.Beside, "after", lambda self, mark: None)
         else:
             patch.setattr(devices._CudaMark, "wait", lambda self: None)
         found = computed(tmp_path / "base.safetensors", cuda, torch.float32, 2)

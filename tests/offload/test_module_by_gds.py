@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -294,9 +295,100 @@ def test_an_exception_that_is_kept_keeps_no_room_of_the_window(
         assert failed.value.__traceback__ is not None
 
 
-def test_an_exception_in_a_hook_and_a_full_device_leave_the_module_right(
+def test_a_step_of_training_registers_nothing_and_reads_into_registered_memory(
+    lazy: Accelerator, cufile: FakeCuFile, places: Path
+) -> None:
+    """No memory was registered, so that cuFile took all of it through memory of its own."""
+    ours = model()
+    with (
+        direct(ours, places) as module,
+        SwappedOptimizer(
+            torch.optim.AdamW, module.parameters(), swap_dir=places, durable=False
+        ) as optimizer,
+    ):
+
+        def iterate() -> None:
+            for _ in losses_of(module, lazy.tensor, passes=1):
+                optimizer.step()
+                optimizer.zero_grad()
+
+        iterate()
+        before = cufile.calls
+        for _ in range(3):
+            iterate()
+        with module.gather(ours[2].up.weight), torch.no_grad():  # a write
+            ours[2].up.weight.mul_(2)
+        module.load_state_dict({name: t.clone() for name, t in module.state_dict().items()})
+        assert cufile.calls - before > 3 * 6
+        assert (cufile.registrations, cufile.memories, cufile.bounced) == (1, 1, 0)
+    assert cufile.memories == 0
+
+
+def test_units_of_many_sizes_find_room_among_registered_memory(
+    lazy: Accelerator, cufile: FakeCuFile, places: Path
+) -> None:
+    def layers() -> Any:
+        torch.manual_seed(0)
+        widths = (32, 8, 200, 16, 120, 8, 64, 40, 1, 32)
+        return torch.nn.Sequential(*(torch.nn.Linear(*pair) for pair in pairwise(widths)))
+
+    wanted, ours = layers(), layers()
+    losses = losses_of(wanted, lambda x: x, passes=5)
+    with direct(ours, places, device_bytes=3 * LARGEST, stage_bytes=None) as module:
+        assert_equal(lazy, losses_of(module, lazy.tensor, passes=5), losses)
+        assert device_in_use_bytes(module) <= 3 * LARGEST
+    assert (cufile.registrations, cufile.bounced) == (1, 0)
+
+
+def test_memory_that_a_tensor_keeps_after_close_is_not_given_away(
+    late: Accelerator, cufile: FakeCuFile, places: Path
+) -> None:
+    ours = model()
+    weight = ours[2].up.weight
+    wanted = weight.detach().clone()
+    with direct(ours, places) as module:
+        losses_of(module, late.tensor)
+        with module.gather(weight):
+            kept = weight.detach()
+        before = late.in_use_bytes
+    assert cufile.memories == 0
+    late.take_back(waits=True)
+    assert late.in_use_bytes > before - LARGEST
+    assert torch.equal(late.value(kept), wanted)
+    del kept
+    late.take_back(waits=True)
+    assert late.in_use_bytes < before - LARGEST
+
+
+def test_a_device_that_has_less_than_the_window_is_refused_at_once(
     lazy: Accelerator, places: Path
 ) -> None:
+    losses, _ = in_memory()
+    lazy.limit_bytes = lazy.in_use_bytes + LARGEST // 2
+    with pytest.raises(MemoryError, match=r"device_bytes=.*lower it"), direct(model(), places):
+        pass
+    assert list(places.iterdir()) == []
+    lazy.limit_bytes = 1 << 28
+    with direct(model(), places) as module:
+        assert_equal(lazy, losses_of(module, lazy.tensor), losses)
+
+
+@pytest.mark.parametrize("why", ["cuFile refuses it", "torch maps it in pieces"])
+def test_memory_that_cannot_be_registered_is_refused_by_name(
+    why: str, lazy: Accelerator, cufile: FakeCuFile, places: Path
+) -> None:
+    """Libraries that registered such memory have reached its first piece, and the rest failed."""
+    if why == "cuFile refuses it":
+        cufile.memory_status, error = 5036, r"5036.*memory"
+    else:
+        lazy.is_expandable, error = True, r"expandable_segments.*AioHandle"
+    with pytest.raises((nvmeio.CuFileError, ValueError), match=error), direct(model(), places):
+        pass
+    assert list(places.iterdir()) == []
+    assert (cufile.registrations, cufile.memories, cufile.files) == (0, 0, 0)
+
+
+def test_an_exception_in_a_hook_leaves_the_module_right(lazy: Accelerator, places: Path) -> None:
     losses, _ = in_memory()
     ours = model()
 
@@ -304,10 +396,6 @@ def test_an_exception_in_a_hook_and_a_full_device_leave_the_module_right(
         raise KeyError("hook")
 
     with direct(ours, places) as module:
-        lazy.limit_bytes = lazy.in_use_bytes + LARGEST // 2
-        with pytest.raises(MemoryError, match=r"lower device_bytes"):
-            losses_of(module, lazy.tensor)
-        lazy.limit_bytes = 1 << 28
         hook = ours[3].register_forward_hook(fail)
         with pytest.raises(KeyError):
             losses_of(module, lazy.tensor)

@@ -152,7 +152,7 @@ def test_a_missing_wait_shows(
         if missing == "compute does not wait for copies":
             patch.setattr(devices, "come_after", lambda stream, mark: None)
         elif missing == "copies do not wait for compute":
-            patch.setattr(devices._SideStream, "follow", lambda self, stream=None: None)
+            patch.setattr(devices.Beside, "follow", lambda self, stream=None: None)
         else:
             patch.setattr(DevicePool, "upload", forgets)
         with swapped(model(), tmp_path) as module:

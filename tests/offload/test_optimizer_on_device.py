@@ -487,7 +487,7 @@ def test_a_missing_wait_shows(
             if missing == "compute does not wait for what comes up":
                 patch.setattr(devices, "come_after", lambda stream, mark: None)
             elif missing == "what goes down does not wait for compute":
-                patch.setattr(devices._SideStream, "follow", lambda self, stream=None: None)
+                patch.setattr(devices.Beside, "follow", lambda self, stream=None: None)
             else:
                 patch.setattr(devices._CudaMark, "wait", lambda self: None)
             stepped(made, optimizer, cuda.tensor)
@@ -503,7 +503,7 @@ def test_what_comes_up_waits_for_the_turn_before_in_its_buffer(
     """What goes up is eager, and compute in the same memory is not, nor what goes down."""
     with accelerator(monkeypatch, Pace.LAZY, Pace.EAGER) as cuda:
         if not is_right:
-            monkeypatch.setattr(devices._SideStream, "after", lambda self, mark: None)
+            monkeypatch.setattr(devices.Beside, "after", lambda self, mark: None)
         turns = DeviceTurns(DEVICE)
         down: Any = cuda.streams[1]
         down.pace = Pace.LAZY
@@ -544,7 +544,7 @@ def test_a_buffer_is_not_filled_while_an_earlier_turn_may_look_at_it(
 
         whole = [SlotRun(0, 4096)]
         if not is_right:
-            monkeypatch.setattr(devices._SideStream, "follow", lambda self, stream=None: None)
+            monkeypatch.setattr(devices.Beside, "follow", lambda self, stream=None: None)
         with contextlib.suppress(KeyError):
             turns.begin(torch.full((4096,), 1, dtype=torch.uint8), whole, look)
         if case == "failed":

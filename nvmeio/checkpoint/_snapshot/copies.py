@@ -507,7 +507,7 @@ def device_of(record: StorageRecord) -> torch.device:
 def _streams_of(records: Iterable[StorageRecord]) -> Streams:
     """What copies from each device that has any of these."""
     devices = {device_of(record) for record in records}
-    return {device: devices_module.beside(device, "snapshot") for device in devices - {_CPU}}
+    return {device: devices_module.Beside(device, "snapshot") for device in devices - {_CPU}}
 
 
 def _locked_for(streams: Streams) -> torch.device:

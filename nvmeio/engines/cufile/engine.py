@@ -12,6 +12,7 @@ tasks never share a block of it (`tasks`). The threads take tasks of all transfe
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -19,6 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from nvmeio._memory import holds
@@ -95,13 +97,12 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
             self._copier,
             self.condition,
             self.mode,
-            self.settings.needs_cuda,
         )
         watch = Thread(self._watch_calls, "nvmeio-cufile-watch")
         try:
             for index in range(options.intra_op_parallelism):
                 worker = _Worker(self, mover, index)
-                worker.start()
+                worker.thread.start()
                 self._workers.append(worker)
             watch.start()
         except BaseException:  # no more threads in this process
@@ -175,12 +176,8 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
             CuFileError: cuFile refused.
         """
         assert self._library is not None
-        try:
+        with _naming(f"{nbytes} bytes of memory"):
             REGIONS.add(self._library, RegisteredRegion(address, nbytes, self, keep))
-        except CuFileFailure as failed:
-            raise failed.with_context(
-                operation="register", path=f"{nbytes} bytes of memory"
-            ) from None
 
     def unregister(self, address: int) -> None:
         """Undo `register`.
@@ -190,12 +187,8 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
             CuFileError: cuFile refused.
         """
         assert self._library is not None
-        try:
+        with _naming(f"memory at {address:#x}"):
             REGIONS.remove(self._library, self, address)
-        except CuFileFailure as failed:
-            raise failed.with_context(
-                operation="register", path=f"memory at {address:#x}"
-            ) from None
 
     # --- the queue: called with the condition held ------------------------------------------
 
@@ -348,9 +341,6 @@ class _Worker:
         self._mover = mover
         self.thread = Thread(self._run, f"nvmeio-cufile-{index}")
 
-    def start(self) -> None:
-        self.thread.start()
-
     def begin(self, task: CuFileTask) -> None:
         """With the condition held."""
         self.task = task
@@ -370,6 +360,14 @@ class _Worker:
             self._engine.done(self, task)
             del task  # waiting for the next one, it would keep this one's memory alive
         self._engine.ended(self)
+
+
+@contextlib.contextmanager
+def _naming(memory: str) -> Iterator[None]:
+    try:
+        yield
+    except CuFileFailure as failed:
+        raise failed.with_context(operation="register", path=memory) from None
 
 
 def _hanging(what: str, limit_s: float | None = None) -> CuFileFailure:

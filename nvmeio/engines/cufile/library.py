@@ -140,11 +140,7 @@ _MEANINGS: dict[int, Meaning] = {
     5001: Meaning("the driver is not initialised", errno.ENODEV, _NO_NVIDIA_FS),
     5002: Meaning("invalid property", errno.EINVAL, "check cufile.json"),
     5003: Meaning("a property is out of range", errno.EINVAL, "check cufile.json"),
-    5004: Meaning(
-        "the versions of libcufile and nvidia-fs do not match",
-        errno.ENODEV,
-        "install both from one CUDA release",
-    ),
+    5004: Meaning("nvidia-fs is of another release", errno.ENODEV, "install both from one CUDA"),
     5005: Meaning("the version of nvidia-fs cannot be read", errno.ENODEV, _NO_NVIDIA_FS),
     5006: Meaning("the driver is shutting down", errno.ESHUTDOWN),
     5007: Meaning("GPUDirect Storage is not supported on this platform", errno.EOPNOTSUPP),
@@ -191,9 +187,7 @@ _MEANINGS: dict[int, Meaning] = {
         errno.ENOMEM,
         "unregister some memory; the limit is the GPU's BAR1 (nvidia-smi -q -d MEMORY)",
     ),
-    5038: Meaning("not supported asynchronously", errno.EOPNOTSUPP),
     5044: Meaning("I/O error", errno.EIO, "look at dmesg and cufile.log"),
-    5049: Meaning("not possible in compat mode", errno.EOPNOTSUPP),
 }
 
 
@@ -295,33 +289,13 @@ CUfileError_t cuFileSetParameterBool(int parameter, _Bool value);
 /* from 1.16 on */
 CUfileError_t cuFileDriverGetP2PFlags(int status_flag, int *p2p_flags);
 """
-# Offsets and sizes that every version has had; `layouts` says what cffi made of the above.
-LAYOUTS = {
-    "CUfileError_t": (8, {"err": 0, "cu_err": 4}),
-    "CUfileDescr_t": (24, {"type": 0, "handle": 8, "fs_ops": 16}),
-    "CUfileDrvProps_t": (
-        56,
-        {
-            "nvfs": 0,
-            "fflags": 32,
-            "max_device_cache_size": 36,
-            "per_buffer_cache_size": 40,
-            "max_device_pinned_mem_size": 44,
-            "max_batch_io_size": 48,
-            "max_batch_io_timeout_msecs": 52,
-        },
-    ),
-}
 
 
 class Properties(NamedTuple):
     """What the open driver says of itself (cuFileDriverGetProperties)."""
 
     nvfs_major: int
-    nvfs_minor: int
-    max_direct_io_kib: int
     status_flags: int
-    control_flags: int
     feature_flags: int
 
 
@@ -339,7 +313,7 @@ class Library:
     def __init__(self, path: str, source: str) -> None:
         self.path = path
         self.source = source
-        self.ffi = _ffi()
+        self.ffi = declared()
         try:
             # One that is in the process already is found by its path (`locate`) and shared. Asking
             # for that with RTLD_NOLOAD would crash cffi: dlerror() is NULL where nothing is loaded.
@@ -403,14 +377,7 @@ class Library:
         if self._lib.cuFileDriverGetProperties(props).err:
             return None
         nvfs = props.nvfs
-        return Properties(
-            nvfs.major_version,
-            nvfs.minor_version,
-            nvfs.max_direct_io_size,
-            nvfs.dstatusflags,
-            nvfs.dcontrolflags,
-            props.fflags,
-        )
+        return Properties(nvfs.major_version, nvfs.dstatusflags, props.fflags)
 
     # --- files and memory -------------------------------------------------------------------
 
@@ -483,17 +450,9 @@ def load() -> Library:
     return Library(*find_library())
 
 
-def layouts() -> dict[str, tuple[int, dict[str, int]]]:
-    """Sizes and offsets of the structs as they are bound, in the shape of `LAYOUTS`."""
-    ffi = _ffi()
-    return {
-        name: (ffi.sizeof(name), {field: ffi.offsetof(name, field) for field in fields})
-        for name, (_, fields) in LAYOUTS.items()
-    }
-
-
 @functools.cache
-def _ffi() -> Any:
+def declared() -> Any:
+    """What cffi makes of `DECLARATIONS`."""
     import cffi  # with its C parser: 60 ms, which `import nvmeio` does not pay
 
     ffi = cffi.FFI()

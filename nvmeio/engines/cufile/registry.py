@@ -148,10 +148,8 @@ class Regions:
         return region if address + nbytes <= region.base + region.nbytes else None
 
     def _overlapping(self, address: int, nbytes: int) -> RegisteredRegion | None:
-        for region in self._regions.values():
-            if address < region.base + region.nbytes and region.base < address + nbytes:
-                return region
-        return None
+        end, known = address + nbytes, self._regions.values()
+        return next((r for r in known if address < r.base + r.nbytes and r.base < end), None)
 
 
 class Files:

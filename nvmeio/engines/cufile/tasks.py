@@ -83,7 +83,6 @@ class TaskMover:
         copier: The device's copies, for the edges of writes and for contexts.
         condition: The engine's, which guards its requests.
         mode: Which way bytes go at best, as `GdsHandle.mode` says it.
-        needs_cuda: Whether calls need the device's context.
     """
 
     def __init__(
@@ -93,14 +92,12 @@ class TaskMover:
         copier: Copier,
         condition: threading.Condition,
         mode: str,
-        needs_cuda: bool,
     ) -> None:
         self._library = library
         self._files = files
         self._copier = copier
         self._condition = condition
         self._reaches_drive = mode in ("gds", "p2p")
-        self._needs_cuda = needs_cuda
 
     def run(self, task: CuFileTask) -> None:
         """Move a task's bytes; failures are the request's."""
@@ -109,20 +106,16 @@ class TaskMover:
         try:
             if request.stop:
                 return
-            if self._needs_cuda and memory.device is not None:
+            if memory.device is not None:
                 self._copier.enter(memory.device.device)
             if task.edge:
                 self._write_edge(task)
             else:
                 self._move(task)
-        except CuFileFailure as failed:
-            request.fail(failed.errno, failed)
-        except TransferError as failed:
-            request.fail(errno_of(failed), failed)
         except OSError as failed:
-            request.fail(errno_of(failed))
-        except Exception as failed:
-            request.fail(errno.EIO, failed)
+            request.fail(errno_of(failed), failed if isinstance(failed, TransferError) else None)
+        except Exception as failed:  # cuFile's have an errno
+            request.fail(getattr(failed, "errno", errno.EIO), failed)
 
     def _move(self, task: CuFileTask) -> None:
         request, transfer = task.request, task.request.transfer

@@ -179,7 +179,7 @@ class SlotPools:
         self._twins: dict[str, tuple[torch.Tensor, list[Mark]]] = {}
         self._out: dict[int, Lease] = {}  # outlive the slots of a model that is dropped
         on_gpu = device.type == "cuda"
-        self._copies = devices.beside(device, "weights") if on_gpu else None
+        self._copies = devices.Beside(device, "weights") if on_gpu else None
         if lent and on_gpu:
             self._there = DevicePool(device, shares.window, self._copies)
         with on_error(self.close):

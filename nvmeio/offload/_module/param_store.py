@@ -41,6 +41,7 @@ from nvmeio._residency.window import Keeper, LentPool, Slot, Window, laid_over
 from nvmeio._threads.owner import Claim, OwnerThread, owned
 from nvmeio._threads.shutdown import Ending, open_owned
 from nvmeio.errors import ClosedError
+from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.rank_steps import directory_name
 from nvmeio.offload._module.stages import ParamPlaces, ParamUnit
@@ -60,7 +61,6 @@ _TAKEN_ALONG = (
 # units as many as keep a fast drive busy while a unit is computed with. More would wait in line.
 _AHEAD = 2
 _AHEAD_BYTES = 64 << 20
-
 
 logger = logging.getLogger("nvmeio")
 Needed = TypeVar("Needed")
@@ -152,15 +152,27 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
     # The device
 
     @owned
-    def go_on_device(self) -> None:
+    def go_on_device(self, handle: AioHandle | None) -> None:
         """Have parameters on the device from now on; all were made in host memory."""
         if not self.device_bytes:
             return
         self._window.drop_all()
         self._device_pool = pool = DevicePool(self.device, self.device_bytes)
-        if not self.direct:
+        if not isinstance(handle, GdsHandle) or not self.direct:
             self._on_device = WindowAbove(self._window, pool, _new_order(), self)
             return
+        try:
+            arena = pool.reserve([unit.nbytes for unit in self.units])
+        except torch.OutOfMemoryError as full:
+            asked = f"device_bytes={self.device_bytes}: lower it, or what else is kept there"
+            raise MemoryError(f"{self.device} has less than {asked}") from full
+        handle.pin_device_tensor(arena)
+
+        def unpin() -> None:
+            with contextlib.suppress(ValueError):  # the handle is closed, or a call of it hangs
+                handle.unpin_device_tensor(arena)
+
+        self._resources.callback(unpin)
         self._pool.close()
         self.resident_bytes, self.locked = 0, False
         self._on_device = DeviceWindow(self._reader, pool, _new_order(), self, _AHEAD, _AHEAD_BYTES)

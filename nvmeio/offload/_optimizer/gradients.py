@@ -129,7 +129,7 @@ class GradSheets:
             old = self._place(piece)
             if devices.is_device(gradient):
                 device = devices.device_of(gradient)
-                up, copied = devices.beside(device, "gradients up"), self._sheet_of(piece).copied
+                up, copied = devices.Beside(device, "gradients up"), self._sheet_of(piece).copied
                 alike = tensors.laid(mine, tensors.strides_of(old))
                 there = torch.empty_like(alike, dtype=old.dtype)
                 up.follow()
@@ -147,7 +147,7 @@ class GradSheets:
             place, sheet = self._place(piece), self._sheet_of(piece)
             if devices.is_device(gradient):
                 device = devices.device_of(gradient)
-                down = devices.beside(device, "gradients down")
+                down = devices.Beside(device, "gradients down")
                 mine = tensors.laid(mine.to(place.dtype), tensors.strides_of(place))
                 down.follow()
                 devices.record_use(mine, devices.side_stream(device, "gradients down"))

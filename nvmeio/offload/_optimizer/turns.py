@@ -290,8 +290,8 @@ class Step:
         self._resident: list[tuple[Subgroup, list[Piece]]] = []
         beside = [param.computes_on for param in swapped.params] if swapped.copies_beside else []
         there = {*beside} - {torch.device("cpu")}
-        self._down = {device: devices.beside(device, "step down") for device in there}
-        self._up = {device: devices.beside(device, "step up") for device in there}
+        self._down = {device: devices.Beside(device, "step down") for device in there}
+        self._up = {device: devices.Beside(device, "step up") for device in there}
         for copies in (*self._down.values(), *self._up.values()):
             copies.follow()
         for subgroup in swapped.subgroups:

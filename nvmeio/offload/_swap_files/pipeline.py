@@ -375,8 +375,8 @@ class DeviceTurns:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._up = devices.beside(device, "step up")
-        self._down = devices.beside(device, "step down")
+        self._up = devices.Beside(device, "step up")
+        self._down = devices.Beside(device, "step down")
         self._buffers: list[torch.Tensor] = []
         self._used: list[Mark | None] = []
         self._next = 0

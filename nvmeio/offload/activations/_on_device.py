@@ -332,8 +332,8 @@ class DeviceActivations:
         """Streams for copies down and up: the bus has two directions."""
         if device not in self._lanes:
             self._lanes[device] = (
-                devices.beside(device, "activations down"),
-                devices.beside(device, "activations up"),
+                devices.Beside(device, "activations down"),
+                devices.Beside(device, "activations up"),
             )
         return self._lanes[device]
 
