@@ -6,9 +6,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import fake_memory
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from nvmeio._memory import mappings
 
 _here = threading.local()
 
@@ -90,10 +93,18 @@ class Kernels(TorchDispatchMode):
         if strangers and func is not torch.ops.aten.copy_.default:
             raise RuntimeError(f"{func}: expected all tensors on the same device")
         read = [id(t) for t in written]
+        source = args[1] if func is torch.ops.aten.copy_.default else None
+        if source is not None and not cuda.has(source) and _goes_on_beside(source, *args[2:]):
+            cuda.order.note_host(*span(source))
+            reads.append(span(source))
+        else:
+            source = None
 
         def there(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
+            if value is source:  # looked at when it is done, and not kept until then
+                return fake_memory.bare(value.detach())
             if cuda.has(value):
                 return cuda.inside(value.detach())
             return value if id(value) in read else value.detach().clone()
@@ -163,6 +174,12 @@ class Kernels(TorchDispatchMode):
             # The kernels that compute are the CPU's, which keep the mean in the dtype of the rows.
             return tuple(each.to(args[0].dtype) for each in found)
         return found
+
+
+def _goes_on_beside(source: torch.Tensor, non_blocking: bool = False) -> bool:
+    """Whether a copy from host memory goes on after the call: others are staged."""
+    locked = non_blocking and source.is_contiguous() and source.numel()
+    return bool(locked) and mappings.locked.covers(*span(source))
 
 
 def is_wrapper(kind: type) -> bool:

@@ -13,6 +13,8 @@ import pytest
 import torch
 from fake_kernels import is_wrapper
 
+from nvmeio._memory import mappings, page_locked
+
 
 def tell_device(patch: pytest.MonkeyPatch, cuda: Any) -> None:
     """From now on; `cuda` is the stand-in."""
@@ -98,6 +100,15 @@ def tell_device(patch: pytest.MonkeyPatch, cuda: Any) -> None:
     def index_of(device: Any, optional: bool = False, allow_cpu: bool = False) -> int:
         return int(cuda.index_of(device))
 
+    def pin_memory(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+        there = page_locked.new(max(tensor.nbytes, 1))[: tensor.nbytes]
+        return there.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def is_pinned(tensor: torch.Tensor, *_: Any) -> bool:
+        return mappings.locked.covers(tensor.untyped_storage().data_ptr(), tensor.nbytes)
+
+    patch.setattr(tensors, "pin_memory", pin_memory)
+    patch.setattr(tensors, "is_pinned", is_pinned)
     patch.setattr(tensors, "device", property(device))
     patch.setattr(tensors, "is_cuda", property(lambda t: device(t).type == "cuda"))
     patch.setattr(tensors, "is_cpu", property(lambda t: device(t).type == "cpu"))

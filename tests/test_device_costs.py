@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ from fake_accelerator import DEVICE, Accelerator, Costs, Pace, accelerator
 from inference.test_training import data, empty, saved, unit_bytes
 from offload._saved_activations import made, small
 from offload.test_module_on_device import WIDTH, model, swapped
+from support import spin_until
 
 import nvmeio
+import nvmeio.testing
 from nvmeio._io import spans
+from nvmeio._memory import devices
 from nvmeio.inference.kv_cache import KVStore
 from nvmeio.offload import SwappedOptimizer
 
@@ -192,11 +196,24 @@ def test_what_is_added_to_a_gradient_comes_after_its_copy(
     assert torch.equal(cuda.value(there[2].weight), layers[2].weight)
 
 
+def have_room(nbytes: int, blocks: int, *streams: Any) -> None:
+    """Let torch's allocator have so many free blocks of each of these streams."""
+    for stream in streams:
+        with devices.on_stream(stream):
+            kept = [devices.empty(nbytes, DEVICE) for _ in range(blocks)]
+        del kept
+
+
 def test_a_pass_with_activations_on_the_drive(cuda: Accelerator, tmp_path: Path) -> None:
+    """Passes differ in how many are on the device at once: it depends on when the drive is done.
+
+    So there is room beforehand for as many as may be: for two passes of which nothing goes down,
+    and for the window of what comes up.
+    """
     module, x = made("mlp")
     on_device(cuda, module)
-    x = cuda.tensor(x)
-    with small(tmp_path, resident_bytes=65536, device_bytes=65536) as swapped_ones:
+    x, window = cuda.tensor(x), 65536
+    with small(tmp_path, resident_bytes=window, device_bytes=window) as swapped_ones:
 
         def iterate() -> None:
             with swapped_ones.saving():
@@ -204,15 +221,16 @@ def test_a_pass_with_activations_on_the_drive(cuda: Accelerator, tmp_path: Path)
             loss.backward()
             module.zero_grad()
 
-        costs = cost(cuda, iterate)
+        everything = [module(x).square().mean() for _ in range(2)]
+        del everything
+        up = devices.side_stream(DEVICE, "activations up")
+        have_room(x.nbytes, window // x.nbytes, cuda.current_stream(), up)
+        assert_steady(cost(cuda, iterate))
         for _ in range(20):
-            # How many are on the device at once depends on when the drive is done: now and then a
-            # pass has more there than all before it.
-            if not costs.allocations:
-                break
             costs = cost(cuda, iterate, before=0)
+            assert_steady(costs)
+            assert costs.copies
         assert swapped_ones.bytes_written
-    assert_steady(costs)
 
 
 @pytest.mark.parametrize("handles", ["one handle", "a handle each"])
@@ -240,6 +258,27 @@ def test_transfers_through_the_ring(
         costs = cost(asked, with_own if handles == "a handle each" else lambda: move(one))
     assert_steady(costs)
     assert costs.copies >= 2
+
+
+def test_a_small_transfer_takes_a_part_of_a_chunk(asked: Accelerator, direct_path: Path) -> None:
+    """Each took a chunk of 16 MiB, of which there are four: four were under way, and not 64."""
+    data = bytes(range(256)) * 256
+    direct_path.write_bytes(data * 64)
+    rooms = [asked.tensor(torch.zeros(len(data), dtype=torch.uint8)) for _ in range(64)]
+    gate = threading.Event()
+    engine = nvmeio.testing.FakeEngine(hold=gate)
+    with asked.counted() as costs, nvmeio.AioHandle(engine=engine) as handle:
+        reading = [
+            handle.async_pread(each, direct_path, each.nbytes * number)
+            for number, each in enumerate(rooms)
+        ]
+        try:
+            spin_until(lambda: engine.counters().in_flight == 64)  # at the drive, all at once
+        finally:
+            gate.set()
+        assert [operation.result() for operation in reading] == [len(data)] * 64
+    assert costs.page_locks == 1  # the ring
+    assert all(asked.value(each).numpy().tobytes() == data for each in rooms)
 
 
 def test_a_load(asked: Accelerator, direct_path: Path) -> None:

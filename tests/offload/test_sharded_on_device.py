@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import nvmeio
 from nvmeio.offload import SwappedModule, SwappedOptimizer
+from nvmeio.offload._module import sharded as sharded_module
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,9 +40,9 @@ def sharded() -> Any:
     return fsdp.fully_shard(made, mesh=mesh)
 
 
-def offloaded() -> Any:
+def offloaded(pin_memory: bool = False) -> Any:
     made = plain()
-    mesh, policy = init_device_mesh("cuda", (1,)), fsdp.CPUOffloadPolicy(pin_memory=False)
+    mesh, policy = init_device_mesh("cuda", (1,)), fsdp.CPUOffloadPolicy(pin_memory=pin_memory)
     fsdp.fully_shard(made[2], mesh=mesh, offload_policy=policy)
     return fsdp.fully_shard(made, mesh=mesh, offload_policy=policy)
 
@@ -74,15 +75,16 @@ def test_shards_train_as_the_module_in_memory(
         torch.testing.assert_close(cuda.value(mine.to_local()), other.detach())
 
 
+@pytest.mark.parametrize("pin_memory", [False, True], ids=["pageable", "pinned"])
 @pytest.mark.parametrize("gradients", ["memory", "disk"])
 def test_shards_on_the_drive_are_gathered_by_the_device(
-    gradients: str, cuda: Accelerator, tmp_path: Path
+    gradients: str, pin_memory: bool, cuda: Accelerator, tmp_path: Path
 ) -> None:
     """SwappedModule refused each mesh of devices."""
     theirs = plain()
     wanted = losses(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, foreach=False), "cpu")
     with (
-        SwappedModule(offloaded(), swap_dir=tmp_path, resident_bytes=4096) as ours,
+        SwappedModule(offloaded(pin_memory), swap_dir=tmp_path, resident_bytes=4096) as ours,
         SwappedOptimizer(
             torch.optim.AdamW,
             ours.parameters(),
@@ -93,6 +95,20 @@ def test_shards_on_the_drive_are_gathered_by_the_device(
     ):
         found = losses(ours, optimizer, "cuda")
     assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_shard_whose_copy_is_not_waited_for_shows(
+    cuda: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the test above rests on: the drive reads the next shard into the same memory."""
+    monkeypatch.setattr(sharded_module._Gathering, "_wait_for_copies", lambda gathering: None)
+    with (
+        SwappedModule(offloaded(), swap_dir=tmp_path, resident_bytes=4096) as ours,
+        SwappedOptimizer(torch.optim.AdamW, ours.parameters(), swap_dir=tmp_path) as optimizer,
+    ):
+        losses(ours, optimizer, "cuda")
+    told = cuda.forgive()
+    assert told and any("write by the drive" in each for each in told), told
 
 
 def test_shards_that_devices_have_are_refused(cuda: Accelerator, tmp_path: Path) -> None:
