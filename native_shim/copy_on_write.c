@@ -51,8 +51,9 @@ enum { LIVE, COPYING, ASIDE, SPILLED, DONE };
 
 typedef struct {
   uint64_t start, end; /* the caller's */
-  uint64_t low, high;  /* the whole pages within */
-  char *edges;         /* copies of [start, low) and [high, end) */
+  uint64_t low, tail;  /* the whole pages within */
+  uint64_t high;       /* where what is protected ends: at the tail, or behind */
+  char *edges;         /* copies of [start, low) and [tail, end) */
   uint8_t *states;     /* of each cell that [low, high) touches */
   uint64_t *places;    /* ASIDE: its copy's offset in the arena; SPILLED: in the file */
   uint64_t next;       /* the first cell that is not done */
@@ -183,12 +184,21 @@ static void bounds(const nv_area *area, uint64_t cell, uint64_t *low, uint64_t *
   *high = start + CELL < area->high ? start + CELL : area->high;
 }
 
+/* The end of what is read of a cell: what lies behind is only protected. */
+static uint64_t end_of_cell(const nv_area *area, uint64_t high) {
+  return high < area->tail ? high : area->tail;
+}
+
+static uint64_t behind(const nv_area *area) {
+  return area->end > area->high ? area->end : area->high;
+}
+
 /* The first area of a snapshot that does not end before an address. */
 static nv_area *first_area(const nv_snapshot *snapshot, uint64_t address) {
   uint32_t from = 0, to = snapshot->count;
   while (from < to) {
     uint32_t middle = from + (to - from) / 2;
-    if (snapshot->areas[middle].end <= address)
+    if (behind(&snapshot->areas[middle]) <= address)
       from = middle + 1;
     else
       to = middle;
@@ -436,15 +446,18 @@ int nv_snapshot_open(int which) {
 
 /* --- a snapshot's life ----------------------------------------------------------------------- */
 
-static int area_init(nv_area *area, uint64_t address, uint64_t nbytes) {
+static int area_init(nv_area *area, uint64_t address, uint64_t nbytes, uint64_t limit) {
   *area = (nv_area){.start = address, .end = address + nbytes};
-  area->low = (address + PAGE - 1) / PAGE * PAGE;
-  area->high = area->end / PAGE * PAGE;
-  area->held = area->low;
-  if (area->high <= area->low) return -EINVAL;
+  area->low = area->held = (address + PAGE - 1) / PAGE * PAGE;
+  area->tail = area->high = area->end / PAGE * PAGE;
+  if (limit > area->tail) { /* something is read of each cell */
+    uint64_t last = (area->tail + CELL - 1) / CELL * CELL;
+    area->high = (limit < last ? limit : last) / PAGE * PAGE;
+  }
+  if (area->tail <= area->low) return -EINVAL;
   area->states = calloc(cells_of(area), sizeof *area->states);
   area->places = calloc(cells_of(area), sizeof *area->places);
-  area->edges = malloc(nbytes - (area->high - area->low) + 1);
+  area->edges = malloc(area->low - address + area->end - area->tail + 1);
   return area->states && area->places && area->edges ? 0 : -ENOMEM;
 }
 
@@ -465,7 +478,7 @@ static int is_taken(const nv_area *area) {
 }
 
 nv_snapshot *nv_snapshot_new(uint32_t count, const uint64_t *addresses, const uint64_t *sizes,
-                             int *results, const char *spill_directory) {
+                             const uint64_t *limits, int *results, const char *spill_directory) {
   nv_snapshot *snapshot = calloc(1, sizeof *snapshot);
   if (!snapshot) return NULL;
   snapshot->spill_fd = -1;
@@ -484,10 +497,13 @@ nv_snapshot *nv_snapshot_new(uint32_t count, const uint64_t *addresses, const ui
   pthread_cond_signal(&begun);
   for (uint32_t i = 0; i < count; i++) {
     nv_area area;
-    uint64_t reached = snapshot->count ? snapshot->areas[snapshot->count - 1].end : 0;
-    int result = addresses[i] < reached ? -EBUSY : area_init(&area, addresses[i], sizes[i]);
+    uint64_t reached = snapshot->count ? behind(&snapshot->areas[snapshot->count - 1]) : 0;
+    int result = addresses[i] < reached ? -EBUSY : area_init(&area, addresses[i], sizes[i], limits[i]);
     if (!result && refused < 0) result = refused;
-    if (!result && is_taken(&area)) result = -EBUSY;
+    if (!result && is_taken(&area)) { /* perhaps only what lies behind it */
+      area.high = area.tail;
+      if (is_taken(&area)) result = -EBUSY;
+    }
     if (!result) result = nv_wp_register(descriptor, area.low, area.high);
     if (!result)
       snapshot->areas[snapshot->count++] = area;
@@ -511,7 +527,7 @@ int nv_snapshot_protect(nv_snapshot *snapshot, uint64_t arena, uint64_t arena_nb
     if (failure) break;
     uint64_t head = area->low - area->start;
     memcpy(area->edges, (char *)(uintptr_t)area->start, head);
-    memcpy(area->edges + head, (char *)(uintptr_t)area->high, area->end - area->high);
+    memcpy(area->edges + head, (char *)(uintptr_t)area->tail, area->end - area->tail);
   }
   if (failure) nv_snapshot_end(snapshot);
   return failure;
@@ -639,7 +655,7 @@ static int read_cell(nv_snapshot *snapshot, nv_area *area, uint64_t from, uint64
     if (again) continue;
     if (!right && !snapshot->error) snapshot->error = EBADFD;
     if (crc) *crc = sum;
-    if (to && !result && until == high) end_cell(snapshot, area, cell, high - low);
+    if (to && !result && until == end_of_cell(area, high)) end_cell(snapshot, area, cell, high - low);
   } while (again);
   if (snapshot->error) result = -snapshot->error;
   if (!--snapshot->busy) pthread_cond_broadcast(&changed);
@@ -662,12 +678,12 @@ int nv_snapshot_read(nv_snapshot *snapshot, uint64_t address, uint64_t nbytes, u
     if (address < area->low) {
       until = end < area->low ? end : area->low;
       take(to, area->edges + (address - area->start), until - address, crc);
-    } else if (address >= area->high) {
-      take(to, area->edges + head + (address - area->high), until - address, crc);
+    } else if (address >= area->tail) {
+      take(to, area->edges + head + (address - area->tail), until - address, crc);
     } else {
       uint64_t low, high;
       bounds(area, cell_at(area, address), &low, &high);
-      until = end < high ? end : high;
+      if (end_of_cell(area, high) < until) until = end_of_cell(area, high);
       failure = read_cell(snapshot, area, address, until, to, crc);
     }
     if (failure) return failure;
@@ -689,7 +705,7 @@ static int settle_cell(nv_snapshot *snapshot, nv_area *area, uint64_t from, uint
   lock();
   int right = area->states[cell] <= COPYING; /* whoever wants to write still waits */
   if (right && !kept && !snapshot->error) snapshot->error = EBADFD;
-  if (right && until == high) end_cell(snapshot, area, cell, high - low);
+  if (right && until == end_of_cell(area, high)) end_cell(snapshot, area, cell, high - low);
   int result = snapshot->error ? -snapshot->error : right;
   if (!--snapshot->busy) pthread_cond_broadcast(&changed);
   unlock();
@@ -700,7 +716,7 @@ int nv_snapshot_settle(nv_snapshot *snapshot, uint64_t *address, uint64_t *nbyte
   if (snapshot->generation != generation) return -ENODEV;
   nv_area *area = first_area(snapshot, *address);
   uint64_t end = *address + *nbytes;
-  if (area == snapshot->areas + snapshot->count || *address < area->low || end > area->high)
+  if (area == snapshot->areas + snapshot->count || *address < area->low || end > area->tail)
     return -EINVAL;
   for (*nbytes = 0; *address < end;) {
     uint64_t low, high;

@@ -214,9 +214,11 @@ typedef struct {
   uint64_t held_ns;       /* how long writers waited, together */
 } nv_snapshot_counters;
 int nv_snapshot_open(int which); /* one for the process: what there is, or -errno */
-/* Registers memory, by address; of each range 0, or why it cannot be: -EBUSY, another snapshot has it. */
+/* Registers memory, by address; of each range 0, or why it cannot be: -EBUSY, another snapshot has it.
+ * What lies behind a range may be protected with it, as far as `limits` and the end of its last cell:
+ * then no huge page is split. */
 nv_snapshot *nv_snapshot_new(uint32_t count, const uint64_t *addresses, const uint64_t *sizes,
-                             int *results, const char *spill_directory);
+                             const uint64_t *limits, int *results, const char *spill_directory);
 /* From now on what was registered is as it is now. After an error it has ended. */
 int nv_snapshot_protect(nv_snapshot *, uint64_t arena, uint64_t arena_nbytes);
 /* Copies bytes of one range, and goes on with their CRC-32 unless it is NULL; each but once, in order.

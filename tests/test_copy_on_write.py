@@ -17,6 +17,7 @@ from protecting import MIB, numbers, protect, read
 from support import needs_protection, run_python
 
 import nvmeio
+from nvmeio._bindings import lib
 from nvmeio._memory.copy_on_write import WriteProtection
 from nvmeio._memory.mappings import Mapping
 from nvmeio._pages import PAGE_BYTES
@@ -217,6 +218,53 @@ def test_one_snapshot_at_a_time_has_a_page() -> None:
     assert torch.equal(read(protection, one), before)
     protection.end()
     assert protect(one).taken == [True]
+
+
+# Memory of nvmeio's, which is protected as far as its mapping goes
+
+TAIL = 12345  # what a tensor leaves of its last huge page
+
+
+def test_no_huge_page_is_split_at_the_end_of_memory_of_ours() -> None:
+    """To protect a part of a huge page splits it: 2 MiB more on small pages in each tensor."""
+    memory = nvmeio.empty_aligned(32 * MIB - TAIL, dtype=torch.uint8).fill_(3)
+    if not lib.nv_is_on_huge_pages(memory.data_ptr(), 32 * MIB):
+        pytest.skip("the kernel has no huge pages to give")
+    protection = protect(memory)
+    assert lib.nv_is_on_huge_pages(memory.data_ptr(), 32 * MIB)
+    memory.fill_(4)
+    assert read(protection, memory).eq(3).all()
+    protection.end()
+    assert lib.nv_is_on_huge_pages(memory.data_ptr(), 32 * MIB)
+
+
+@pytest.mark.parametrize("way", [by_torch, by_numpy])
+def test_neighbours_within_one_huge_page_are_each_exact(
+    way: Callable[[torch.Tensor], None],
+) -> None:
+    memory = nvmeio.empty_aligned(8 * MIB, dtype=torch.uint8).copy_(numbers(8 * MIB))
+    one, other = memory[: 5 * MIB + 7], memory[5 * MIB + 7 : 6 * MIB + TAIL]
+    rest = memory[6 * MIB + TAIL :]
+    before = memory.clone()
+    protection = protect(one, other)
+    for part in (rest, other, one):
+        way(part)
+    changed = memory.clone()
+    assert torch.equal(read(protection, one), before[: one.nbytes])
+    assert torch.equal(read(protection, other), before[one.nbytes :][: other.nbytes])
+    way(memory)  # all of it is read: nobody waits
+    protection.end()
+    assert not torch.equal(changed, before)
+
+
+def test_memory_behind_a_range_that_another_snapshot_has_stays_its_own() -> None:
+    memory = nvmeio.empty_aligned(8 * MIB, dtype=torch.uint8).copy_(numbers(8 * MIB))
+    one, other = memory[: 5 * MIB], memory[5 * MIB :]
+    before = memory.clone()
+    second, first = protect(other), protect(one)
+    memory.zero_()
+    assert torch.equal(read(first, one), before[: 5 * MIB])
+    assert torch.equal(read(second, other), before[5 * MIB :])
 
 
 def test_memory_that_cannot_be_protected_is_told(tmp_path: Path) -> None:

@@ -115,10 +115,14 @@ class _Regions:
         _changes.run(lambda: self._delete(address))
 
     def covers(self, address: int, nbytes: int) -> bool:
+        return address + nbytes <= (self.end_of(address) or -1)
+
+    def end_of(self, address: int) -> int:
+        """Where the last span ends that begins before an address or there; 0: none does."""
         take_out_dead()
         starts, ends = self._table
         index = bisect_right(starts, address) - 1
-        return index >= 0 and address + nbytes <= ends[index]
+        return ends[index] if index >= 0 else 0
 
     def _insert(self, start: int, end: int) -> None:
         starts, ends = self._table

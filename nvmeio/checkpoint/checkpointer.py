@@ -271,9 +271,8 @@ class Checkpointer(NotPickled, ClosingWork):
         except Exception as refused:
             if self._store.size == 1:
                 raise
-            return SaveCall(
-                -1, None, self._store.size, refused
-            )  # in its turn, for the other ranks wait for it
+            # In its turn, for the other ranks wait for it.
+            return SaveCall(-1, None, self._store.size, refused)
 
     def guard(self, *optimizers: torch.optim.Optimizer) -> None:
         """Deprecated: does nothing. `save` leaves all of the state where it lies, by itself."""

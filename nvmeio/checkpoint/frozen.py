@@ -21,7 +21,7 @@ from nvmeio._memory.mappings import Mapping
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._threads.interruptible import begun, run_interruptible
 from nvmeio.checkpoint._snapshot.copies import RecordSpan, tensor_of
-from nvmeio.checkpoint._snapshot.protected import AsideMemory, Protected
+from nvmeio.checkpoint._snapshot.protected import AsideMemory, Protected, ProtectedBytes
 
 State = TypeVar("State")
 
@@ -273,7 +273,7 @@ def _nested_copy(nested: torch.Tensor) -> torch.Tensor:
 def _fill(protected: Protected, spans: list[RecordSpan], copies: list[torch.Tensor]) -> None:
     try:
         for span, to in zip(spans, copies, strict=False):
-            data = protected.data(span, ())
+            data = ProtectedBytes(protected, span[0], ())
             for offset in range(0, to.nbytes, _COPY_BYTES):
                 nbytes = min(_COPY_BYTES, to.nbytes - offset)
                 data.read(offset, nbytes, to.data_ptr() + offset, None)

@@ -25,7 +25,7 @@ from inside import saver_of
 from support import PATIENCE_S, HeldEngine, needs_protection, run_python, thread
 
 import nvmeio
-from nvmeio.checkpoint._snapshot import protected
+from nvmeio.checkpoint._snapshot import protected, state_snapshot
 from nvmeio.checkpoint._snapshot.protected import ProtectedBytes
 from nvmeio.offload import SwappedOptimizer
 
@@ -270,7 +270,7 @@ def test_memory_on_huge_pages_is_written_from_where_it_lies(
             found.append(sum(size for _, size in changed) * 100 // nbytes)
             return changed
 
-    monkeypatch.setattr(protected, "ProtectedBytes", Recorded)
+    monkeypatch.setattr(state_snapshot, "ProtectedBytes", Recorded)
     held = new(handle=new_handle(engine_held, block_size=MIB), memory_bytes=memory_bytes)
     state = [torch.empty(0), *(nvmeio.empty_aligned(size) for size in (3, 10 * MIB, 2 * MIB + 77))]
     for tensor in state:

@@ -19,6 +19,7 @@ from support import HeldEngine, needs_protection
 from torch.utils.data import DataLoader, Dataset
 
 import nvmeio
+from nvmeio._io import inflight
 
 pytestmark = [needs_protection, pytest.mark.usefixtures("little_staging")]
 
@@ -249,3 +250,31 @@ def _tensors(state: Any) -> list[Any]:
 def _local(tensor: Any) -> torch.Tensor:
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
+
+
+# Memory of nvmeio's own
+
+
+def test_what_records_are_gathered_in_is_kept_for_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To make it anew took a tenth of a save's CPU time on a busy machine."""
+    made: list[int] = []
+    new_staging = inflight.new_staging
+
+    def counted(nbytes: int, device: torch.device) -> torch.Tensor:
+        made.append(nbytes)
+        return new_staging(nbytes, device)
+
+    monkeypatch.setattr(inflight, "new_staging", counted)
+    state = {"weight": numbers()}
+    with nvmeio.Checkpointer(tmp_path, keep=1, snapshot="protect") as checkpointer:
+        for step in range(3):
+            state["weight"].add_(1)
+            checkpointer.save_sync(state, step)
+            checkpointer.wait_sync()
+            if step == 0:
+                assert made
+                made.clear()
+            check(checkpointer, step, state)
+    assert not made

@@ -953,7 +953,7 @@ static void snapshots_beside_writers(void) {
   if (nv_snapshot_open(NV_SNAPSHOT_ANY_WRITE) < 0) return; /* this process may not */
   for (int turn = 0; turn < 4; turn++) {
     char *block, *copy, *arena;
-    uint64_t addresses[AREAS], sizes[AREAS], room = chance(2) ? 4 << 20 : AREAS * AREA;
+    uint64_t addresses[AREAS], sizes[AREAS], limits[AREAS], room = chance(2) ? 4 << 20 : AREAS * AREA;
     int results[AREAS];
     CHECK(posix_memalign((void **)&block, PAGE, AREAS * AREA) == 0);
     CHECK(posix_memalign((void **)&arena, PAGE, room) == 0);
@@ -964,8 +964,9 @@ static void snapshots_beside_writers(void) {
       fill_with(m.areas[i], 0, AREA, (unsigned)i);
       addresses[i] = (uintptr_t)m.areas[i];
       sizes[i] = AREA;
+      limits[i] = addresses[i] + AREA;
     }
-    nv_snapshot *snapshot = nv_snapshot_new(AREAS, addresses, sizes, results, directory);
+    nv_snapshot *snapshot = nv_snapshot_new(AREAS, addresses, sizes, limits, results, directory);
     CHECK(snapshot && !results[0] && !results[1] && !results[2]);
     CHECK(nv_snapshot_protect(snapshot, (uintptr_t)arena, room) == 0);
     pthread_t threads[WRITERS];

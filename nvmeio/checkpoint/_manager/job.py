@@ -358,6 +358,7 @@ class SaveJob(ABC):
             flight=self.flight,
             shift=self.shift,
             another=self.setup.get_handle,
+            kept=self.setup.snapshots.on_the_way,
         )
 
     def _finished(self, operation: Operation) -> None:
@@ -498,11 +499,10 @@ class SaveJob(ABC):
         report = self._report
         if report is None:
             return None
-        written_s = max(self._ended_at - self._taken_at, 0.0)
         return report._replace(
             durable=True,
             recycled=self._recycled,
-            written_s=written_s,
+            written_s=max(self._ended_at - self._taken_at, 0.0),
             moved_bytes=self._aside_bytes,
             step_held_s=self._writers_held_s,
         )

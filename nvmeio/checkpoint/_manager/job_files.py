@@ -82,9 +82,8 @@ class OneFile(SaveJob):
             self.messages.put("place", os.path.basename(replacement.temporary).encode())
             crcs = self._write_part(replacement.file)
             if self.messages.size > 1:
-                durable.sync_data(
-                    replacement.file
-                )  # while the others write: the commit is a moment, then
+                # While the others write: the commit is a moment, then.
+                durable.sync_data(replacement.file)
                 for rank in range(1, self.messages.size):
                     crcs += map(Crc._make, _CRC.iter_unpack(self.messages.get("part", rank)))
                 finish(setup.get_handle(), replacement.file, layout, self.parts(layout), crcs)

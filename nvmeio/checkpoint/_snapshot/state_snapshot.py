@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from nvmeio._formats.torch_layout import Data, StorageRecord
+from nvmeio._io.inflight import Stagings
 from nvmeio._memory.copy_on_write import HOW_TO_ALLOW, support
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.interruptible import begun
@@ -29,7 +30,7 @@ from nvmeio.checkpoint._snapshot.copies import (
     device_of,
     with_aside,
 )
-from nvmeio.checkpoint._snapshot.protected import AsideMemory, Protected
+from nvmeio.checkpoint._snapshot.protected import AsideMemory, Protected, ProtectedBytes
 from nvmeio.errors import BackendUnavailableError
 
 WAYS = ("auto", "protect", "copy")
@@ -66,6 +67,7 @@ class Snapshots:
         self.copies = SnapshotMemory(memory_bytes)
         self.staging = SnapshotMemory(memory_bytes)
         self.aside = AsideMemory()
+        self.on_the_way: dict[int, Stagings] = {}  # what is gathered to be written
         self.way = way
         self.directory = directory
 
@@ -84,6 +86,7 @@ class Snapshots:
         self.copies.release()
         self.staging.release()
         self.aside.release()
+        self.on_the_way.clear()
 
 
 class StateSnapshot:
@@ -150,7 +153,7 @@ class StateSnapshot:
         data: dict[int, Data] = {}
         for index in stays:
             assert protected is not None
-            data[index] = protected.data(spans[index], aside.get(index, ()))
+            data[index] = ProtectedBytes(protected, spans[index][0], aside.get(index, ()))
         for copies, indices in zip(self._copies, (copied, on_device), strict=False):
             for number, index in enumerate(indices):
                 data[index] = with_aside(partial(copies.read, number), aside.get(index, ()))
