@@ -271,8 +271,8 @@ class AioHandle(HandleSettings, ClosingWork):
         self,
         out: torch.Tensor,
         file: FileLike,
-        file_offsets: FileOffsets,
         *,
+        file_offsets: FileOffsets,
         allow_overlap: bool = False,
     ) -> Operation:
         """Start reading many rows of a file, each from a place of its own.
@@ -308,7 +308,7 @@ class AioHandle(HandleSettings, ClosingWork):
         return self._start_rows(Opcode.READ, out, file, file_offsets, allow_overlap)
 
     def async_scatter(
-        self, source: torch.Tensor, file: FileLike, file_offsets: FileOffsets
+        self, source: torch.Tensor, file: FileLike, *, file_offsets: FileOffsets
     ) -> Operation:
         """Start writing many rows into a file, each at a place of its own.
 
@@ -337,16 +337,20 @@ class AioHandle(HandleSettings, ClosingWork):
         self,
         out: torch.Tensor,
         file: FileLike,
-        file_offsets: FileOffsets,
         *,
+        file_offsets: FileOffsets,
         allow_overlap: bool = False,
     ) -> int:
         """`async_gather`, blocking; the number of bytes read."""
-        return self.async_gather(out, file, file_offsets, allow_overlap=allow_overlap).result()
+        return self.async_gather(
+            out, file, file_offsets=file_offsets, allow_overlap=allow_overlap
+        ).result()
 
-    def sync_scatter(self, source: torch.Tensor, file: FileLike, file_offsets: FileOffsets) -> int:
+    def sync_scatter(
+        self, source: torch.Tensor, file: FileLike, *, file_offsets: FileOffsets
+    ) -> int:
         """`async_scatter`, blocking; the number of bytes written."""
-        return self.async_scatter(source, file, file_offsets).result()
+        return self.async_scatter(source, file, file_offsets=file_offsets).result()
 
     def async_pread_batch(
         self, tensors: Sequence[Data], files: Files, file_offsets: BatchOffsets = None

@@ -244,8 +244,8 @@ def test_transfers_through_the_ring(
 
     def move(handle: nvmeio.AioHandle) -> None:
         if rows:
-            handle.sync_scatter(tensor, direct_path, places)
-            handle.sync_gather(tensor, direct_path, places)
+            handle.sync_scatter(tensor, direct_path, file_offsets=places)
+            handle.sync_gather(tensor, direct_path, file_offsets=places)
         else:
             handle.sync_pwrite(tensor, direct_path)
             handle.sync_pread(tensor, direct_path)

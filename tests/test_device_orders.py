@@ -118,9 +118,9 @@ def gathers_and_scatters(cuda: Accelerator, folder: Path, device: str = "cuda:0"
         there = rows.to(device)
         for _ in range(3):
             there += 1
-            handle.sync_scatter(there, path, places)
+            handle.sync_scatter(there, path, file_offsets=places)
             back = torch.zeros_like(there)
-            handle.sync_gather(back, path, places)
+            handle.sync_gather(back, path, file_offsets=places)
             there.add_(back).sub_(back)
         assert torch.equal(cuda.value(back), rows + 3)
         assert torch.equal(cuda.value(there), rows + 3)

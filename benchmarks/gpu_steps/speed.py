@@ -109,12 +109,16 @@ def rows(step: Step, gds: bool, row_bytes: int) -> dict[str, Any]:
         out = torch.zeros(number, row_bytes, dtype=torch.uint8, device=step.device)
         handle.sync_pread(out[0], file)  # the device's context, and the ring itself
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        gathered = rate(step, lambda: handle.sync_gather(out, file, places), nbytes=whole)
-        scattered = rate(step, lambda: handle.sync_scatter(out, file, places), False, whole)
+        gathered = rate(
+            step, lambda: handle.sync_gather(out, file, file_offsets=places), nbytes=whole
+        )
+        scattered = rate(
+            step, lambda: handle.sync_scatter(out, file, file_offsets=places), False, whole
+        )
         taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         out.zero_()
         forget(step.file)
-        handle.sync_gather(out, file, places)
+        handle.sync_gather(out, file, file_offsets=places)
         for row in (0, 1, number // 3, number - 1):
             wanted = expected(row_bytes, int(places[row]))
             if not torch.equal(out[row].cpu(), wanted):

@@ -82,17 +82,17 @@ class Gathers:
         handle = self._opened()
         with nvmeio.open(path, "r") as file, timed(self._rows.nbytes, len(self._rows)) as sample:
             if calls == 1:
-                handle.sync_gather(self._rows, file, self._offsets)
+                handle.sync_gather(self._rows, file, file_offsets=self._offsets)
             else:
                 for offsets in self._offsets.chunk(calls):
-                    handle.sync_gather(self._rows[: len(offsets)], file, offsets)
+                    handle.sync_gather(self._rows[: len(offsets)], file, file_offsets=offsets)
         return self._counted(sample)
 
     def scatter(self, path: str) -> Sample:
         """All rows, as they were gathered: the file stays what it was."""
         handle = self._opened()
         with nvmeio.open(path, "r+") as file, timed(self._rows.nbytes, len(self._rows)) as sample:
-            handle.sync_scatter(self._rows, file, self._offsets)
+            handle.sync_scatter(self._rows, file, file_offsets=self._offsets)
         return self._counted(sample)
 
     def lag(self, path: str) -> Sample:
@@ -100,7 +100,7 @@ class Gathers:
 
         async def gather() -> None:
             with nvmeio.open(path, "r") as file:
-                await self._opened().async_gather(self._rows, file, self._offsets)
+                await self._opened().async_gather(self._rows, file, file_offsets=self._offsets)
 
         return asyncio.run(lag_during(gather(), self._rows.nbytes, len(self._rows)))
 

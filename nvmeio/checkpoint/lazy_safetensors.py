@@ -190,7 +190,7 @@ class LazyTensors(NotPickled):
             offsets, handle = rows.offsets + entry.start, self._handle.get()
             with flight:
                 flight.start(
-                    lambda: handle.async_gather(memory, file, offsets),
+                    lambda: handle.async_gather(memory, file, file_offsets=offsets),
                     memory.nbytes,
                     label=lambda _: f"read for {label}",
                 )

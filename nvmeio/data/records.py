@@ -175,7 +175,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         else:
             self._check_rows("out", out, shape)
         handle = opened.handle
-        operation = handle.async_gather(out, opened.file, offsets, allow_overlap=True)
+        operation = handle.async_gather(out, opened.file, file_offsets=offsets, allow_overlap=True)
         return Gather(operation, out, handle)
 
     def scatter(self, indices: FileOffsets, source: torch.Tensor) -> Operation:
@@ -203,7 +203,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         opened, offsets = self._here(), self._offsets(indices)
         self._check_rows("source", source, (len(offsets), *layout.shape))
         opened.file.acquire(True).release()  # raises now where it may not be written
-        return opened.handle.async_scatter(source, opened.file, offsets)
+        return opened.handle.async_scatter(source, opened.file, file_offsets=offsets)
 
     def prefetch(self, batches: Iterable[FileOffsets], depth: int = 2) -> Prefetch:
         """Read batches ahead of a loop, in order.

@@ -128,7 +128,7 @@ def test_a_staged_read(handle: nvmeio.AioHandle, file: Path, everywhere: Everywh
 def test_a_gather(handle: nvmeio.AioHandle, file: Path, everywhere: Everywhere) -> None:
     out, places = torch.zeros(50, 60, dtype=torch.uint8), torch.arange(50) * 90
     before = open_descriptors()
-    for where in everywhere(lambda: handle.sync_gather(out, file, places)):
+    for where in everywhere(lambda: handle.sync_gather(out, file, file_offsets=places)):
         check(handle, file, where, before)
         assert out.untyped_storage().resizable(), where
         assert places.untyped_storage().resizable(), where
@@ -153,7 +153,7 @@ def test_a_scatter(handle: nvmeio.AioHandle, file: Path, everywhere: Everywhere)
     rows = bytes_tensor(DATA).clone().view(50, 100)
     before = open_descriptors()
     for where in everywhere(
-        lambda: handle.sync_scatter(rows, file, [100 * row for row in range(50)])
+        lambda: handle.sync_scatter(rows, file, file_offsets=[100 * row for row in range(50)])
     ):
         check(handle, file, where, before)
         assert rows.untyped_storage().resizable(), where

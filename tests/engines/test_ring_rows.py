@@ -89,7 +89,7 @@ def test_a_gather_brings_what_lies_there(
         most = len(CONTENT) - row_bytes
         places = data.draw(st.lists(st.integers(0, most), max_size=max(4, 100_000 // row_bytes)))
     out = room(device, len(places), row_bytes)
-    assert ring.sync_gather(out, path, places) == out.nbytes
+    assert ring.sync_gather(out, path, file_offsets=places) == out.nbytes
     assert raw(out) == b"".join(CONTENT[at : at + row_bytes] for at in places)
 
 
@@ -104,7 +104,7 @@ def test_a_scatter_writes_its_rows_and_nothing_else(
         places = [row * row_bytes for row in reversed(range(rows))]
     data = random_bytes(rows * row_bytes, 7)
     source = device.tensor(bytes_tensor(data).view(rows, row_bytes))
-    assert ring.sync_scatter(source, file, places) == len(data)
+    assert ring.sync_scatter(source, file, file_offsets=places) == len(data)
     expected = bytearray(CONTENT)
     for row, place in enumerate(places):
         expected[place : place + row_bytes] = data[row * row_bytes : (row + 1) * row_bytes]
@@ -116,11 +116,11 @@ def test_rows_of_every_shape(one: nvmeio.AioHandle, device: FakeDevice, path: Pa
     path.write_bytes(raw(values))
     out = device.tensor(torch.zeros(50, 3, 4, dtype=torch.float64))
     places = [8 * 96 * (row % 7) for row in range(50)]
-    one.sync_gather(out, path, torch.tensor(places))
+    one.sync_gather(out, path, file_offsets=torch.tensor(places))
     for row, at in enumerate(places):
         assert torch.equal(out[row].flatten(), values[at // 8 : at // 8 + 12])
     turned = device.tensor(torch.zeros(12, 50, dtype=torch.float64)).t()
-    one.sync_gather(turned, path, places)
+    one.sync_gather(turned, path, file_offsets=places)
     assert torch.equal(turned, out.view(50, 12))
 
 
@@ -129,14 +129,14 @@ def test_no_bytes_are_no_work(
     one: nvmeio.AioHandle, device: FakeDevice, file: Path, shape: tuple[int, int]
 ) -> None:
     out = room(device, *shape)
-    assert one.sync_gather(out, file, [0] * shape[0]) == 0
-    assert one.sync_scatter(out, file, [0] * shape[0]) == 0
+    assert one.sync_gather(out, file, file_offsets=[0] * shape[0]) == 0
+    assert one.sync_scatter(out, file, file_offsets=[0] * shape[0]) == 0
 
 
 def test_autograd_is_told(one: nvmeio.AioHandle, device: FakeDevice, file: Path) -> None:
     out = room(device, 2, 8)
     version = out._version
-    one.sync_gather(out, file, [0, 8])
+    one.sync_gather(out, file, file_offsets=[0, 8])
     assert out._version > version
 
 
@@ -150,8 +150,8 @@ def test_the_ring_is_all_that_is_page_locked(
     out = room(device, 3000, 300)  # 55 chunks of 54 rows and one of 30
     places = [70 * row for row in range(3000)]
     for _ in range(2):
-        handle.sync_gather(out, file, places)
-        handle.sync_scatter(out, file, [300 * row for row in range(3000)])
+        handle.sync_gather(out, file, file_offsets=places)
+        handle.sync_scatter(out, file, file_offsets=[300 * row for row in range(3000)])
     assert device.most_locked == SMALL_RING
     assert {nbytes for _, nbytes in device.log} == {54 * 300, 30 * 300}
 
@@ -163,7 +163,9 @@ def test_the_drive_goes_on_while_rows_go_up(
     engine = FakeEngine()
     handle = new_handle(engine, ring_bytes=SMALL_RING)
     device.gate.clear()
-    gathering = handle.async_gather(room(device, 40, PAGE), file, [PAGE * r for r in range(40)])
+    gathering = handle.async_gather(
+        room(device, 40, PAGE), file, file_offsets=[PAGE * r for r in range(40)]
+    )
     spin_until(lambda: engine.counters().bytes_read == SMALL_RING)
     assert not device.log
     device.gate.set()
@@ -177,7 +179,7 @@ async def test_begins_when_the_callers_stream_gets_there(
 ) -> None:
     device.work.clear()
     source = device.tensor(torch.zeros(30, 1000, dtype=torch.uint8))
-    scattering = one.async_scatter(source, file, [2000 * row for row in range(30)])
+    scattering = one.async_scatter(source, file, file_offsets=[2000 * row for row in range(30)])
     await asyncio.sleep(0.02)
     assert not device.log
     source.fill_(7)  # what the stream was still to do
@@ -189,13 +191,13 @@ async def test_begins_when_the_callers_stream_gets_there(
 def test_statistics_count_each_row_once(
     one: nvmeio.AioHandle, device: FakeDevice, file: Path
 ) -> None:
-    gathering = one.async_gather(room(device, 200, 512), file, [0, PAGE] * 100)
+    gathering = one.async_gather(room(device, 200, 512), file, file_offsets=[0, PAGE] * 100)
     gathering.result(100)
     assert (gathering.transferred, gathering.direct_bytes) == (102_400, 0)
     stats = one.stats
     assert (stats.operations, stats.rows, stats.bytes_read) == (1, 200, 102_400)
     assert stats.in_flight == stats.errors == 0
-    one.sync_scatter(room(device, 3, 40_000), file, [0, 50_000, 100_000])
+    one.sync_scatter(room(device, 3, 40_000), file, file_offsets=[0, 50_000, 100_000])
     stats = one.stats
     assert (stats.operations, stats.rows, stats.bytes_written) == (2, 203, 120_000)
 
@@ -216,7 +218,7 @@ def test_the_first_row_that_failed_is_named_and_all_others_are_there(
     places[40], places[47], places[70] = 82_000, 83_000, 82_100
     out = room(device, 100, 1000)
     with pytest.raises(nvmeio.RowsError) as caught:
-        handle.sync_gather(out, direct_path, places)
+        handle.sync_gather(out, direct_path, file_offsets=places)
     failure = caught.value
     assert (failure.errno, failure.row, failure.file_offset) == (errno.EIO, 40, 82_000)
     assert (failure.whole, failure.transferred) == (97, 97_000)
@@ -236,7 +238,7 @@ def test_rows_behind_the_end_of_the_file(
         places = [0, len(CONTENT) - row_bytes, len(CONTENT) - 9, len(CONTENT) + PAGE, 5]
         out = room(device, 5, row_bytes)
         with pytest.raises(nvmeio.RowsError) as caught:
-            ring.sync_gather(out, file, places)
+            ring.sync_gather(out, file, file_offsets=places)
         failure = caught.value
         assert (failure.errno, failure.row, failure.whole) == (errno.ENODATA, 2, 3)
         assert failure.file_offset == len(CONTENT) - 9
@@ -254,7 +256,7 @@ def test_rows_that_overlap_are_refused_before_anything_is_written(
     places = [40 * row for row in range(rows)]
     places[rows - 1] = 40 * 3 + 39
     with pytest.raises(ValueError, match=rf"rows [34] and {rows - 1} of a scatter overlap"):
-        ring.async_scatter(room(device, rows, 40), file, places).result(100)
+        ring.async_scatter(room(device, rows, 40), file, file_offsets=places).result(100)
     assert file.read_bytes() == CONTENT
     assert device.log == []
 
@@ -267,9 +269,9 @@ def test_errors_of_the_device_are_the_operations(
     places = [row * row_bytes for row in range(8)]
     for start in (one.async_gather, one.async_scatter):
         with pytest.raises(RuntimeError, match="illegal memory access"):
-            start(room(device, 8, row_bytes), file, places).result(100)
+            start(room(device, 8, row_bytes), file, file_offsets=places).result(100)
     device.fail = None
-    assert one.sync_gather(room(device, 8, row_bytes), file, places) == 8 * row_bytes
+    assert one.sync_gather(room(device, 8, row_bytes), file, file_offsets=places) == 8 * row_bytes
 
 
 def test_direct_io_that_is_refused_after_all(
@@ -286,7 +288,7 @@ def test_direct_io_that_is_refused_after_all(
     handle = new_handle(Refusing(), ring_bytes=SMALL_RING)
     out = room(device, 100, 700)
     places = [1000 * row for row in range(100)]
-    assert handle.async_gather(out, direct_path, places).result(100) == 70_000
+    assert handle.async_gather(out, direct_path, file_offsets=places).result(100) == 70_000
     assert raw(out[99]) == CONTENT[99_000:99_700]
     assert "refused direct I/O" in caplog.text
     assert (handle.stats.rows, handle.stats.operations, handle.stats.errors) == (100, 1, 0)
@@ -299,7 +301,7 @@ def test_an_engine_that_moves_no_rows(device: FakeDevice, new_handle: Make, file
     handle = new_handle(Old(), ring_bytes=SMALL_RING)
     out = room(device, 2, 10)
     with pytest.raises(nvmeio.BackendUnavailableError, match="moves no rows"):
-        handle.async_gather(out, file, [0, 1])
+        handle.async_gather(out, file, file_offsets=[0, 1])
     assert out.untyped_storage().resizable()
     assert handle.stats.in_flight == 0
 
@@ -312,7 +314,9 @@ def test_offsets_that_are_changed_meanwhile(
         handle = new_handle("threads", ring_bytes=SMALL_RING)
         offsets = torch.zeros(300_000 // row_bytes, dtype=torch.int64)
         device.gate.clear()
-        gathering = handle.async_gather(room(device, len(offsets), row_bytes), file, offsets)
+        gathering = handle.async_gather(
+            room(device, len(offsets), row_bytes), file, file_offsets=offsets
+        )
         spin_until(lambda handle=handle: core_of(handle).engine.counters().operations == 4)  # type: ignore[misc]
         offsets.fill_(-1)
         device.gate.set()
@@ -332,7 +336,7 @@ async def test_cancelled_gather_leaves_the_memory_alone(
     handle = new_handle(engine, ring_bytes=SMALL_RING)
     out = room(device, 8, row_bytes)
     places = [row * row_bytes for row in range(8)]
-    gathering = asyncio.create_task(handle.async_gather(out, file, places))
+    gathering = asyncio.create_task(handle.async_gather(out, file, file_offsets=places))
     await until(lambda: engine.begun > 0)
     gathering.cancel()
     await asyncio.sleep(0.01)
@@ -342,7 +346,7 @@ async def test_cancelled_gather_leaves_the_memory_alone(
         await gathering
     assert bool((out == 0xA5).all())
     assert handle.stats.cancelled == 1
-    assert await handle.async_gather(out, file, places) == out.nbytes
+    assert await handle.async_gather(out, file, file_offsets=places) == out.nbytes
     assert raw(out) == CONTENT[: out.nbytes]
 
 
@@ -353,7 +357,7 @@ def test_cancelled_gather_whose_rows_the_drive_has_done_is_cancelled(
     engine = LateEngine()
     handle = new_handle(engine, ring_bytes=SMALL_RING)
     out = room(device, 2, row_bytes)
-    gathering = handle.async_gather(out, file, [0, row_bytes])
+    gathering = handle.async_gather(out, file, file_offsets=[0, row_bytes])
     spin_until(lambda: engine.moved > 0)
     assert gathering.cancel()
     engine.gate.set()
@@ -367,7 +371,9 @@ def test_cancelled_while_it_waits_for_the_stream(
     one: nvmeio.AioHandle, device: FakeDevice, file: Path, rows: int
 ) -> None:
     device.work.clear()
-    scattering = one.async_scatter(room(device, rows, 8), file, [16 * r for r in range(rows)])
+    scattering = one.async_scatter(
+        room(device, rows, 8), file, file_offsets=[16 * r for r in range(rows)]
+    )
     assert scattering.cancel()
     spin_until(scattering.done)
     assert scattering.cancelled()
@@ -379,7 +385,7 @@ def test_in_flight_offsets_and_rows_are_held(
 ) -> None:
     device.gate.clear()
     out, offsets = room(device, 3, 10), torch.tensor([0, 9, 99])
-    operation = one.async_gather(out, file, offsets)
+    operation = one.async_gather(out, file, file_offsets=offsets)
     for tensor in (out, offsets):
         with pytest.raises(RuntimeError):
             tensor.untyped_storage().resize_(0)
@@ -396,20 +402,22 @@ def test_closing_finishes_what_is_in_flight(
 ) -> None:
     device.delay_s = 0.002
     out = room(device, 100, 600)
-    gathering = one.async_gather(out, file, [600 * row for row in range(100)])
+    gathering = one.async_gather(out, file, file_offsets=[600 * row for row in range(100)])
     one.close()
     assert gathering.done()
     assert raw(out) == CONTENT[:60_000]
     with pytest.raises(nvmeio.ClosedError):
-        one.async_gather(out, file, [0] * 100)
+        one.async_gather(out, file, file_offsets=[0] * 100)
 
 
 def test_small_one_does_not_wait_behind_a_large_one(
     one: nvmeio.AioHandle, device: FakeDevice, file: Path
 ) -> None:
     device.gate.clear()
-    large = one.async_gather(room(device, 4000, 512), file, [40 * row for row in range(4000)])
-    small = one.async_gather(room(device, 1, 512), file, [0])
+    large = one.async_gather(
+        room(device, 4000, 512), file, file_offsets=[40 * row for row in range(4000)]
+    )
+    small = one.async_gather(room(device, 1, 512), file, file_offsets=[0])
     device.gate.set()
     assert (small.result(100), large.result(100)) == (512, 4000 * 512)
     assert device.log.index(("upload", 512)) < 50
@@ -428,7 +436,7 @@ def test_a_handle_whose_device_memory_goes_another_way(device: FakeDevice, file:
 
     with Other() as handle:
         out = room(device, 100, 600)
-        gathering = handle.async_gather(out, file, [600 * row for row in range(100)])
+        gathering = handle.async_gather(out, file, file_offsets=[600 * row for row in range(100)])
         assert handle.stats.in_flight <= 1
     assert gathering.done()
     assert raw(out) == CONTENT[:60_000]
@@ -462,13 +470,13 @@ def test_through_streams_of_cuda_and_memory_that_the_host_cannot_touch(
             assert held.wait(30)
 
         cuda.before_copy = wait
-        gathering = handle.async_gather(out, file, places)
+        gathering = handle.async_gather(out, file, file_offsets=places)
         with pytest.raises(concurrent.futures.TimeoutError):
             gathering.result(0.05)
         held.set()
         assert gathering.result(100) == 210_000
         rows = cuda.inside(out).clone()
-        handle.sync_scatter(out, file, [300 * row for row in range(700)])
+        handle.sync_scatter(out, file, file_offsets=[300 * row for row in range(700)])
         handle.close()
     assert raw(rows) == b"".join(CONTENT[at : at + 300] for at in places)
     assert file.read_bytes()[:210_000] == raw(rows)

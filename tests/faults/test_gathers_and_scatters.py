@@ -42,9 +42,11 @@ def test_transient_fault_is_not_noticed(faulty, tmp_path, fault, lanes):
             chance.shuffle(places)
             source = allocate(len(places) * row_bytes).view(len(places), row_bytes)
             source.copy_(noise(source.numel(), seed=2).view(source.shape))
-            assert handle.async_scatter(source, path, places).result(100) == source.nbytes
+            assert (
+                handle.async_scatter(source, path, file_offsets=places).result(100) == source.nbytes
+            )
             out = allocate(source.numel()).view(source.shape).zero_()
-            assert handle.async_gather(out, path, places).result(100) == source.nbytes
+            assert handle.async_gather(out, path, file_offsets=places).result(100) == source.nbytes
             assert torch.equal(out, source)
             expected = bytearray(bytes_of(content))
             for row, place in enumerate(places):
@@ -62,7 +64,7 @@ def test_one_bad_block_costs_its_rows(faulty, tmp_path):
         faulty.set(event_offset=200 * KIB, event_error=errno.EIO)
         out = torch.zeros(5, 100, dtype=torch.uint8)
         with pytest.raises(nvmeio.RowsError) as caught:
-            handle.sync_gather(out, path, places)
+            handle.sync_gather(out, path, file_offsets=places)
         assert faulty["events_changed"] == 1
         assert handle.stats.rows == 3
     failure = caught.value
@@ -80,9 +82,11 @@ def test_a_file_that_refuses_direct_io_is_done_again_without(faulty, tmp_path):
     with faulty.handle(block_size=16 * KIB, queue_depth=8) as handle:
         faulty.set(refuse_direct=1)
         out = torch.zeros(4, 4096, dtype=torch.uint8)
-        operation = handle.async_gather(out, path, places)
+        operation = handle.async_gather(out, path, file_offsets=places)
         assert operation.result(100) == operation.buffered_bytes == out.nbytes
-        assert handle.async_scatter(out, path, [32 * KIB * row for row in range(4)]).result(100)
+        assert handle.async_scatter(
+            out, path, file_offsets=[32 * KIB * row for row in range(4)]
+        ).result(100)
         assert (handle.stats.rows, handle.stats.errors) == (8, 0)
     for row, place in enumerate(places):
         wanted = content[place : place + 4096]
@@ -95,7 +99,7 @@ def test_a_cancelled_gather_leaves_memory_alone_once_it_is_over(faulty, tmp_path
     with faulty.handle(block_size=16 * KIB, queue_depth=4) as handle:
         faulty.close_gate()
         out = torch.full((4000, 100), 7, dtype=torch.uint8)
-        operation = handle.async_gather(out, path, torch.arange(4000) * 100)
+        operation = handle.async_gather(out, path, file_offsets=torch.arange(4000) * 100)
         assert operation.cancel()
         faulty.open_gate()
         handle.wait(100)
@@ -118,7 +122,7 @@ for engine in ("auto", "threads"):
     with nvmeio.AioHandle(block_size=16384, queue_depth=4, engine=engine) as handle:
         for call in (handle.sync_gather, handle.sync_scatter):
             try:
-                call(out, path, [3 + 2000 * row for row in range(8)])
+                call(out, path, file_offsets=[3 + 2000 * row for row in range(8)])
             except nvmeio.RowsError as failed:
                 assert failed.row == 4 and failed.errno == 14, failed
                 assert failed.mask().tolist() == [True] * 4 + [False] * 4, failed.mask()
@@ -140,7 +144,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path, engine):
     out, offsets = torch.zeros(5000, 100, dtype=torch.uint8), torch.arange(5000) * 100
     with nvmeio.AioHandle(block_size=16 * KIB, queue_depth=4, engine=engine) as handle:
         calls = [
-            partial(call, out, path, offsets)
+            partial(call, out, path, file_offsets=offsets)
             for call in (handle.async_gather, handle.async_scatter)
         ]
         end_in_a_forked_child(calls[0], calls)
@@ -151,7 +155,7 @@ AT_EXIT = """
     import torch, nvmeio, sys
     handle = nvmeio.AioHandle(block_size=16384, queue_depth=4, engine=ENGINE)
     rows = torch.arange(5000 * 100, dtype=torch.int32).view(5000, 100)
-    handle.async_scatter(rows, PATH, torch.arange(5000) * 400 + 3)
+    handle.async_scatter(rows, PATH, file_offsets=torch.arange(5000) * 400 + 3)
 """
 
 

@@ -51,13 +51,13 @@ def test_rows_go_through_host_memory_without_cufile(
     before, rows = random_bytes(40 * PAGE, 1), random_bytes(5 * 700)
     path.write_bytes(before)
     places = [3 * PAGE, 0, 700, 20 * PAGE - 350, 39 * PAGE]
-    assert gds.sync_scatter(bytes_tensor(rows).view(5, 700), path, places) == 3500
+    assert gds.sync_scatter(bytes_tensor(rows).view(5, 700), path, file_offsets=places) == 3500
     expected = bytearray(before)
     for row, place in enumerate(places):
         expected[place : place + 700] = rows[700 * row : 700 * (row + 1)]
     assert path.read_bytes() == bytes(expected)
     out = room(5 * 700).view(5, 700)
-    assert gds.sync_gather(out, path, places) == 3500
+    assert gds.sync_gather(out, path, file_offsets=places) == 3500
     assert raw(out) == rows
     assert fake.noted == []
     assert gds.stats.rows == 10

@@ -116,9 +116,9 @@ class Rows(SyncOperations):
     def work(self) -> Any:
         rows = self.written[:300_000].view(3000, 100)
         places = self.order * 101
-        assert self.handle.sync_scatter(rows, self.path, places) == 300_000
+        assert self.handle.sync_scatter(rows, self.path, file_offsets=places) == 300_000
         found = torch.zeros_like(rows)
-        assert self.handle.sync_gather(found, self.path, places) == 300_000
+        assert self.handle.sync_gather(found, self.path, file_offsets=places) == 300_000
         return found
 
     def check(self, found: Any) -> None:
@@ -138,9 +138,9 @@ class AsyncRows(Rows):
     async def awork(self) -> Any:
         rows = self.written[:300_000].view(3000, 100)
         places = self.order * 101
-        assert await self.handle.async_scatter(rows, self.path, places) == 300_000
+        assert await self.handle.async_scatter(rows, self.path, file_offsets=places) == 300_000
         found = torch.zeros_like(rows)
-        assert await self.handle.async_gather(found, self.path, places) == 300_000
+        assert await self.handle.async_gather(found, self.path, file_offsets=places) == 300_000
         return found
 
 

@@ -291,7 +291,7 @@ class EmbeddingRows:
         try:
             for file, chosen in _by_file(checkpoint, extent, offsets):
                 source, rows = checkpoint.files[file], found[chosen]
-                resources.handles.of(source).sync_gather(rows, source, offsets[chosen])
+                resources.handles.of(source).sync_gather(rows, source, file_offsets=offsets[chosen])
                 found[chosen] = rows
                 checkpoint.check(file, what)
         except TransferError as failed:
