@@ -144,7 +144,7 @@ def checked_options(
         AlignmentError: `block_size` is not a multiple of 4096.
     """
     if words:
-        lanes = _parallelism(kind, words, lanes)
+        lanes = parallelism(kind, words, lanes)
     block_size = _checks.size("block_size", block_size)
     _checks.pages("block_size", block_size, MOST["block_size"])
     return Options(
@@ -156,7 +156,13 @@ def checked_options(
     )
 
 
-def _parallelism(kind: type[HandleSettings], words: dict[str, Any], given: int) -> int:
+def parallelism(kind: type[Any], words: dict[str, Any], given: int) -> int:
+    """`intra_op_parallelism` of a handle's class, or what `DeepSpeedWords` say it is.
+
+    Raises:
+        TypeError: One is none of these; names what is nearest.
+        ValueError: Two say different numbers, or one is out of range.
+    """
     takes = inspect.signature(kind).parameters
     known = list(DeepSpeedWords.__annotations__)
     for name in words:

@@ -32,7 +32,7 @@ from nvmeio._storage.durable import sync_directory
 from nvmeio._storage.guarded import read_small
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads.interruptible import Cancelled, in_thread, run_interruptible
-from nvmeio.errors import TransferError
+from nvmeio.errors import TransferError, joined
 from nvmeio.handle import AioHandle
 from nvmeio.progress import Progress
 
@@ -220,14 +220,6 @@ class SaveRequest(NamedTuple):
     align: bool
 
 
-class WrongTensors(TypeError, ValueError):
-    """What is no dict of tensors: a wrong type, for which the package raises ValueError."""
-
-
-class NoMemory(TypeError, NotImplementedError):
-    """A tensor without memory: a wrong type, of which torch has no copy."""
-
-
 def checked(
     tensors: Mapping[str, torch.Tensor],
     path: str | os.PathLike[str],
@@ -354,14 +346,16 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse what `safetensors.torch.save_file` refuses, but for tensors that are not contiguous.
 
     Raises:
-        WrongTensors: Not a mapping of names to tensors.
+        TypeError: Not a mapping of names to tensors (a ValueError too, as in safetensors).
         TypeError: A name is no text, or a dtype one that the format lacks.
-        NoMemory: A tensor has no memory.
+        NotImplementedError: A tensor has no memory (a TypeError too).
         ValueError: A tensor is sparse, or named like the metadata.
         RuntimeError: Tensors share memory.
     """
     if not isinstance(tensors, Mapping):
-        raise WrongTensors(f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}")
+        raise joined(TypeError, ValueError)(
+            f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}"
+        )
     sparse: list[str] = []
     for name, tensor in tensors.items():
         if not isinstance(name, str):
@@ -369,7 +363,7 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
         if name == "__metadata__":
             raise ValueError(f"{name!r} cannot be a tensor's name: the format uses it for metadata")
         if not isinstance(tensor, torch.Tensor):
-            raise WrongTensors(
+            raise joined(TypeError, ValueError)(
                 f"Key `{name}` is invalid, expected torch.Tensor but received {type(tensor)}"
             )
         if tensor.layout is not torch.strided:
@@ -380,7 +374,7 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
                 f"{name!r} has {tensor.dtype}, which the format lacks: convert it first"
             )
         if tensor.is_meta:
-            raise NoMemory(
+            raise joined(TypeError, NotImplementedError)(
                 f"{name!r} cannot be saved: Cannot copy out of meta tensor; no data! Make one with "
                 "torch.empty_like(tensor, device='cpu'), and fill it"
             )

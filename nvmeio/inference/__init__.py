@@ -11,6 +11,7 @@ and values away, `prefixes` keeps them for other processes; `block_schedule` has
 layers, `cross_entropy` is for a large vocabulary. docs/inference.md has the arithmetic.
 """
 
+from nvmeio.inference._plan.budget import BudgetTooSmall as BudgetTooSmall
 from nvmeio.inference.block_schedule import generate_in_blocks as generate_in_blocks
 from nvmeio.inference.block_schedule import run_in_blocks as run_in_blocks
 from nvmeio.inference.cross_entropy import chunked_cross_entropy as chunked_cross_entropy
@@ -22,6 +23,7 @@ from nvmeio.inference.weight_stream import StreamStats as StreamStats
 from nvmeio.inference.weight_stream import WeightStream as WeightStream
 
 __all__ = [
+    "BudgetTooSmall",
     "PackReport",
     "PrefixCache",
     "StreamStats",

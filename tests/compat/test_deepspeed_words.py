@@ -102,6 +102,8 @@ def test_the_tuners_own_output_is_taken(word: str, tmp_path: Path) -> None:
         run(config_of("aio", {**aio, "intra_op_parallelism": 3}, tmp_path))
     with pytest.raises(TypeError, match=r"takes no que_depth \(did you mean 'queue_depth'\?\)"):
         nvmeio.AioHandle(que_depth=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"aio_handle takes no blocksize \(did you mean 'block_s"):
+        aio_handle(blocksize=1 << 20)  # type: ignore[call-arg]
 
 
 def test_handles_read_and_write_by_its_names(tmp_path: Path) -> None:

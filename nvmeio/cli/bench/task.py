@@ -298,5 +298,4 @@ class ProcessPool:
 
     def _collect(self) -> list[Any]:
         """An answer from each; then the first failure is raised."""
-        answers = [worker.answer() for worker in self._workers]
-        return [opened(answer) for answer in answers]
+        return [opened(answer) for answer in [worker.answer() for worker in self._workers]]

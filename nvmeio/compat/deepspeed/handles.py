@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from nvmeio import _checks, buffers
+from nvmeio._core.handle_settings import parallelism
 from nvmeio._memory import mappings
 from nvmeio._memory.tensors import cast_to_byte_tensor as cast_to_byte_tensor
 from nvmeio._pages import PAGE_BYTES, round_up
@@ -69,6 +70,8 @@ class _Handle:
         intra_op_parallelism: int = 1,
         **words: Unpack[DeepSpeedWords],
     ) -> None:
+        if words:
+            intra_op_parallelism = parallelism(type(self), {**words}, intra_op_parallelism)
         self._block_size = block_size
         self._single_submit = _checks.switch("single_submit", single_submit)
         self._overlap_events = _checks.switch("overlap_events", overlap_events)
@@ -78,15 +81,14 @@ class _Handle:
             self._single_submit,
             self._overlap_events,
             intra_op_parallelism,
-            **words,
         )
         self._pending: deque[Operation] = deque()
         self._waiting = threading.Lock()
         self._finished = 0
         self._failures: list[BaseException] = []
 
-    def _opened(self, *settings: Any, **words: Any) -> AioHandle:
-        return AioHandle(*settings, **words)
+    def _opened(self, *settings: Any) -> AioHandle:
+        return AioHandle(*settings)
 
     # --- blocking, apart from the others ------------------------------------------------------
 
@@ -349,9 +351,9 @@ class gds_handle(_Handle):
 
     _io: GdsHandle
 
-    def _opened(self, *settings: Any, **words: Any) -> GdsHandle:
+    def _opened(self, *settings: Any) -> GdsHandle:
         try:
-            return GdsHandle(*settings, **words)
+            return GdsHandle(*settings)
         except BackendUnavailableError as no:
             raise _no_cufile(no) from no
 
@@ -382,11 +384,7 @@ class gds_handle(_Handle):
         """
         if not tensor.is_contiguous() or not tensor.numel():
             self._io.pin_device_tensor(tensor)  # says what is wrong
-        try:
-            self._io.pin_device_tensor(tensor)
-        except ValueError:
-            return False
-        return True
+        return _succeeds(self._io.pin_device_tensor, tensor)
 
     def unpin_device_tensor(self, tensor: torch.Tensor) -> bool:
         """Take a tensor of `pin_device_tensor` out of the registration.
@@ -394,11 +392,7 @@ class gds_handle(_Handle):
         Returns:
             As `free_pinned_device_tensor`.
         """
-        try:
-            self._io.unpin_device_tensor(tensor)
-        except ValueError:
-            return False
-        return True
+        return _succeeds(self._io.unpin_device_tensor, tensor)
 
 
 def no_cufile() -> BackendUnavailableError | None:
@@ -527,8 +521,12 @@ class pin_handle:
 
 def free(tensor: torch.Tensor) -> bool:
     """Unlock the memory that begins where the tensor does; False where there is none."""
+    return _succeeds(buffers.free_pinned, tensor)
+
+
+def _succeeds(call: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> bool:
     try:
-        buffers.free_pinned(tensor)
+        call(tensor)
     except ValueError:
         return False
     return True

@@ -26,7 +26,7 @@ _SHRINK = 0.75
 SHARE = 0.5
 
 
-class TooSmall(ValueError):
+class BudgetTooSmall(ValueError):
     """A budget does not hold what is needed at once.
 
     Args:
@@ -111,7 +111,7 @@ def share_out(
         others: Room for what only other ranks want.
 
     Raises:
-        TooSmall: The budget is too small for the fixed parts and a window of one layer; says
+        BudgetTooSmall: The budget is too small for the fixed parts and a window of one layer; says
             what would do.
     """
     wider = [window] if window is not None else [WINDOW, 2, 1]
@@ -124,7 +124,7 @@ def share_out(
         if fits or (budget is not None and everything.total <= budget):
             break
     else:
-        raise TooSmall(budget, wider[-1], least)
+        raise BudgetTooSmall(budget, wider[-1], least)
     kept = frozenset() if budget is None else _choose(fixed, units, budget, layers, others)
     for number, unit in enumerate(units):
         unit.resident = number in kept
@@ -213,14 +213,14 @@ def fit(
             fits within them, the budget is.
 
     Raises:
-        TooSmall: Nothing fits; says what would do.
+        BudgetTooSmall: Nothing fits; says what would do.
     """
     levels = [whole]
 
     def shared(budget: int | None) -> Fitted:
         try:
             return Fitted(whole, share_out(whole.fixed, whole.units, budget, window))
-        except TooSmall as refused:
+        except BudgetTooSmall as refused:
             if len(levels) == 1:
                 levels.extend(_finer(whole, cut_to))
             return _first_that_fits(levels[1:], budget, window, refused)
@@ -228,7 +228,7 @@ def fit(
     if left is not None and budget is not None and budget > left:
         try:
             return shared(int(left * SHARE))
-        except TooSmall as refused:
+        except BudgetTooSmall as refused:
             if refused.least <= left:
                 return shared(refused.least)
     return shared(budget)
@@ -246,15 +246,15 @@ def _finer(whole: Partition, cut_to: Callable[[int], Partition]) -> list[Partiti
 
 
 def _first_that_fits(
-    finer: Sequence[Partition], budget: int | None, window: int | None, too_small: TooSmall
+    finer: Sequence[Partition], budget: int | None, window: int | None, too_small: BudgetTooSmall
 ) -> Fitted:
     least = too_small.least
     for layers in [window] if window is not None else range(WINDOW, 0, -1):
         for parts in finer:
             try:
                 return Fitted(parts, share_out(parts.fixed, parts.units, budget, layers))
-            except TooSmall as refused:
+            except BudgetTooSmall as refused:
                 least = min(least, refused.least)
     if least == too_small.least:
         raise too_small
-    raise TooSmall(budget, too_small.layers, too_small.least, least) from None
+    raise BudgetTooSmall(budget, too_small.layers, too_small.least, least) from None
