@@ -229,9 +229,7 @@ def read_scattered(
     mapping = Mapping(len(ordered) * PAGE_BYTES)
     base = mapping.address - mapping.base
     out = mapping.tensor(0, (len(ordered), PAGE_BYTES), torch.uint8)
-    begin = partial(
-        handle.async_gather, out, file, file_offsets=torch.tensor(ordered) * PAGE_BYTES
-    )
+    begin = partial(handle.async_gather, out, file, file_offsets=torch.tensor(ordered) * PAGE_BYTES)
     with flight:
         flight.start(begin, out.nbytes, None, lambda _: f"read for {what}")
     found: list[bytes] = []

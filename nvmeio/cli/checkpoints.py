@@ -58,8 +58,7 @@ def checkpoints_in_all(paths: Iterable[Path], errors: Console) -> tuple[list[Pat
 
 def in_words(error: Exception) -> str:
     """What went wrong with a path, for people: an OSError's number is no part of it."""
-    strerror = error.strerror if isinstance(error, OSError) else None
-    return strerror or str(error)
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def checkpoints_in(path: Path) -> Iterator[Path]:

@@ -67,8 +67,7 @@ def run(directories: Sequence[Path]) -> Report:
 
 def to_json(report: Report) -> str:
     """The report as one JSON object, for programs: facts by subject, then problems."""
-    whole = {**_plain(report.facts), "problems": _plain(report.problems)}
-    return json.dumps(whole, indent=2)
+    return json.dumps({**_plain(report.facts), "problems": _plain(report.problems)}, indent=2)
 
 
 def _plain(value: Any) -> Any:
