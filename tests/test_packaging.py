@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,25 @@ def test_the_recipe_asks_for_what_the_package_asks_for() -> None:
     for name, least in wanted:
         assert f"- {names.get(name, name)} {least}" in run
     assert len(re.findall(r"^    - ", run, re.MULTILINE)) == len(wanted) + 1  # and Python
+
+
+def filled_recipe(archive: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / ".ci" / "conda_recipe"), str(archive)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_the_recipe_is_published_with_the_sum_of_its_archive(tmp_path: Path) -> None:
+    archive = tmp_path / f"nvmeio-{nvmeio.__version__}.tar.gz"
+    archive.write_bytes(b"the archive")
+    filled = filled_recipe(archive)
+    assert filled.returncode == 0, filled.stderr
+    assert f"  sha256: {hashlib.sha256(b'the archive').hexdigest()}\n" in filled.stdout
+    assert "0" * 64 not in filled.stdout
+    other = archive.rename(tmp_path / "nvmeio-9.9.9.tar.gz")
+    assert filled_recipe(other).returncode == 1
+    release = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    publish = release.partition("\n  publish:\n")[2]
+    assert publish.index(".ci/conda_recipe dist/") < publish.index("gh-action-pypi-publish")
 
 
 def test_what_the_dockerfile_copies_is_there_and_not_ignored() -> None:
