@@ -25,13 +25,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from nvmeio import _checks, buffers
-from nvmeio._core.handle_settings import parallelism
 from nvmeio._memory import mappings
 from nvmeio._memory.tensors import cast_to_byte_tensor as cast_to_byte_tensor
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio.errors import BackendUnavailableError, NvmeioError, TransferError
 from nvmeio.gds import GdsHandle
-from nvmeio.handle import AioHandle, DeepSpeedWords
+from nvmeio.handle import AioHandle, DeepSpeedWords, parallelism
 from nvmeio.operation import Operation
 
 if TYPE_CHECKING:
