@@ -17,8 +17,8 @@ from nvmeio._core.batches import BatchOffsets, FileLike, Files
 from nvmeio._core.core import Core, Cores, ring_core
 from nvmeio._core.handle_settings import MOST as MOST
 from nvmeio._core.handle_settings import DeepSpeedWords as DeepSpeedWords
-from nvmeio._core.handle_settings import parallelism as parallelism
 from nvmeio._core.handle_settings import HandleSettings, checked_options
+from nvmeio._core.handle_settings import parallelism as parallelism
 from nvmeio._core.records import NAMES, ROWS_NAMES
 from nvmeio._files.descriptors import Descriptors
 from nvmeio._memory import devices
