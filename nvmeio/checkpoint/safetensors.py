@@ -28,7 +28,7 @@ from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Load
 from nvmeio._memory import tensors as tensors_module
-from nvmeio._storage.durable import sync_directory
+from nvmeio._storage.durable import make_directory, sync_directory
 from nvmeio._storage.guarded import read_small
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads.interruptible import Cancelled, in_thread, run_interruptible
@@ -298,6 +298,7 @@ def _replace_set(
 ) -> list[str]:
     """Write a set of shards, and their index at the end; the shards' names."""
     directory, stem = wanted.path.parent, wanted.path.name.removesuffix(shards.SUFFIX)
+    make_directory(directory, wanted=str(wanted.path))
     names = shards.shard_names(stem, len(groups), os.listdir(directory), secrets.token_hex(4))
     index = directory / f"{stem}{shards.INDEX_SUFFIX}"
     nbytes = sum(tensor.nbytes for tensor in wanted.tensors.values())

@@ -162,6 +162,18 @@ def test_shards_are_files_of_the_package(tmp_path: Path) -> None:
     )
 
 
+def test_shards_make_their_directory(tmp_path: Path) -> None:
+    """It failed with a bare FileNotFoundError where one file made it."""
+    tensors = {name: torch.randn(100) for name in "abc"}
+    path = tmp_path / "new" / "model.safetensors"
+    save_safetensors(tensors, path, max_shard_size=500)
+    assert load_safetensors(path.parent).keys() == tensors.keys()
+    with pytest.raises(nvmeio.TransferError, match="one level is made"):
+        save_safetensors(
+            tensors, tmp_path / "no" / "such" / "model.safetensors", max_shard_size=500
+        )
+
+
 def test_tensors_lie_on_blocks_of_the_drive_where_asked(file: Path) -> None:
     save_safetensors(every_form(), file, align=True)
     for name, entry in read_header(file).tensors.items():
