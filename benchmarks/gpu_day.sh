@@ -1,6 +1,6 @@
 #!/bin/sh
 # The first hour with a GPU, from a bare machine: one GPU, no network, torch with CUDA 2.11 or later in its image, and
-# neither cffi, pycparser, numpy nor a compiler for sure.
+# neither cffi, pycparser, numpy, typer nor a compiler for sure.
 #
 #     sh benchmarks/gpu_day.sh [DIRECTORY ON THE DRIVE] [RESULTS]
 #
@@ -8,6 +8,7 @@
 #
 #     python setup.py build_ext --inplace             # nvmeio/_native.abi3.so: for every Python from 3.10 on
 #     pip download -d wheels --only-binary :all: cffi pycparser numpy isal safetensors nvidia-cufile-cu12 --no-deps
+#     pip download -d wheels --only-binary :all: typer rich    # the facts ask nvmeio.cli, and part C asks the facts
 #     cc -shared -fPIC -O1 -o wheels/cufile_traps.so tests/fakes/cufile_traps.c -ldl    # see part C
 #
 # and carry the repository with nvmeio/_native.abi3.so and wheels/ in it. Both are ignored by git: where a tool copies
@@ -31,7 +32,7 @@ for wheel in wheels/*.whl; do  # a wheel is an archive of what is to be imported
     name=$(basename "$wheel" | sed 's/-.*//' | tr '[:upper:]' '[:lower:]')
     "$python" -c "import $name" 2>/dev/null || "$python" -m zipfile -e "$wheel" "$packages"
 done
-"$python" -c 'import torch, cffi, nvmeio; print("torch", torch.__version__, "nvmeio", nvmeio.__version__)' || {
+"$python" -c 'import torch, cffi, typer, nvmeio; print("torch", torch.__version__, "nvmeio", nvmeio.__version__)' || {
     echo "the head of $0 says what to carry" >&2
     exit 1
 }

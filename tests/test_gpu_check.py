@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -255,6 +256,17 @@ def test_without_a_gpu_each_step_is_told(
     for name in gpu_check.steps(True):
         (line,) = [line for line in lines if line.startswith(f"  {name:38} ")]
         assert len(line.split(": ", 1)[1]) > 20, line
+
+
+def test_the_day_carries_what_nvmeio_needs() -> None:
+    """Without typer there were no facts, and without facts part C was left out."""
+    head = (BENCHMARKS / "gpu_day.sh").read_text().split("set -u")[0]
+    carried = " ".join(line for line in head.splitlines() if "pip download" in line).split()
+    project = (BENCHMARKS.parent / "pyproject.toml").read_text()
+    needed = re.search(r"^dependencies = \[(.*)\]$", project, re.MULTILINE)
+    assert needed is not None
+    names = set(re.findall(r'"(\w+)', needed[1])) - {"torch"}
+    assert names and names <= set(carried)
 
 
 @pytest.mark.parametrize("wrong", ["", "B"])
