@@ -32,7 +32,7 @@ TARGET INLINE void NAME(multiply)(const nv_packed *of, int bits, int dtype, uint
       opened[r] = OPENED(bits, dtype, of->scales[(row + r) * of->groups_stride + g], low[r]);
     }
     const uint8_t *steps = of->steps + row * of->steps_stride + g * run;
-    /* Of the rows that come next: a CPU's own prefetching follows one row of a page at a time. */
+    /* Of the rows that come next: a CPU's prefetching seems to follow one row a page. */
     for (uint32_t at = 0; at < run; at += 64)
 #pragma GCC unroll 8
       for (int r = 0; r < m; r++) __builtin_prefetch(steps + (m + r) * of->steps_stride + at);
