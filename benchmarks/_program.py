@@ -80,6 +80,23 @@ class Program:
         skipped: dict[str, Skipped] = {}
         if not probe_direct(options.dir).supported:
             sys.exit(f"{options.dir} does not take O_DIRECT; name a directory on a drive: --dir")
+        conditions = [
+            *self.conditions,
+            f"{size} bytes, {repeats} interleaved repeats, {options.dir}",
+        ]
+        if options.quick or repeats < self.repeats or size != self.size:
+            conditions.append("Not the promised size and repeats: the verdicts are only a hint.")
+        chosen = {"size": size, "repeats": repeats, "only": options.only, "quick": options.quick}
+
+        def report() -> str:
+            wanted = [line for line in lines if line.row in options.only]
+            return _one_line_each(as_json(wanted, skipped.values(), facts, conditions, chosen))
+
+        def keep() -> None:
+            """After each row: an interrupted one may take long to end."""
+            if options.json and options.json != "-":
+                Path(options.json).write_text(report())
+
         try:
             with scratch([options.dir], "compare") as made:
                 facts = {
@@ -90,7 +107,7 @@ class Program:
                 session = Session(made[options.dir], size, repeats, options.quick, progress)
                 skipped = session.skipped
                 with contextlib.closing(session):
-                    self._measure(session, options.only, lines)
+                    self._measure(session, options.only, lines, keep)
         except KeyboardInterrupt:
             interrupted = True
         if interrupted:
@@ -98,12 +115,6 @@ class Program:
             if not lines:
                 return 130
         lines = [line for line in lines if line.row in options.only]
-        conditions = [
-            *self.conditions,
-            f"{size} bytes, {repeats} interleaved repeats, {options.dir}",
-        ]
-        if options.quick or repeats < self.repeats or size != self.size:
-            conditions.append("Not the promised size and repeats: the verdicts are only a hint.")
         # With JSON on stdout the table moves aside.
         show(
             progress if options.json == "-" else _results(),
@@ -112,24 +123,16 @@ class Program:
             facts,
             conditions,
         )
-        if options.json:
-            chosen = {
-                "size": size,
-                "repeats": repeats,
-                "only": options.only,
-                "quick": options.quick,
-            }
-            report = as_json(lines, skipped.values(), facts, conditions, chosen)
-            text = _one_line_each(report)
-            if options.json == "-":
-                sys.stdout.write(text)
-            else:
-                Path(options.json).write_text(text)
+        keep()
+        if options.json == "-":
+            sys.stdout.write(report())
         if interrupted:
             return 130
         return int(any(peer.failed for peer in skipped.values()))
 
-    def _measure(self, session: Session, only: list[str], lines: list[Line]) -> None:
+    def _measure(
+        self, session: Session, only: list[str], lines: list[Line], keep: Callable[[], None]
+    ) -> None:
         """Each measuring function once, however many of its rows are wanted."""
         done: list[Any] = []
         for key in only:
@@ -139,7 +142,8 @@ class Program:
             done.append(row.measure)
             session.console.rule(row.title, style="dim")
             lines += row.measure(session)
-        lines.sort(key=lambda line: list(self.rows).index(line.row))
+            lines.sort(key=lambda line: list(self.rows).index(line.row))
+            keep()
 
     def _check_space(self, directory: Path, only: list[str], size: int, quick: bool) -> None:
         needed = max(self.rows[key].bytes_needed(size, quick) for key in only) + SPARE_BYTES

@@ -162,3 +162,37 @@ def test_the_check_for_gpus_runs_without_one(tmp_path: Path) -> None:
     table = (tmp_path / "table.md").read_text()
     assert "losses_equal True, weights_equal 48 of 48" in table
     assert table.count("\n") == 3
+
+
+_KILLED = """
+import os, signal, sys
+sys.path[:0] = [sys.argv[1]]
+from _program import Program, Row
+from _lines import Line
+
+def measured(session):
+    return [Line("first", "work", "peer", "GB/s", [1.0], [2.0])]
+
+def killed(session):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+rows = {name: Row(name, measure, lambda size, quick: 0)
+        for name, measure in {"first": measured, "second": killed}.items()}
+Program("A test.", rows, (), 4096, 4096).run(sys.argv[2:])
+"""
+
+
+def test_rows_that_were_measured_stay_where_the_next_one_never_ends(tmp_path: Path) -> None:
+    """`make figures` interrupts what takes too long, and then kills it: all figures were lost."""
+    if not probe_direct(tmp_path).supported:
+        pytest.skip(f"{tmp_path} does not take O_DIRECT")
+    to = tmp_path / "result.json"
+    options = ["--dir", str(tmp_path), "--json", str(to), "--only", "first,second"]
+    ran = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(BENCHMARKS), *options],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert ran.returncode == -9, ran.stderr
+    assert [line["row"] for line in json.loads(to.read_text())["lines"]] == ["first"]
