@@ -375,6 +375,31 @@ def test_what_is_given_up_begins_anywhere() -> None:
     assert (found.returncode, found.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("kind", ["user", ""])
+def test_what_lies_behind_may_be_written_to_by_system_calls(kind: str) -> None:
+    """Memory of ours is protected to its end, for huge pages; where only programs' faults are
+    served, a `read` into what lies there, and is of nobody's state, was EFAULT.
+    """
+    found = run_python(
+        """
+        import os, torch, nvmeio
+        from nvmeio._memory.copy_on_write import WriteProtection
+        state, other = nvmeio.empty_aligned(2 << 20, dtype=torch.uint8).fill_(1).chunk(2)
+        protection = WriteProtection([(state.data_ptr(), state.nbytes)], ".")
+        assert protection.taken == [True] and protection.protect(None)
+        with open("/dev/zero", "rb") as zeros:
+            assert os.readv(zeros.fileno(), [other.numpy()]) == other.nbytes
+        assert not other.any()
+        copy = torch.empty_like(state)
+        protection.read(state.data_ptr(), state.nbytes, copy.data_ptr(), None)
+        assert (copy == 1).all()
+        """,
+        fresh=True,
+        NVMEIO_USERFAULTFD=kind,
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+
+
 def test_memory_that_the_kernel_merges_is_not_protected() -> None:
     """Where KSM puts a page into the place of an equal one, Linux forgets the protection."""
     found = run_python(

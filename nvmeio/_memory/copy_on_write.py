@@ -112,15 +112,16 @@ class WriteProtection:
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int]], directory: str) -> None:
-        support()  # of this process: where there is none, nothing is taken
+        kind = support().kind  # of this process: where there is none, nothing is taken
         order = sorted(range(len(ranges)), key=ranges.__getitem__)
         starts = [ranges[i][0] for i in order]
         addresses = ffi.new("uint64_t[]", starts)
         sizes = ffi.new("uint64_t[]", [ranges[i][1] for i in order])
         # What lies behind memory of ours is protected with it where nobody asks for that: to
         # protect a part of a huge page splits it, and each small page takes 0.1 us from then on.
+        # Not where system calls that write there would fail.
         ends = map(min, map(mappings.mapped.end_of, starts), [*starts[1:], 1 << 63])
-        limits = ffi.new("uint64_t[]", list(ends))
+        limits = ffi.new("uint64_t[]", list(ends) if kind == "any" else len(starts))
         results = ffi.new("int[]", len(ranges))
         raw = lib.nv_snapshot_new(
             len(ranges), addresses, sizes, limits, results, os.fsencode(directory or ".")
