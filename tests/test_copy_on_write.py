@@ -143,11 +143,13 @@ def test_memory_that_was_never_touched_is_zero() -> None:
 def test_a_write_elsewhere_in_the_pages_beside_is_nobodys() -> None:
     """First and last page of a range are shared with other objects, and so never protected."""
     whole = numbers(4 * MIB)
-    inner = whole[100 : 3 * MIB + 7]
+    page = -whole.data_ptr() % PAGE_BYTES  # where the first page begins within it
+    first, end = page + 100, page + 3 * MIB + 70
+    inner = whole[first:end]
     before = inner.clone()
     protection = protect(inner)
-    whole[:100] = 1
-    whole[3 * MIB + 7 :] = 2
+    whole[:first] = 1
+    whole[end:] = 2
     assert protection.aside_bytes == 0
     inner[:50] = 3  # of the first page, which was copied at once
     inner[-50:] = 4
