@@ -153,7 +153,7 @@ FIGURES ?=
 FIGURES_ARGS ?=
 
 # With the large peers that are there (`make bench` installs them), and the small ones, which change no other package.
-figures: $(STAMP) ## all figures of README and docs, 32 minutes; FIGURES=small,checkpoint FIGURES_ARGS=--small
+figures: $(STAMP) ## all figures of README and docs, 25 to 50 minutes; FIGURES=small,checkpoint FIGURES_ARGS=--small
 	@for peer in caio fastsafetensors runai-model-streamer; do \
 	    $(PIP) install --quiet "$$peer" || echo "== $$peer cannot be installed here" >&2; \
 	done
