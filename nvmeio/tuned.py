@@ -24,8 +24,8 @@ from typing import Any
 
 from nvmeio import _checks
 from nvmeio._files.system import find_mount
-from nvmeio._storage.guarded import SETTINGS_BYTES, read_small
 from nvmeio._storage.replace import replace_file
+from nvmeio._storage.untrusted import SETTINGS_BYTES, read_small
 from nvmeio.engines.base import Options
 
 __all__ = ["Tuned", "file_system_key", "find", "places", "save"]

@@ -26,9 +26,8 @@ import pytest
 from torch.cuda._sanitizer import StreamSynchronizations
 
 from nvmeio.engines import _queued, libaio
-from nvmeio.engines.cufile.engine import CuFileEngine
+from nvmeio.engines.cufile.engine import CuFileEngine, TaskMover
 from nvmeio.engines.cufile.library import Library
-from nvmeio.engines.cufile.tasks import TaskMover
 from nvmeio.engines.libaio import LibaioEngine
 from nvmeio.engines.threads import ThreadsEngine
 from nvmeio.testing import FakeEngine

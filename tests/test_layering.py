@@ -183,7 +183,7 @@ STANDS_ON = {
     "integrations": {
         *("errors", "handle", "files", "buffers", "pool", "_checks", "_pages"),
         *("_core", "_files", "_memory", "_threads"),
-        *("_io", "_distributed", "_storage", "_formats", "_residency", "_blocks"),
+        *("_io", "_distributed", "_storage", "_formats", "_residency", "_kv_blocks"),
         *SYSTEMS,
     },
     "cli": {

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import nvmeio
-from nvmeio._blocks.store import BlockStore
+from nvmeio._kv_blocks.store import BlockStore
 from nvmeio.checkpoint.background import BackgroundSaver
 from nvmeio.integrations.dcp import SnapshotStager
 

@@ -6,7 +6,7 @@ device memory's once it has met any.
 
 Cores that have not given back what the kernel gave are `unreleased`: kept, ended at exit, refused
 in a fork. So these are all that move bytes in this process, and what they and those before them
-have counted is what it has moved: `totals`.
+have counted is what it has moved: `totals`, and as numbers for monitoring `metrics`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from nvmeio import files
 from nvmeio._core.batches import Batch, BatchRecord, Planner
@@ -281,6 +281,44 @@ def totals() -> tuple[Counters, int]:
                 break
     here = [core for core in here if core not in _inherited]
     return _added_up([*gone, *map(_counted, here)]), sum(core.below is None for core in here)
+
+
+class Metric(NamedTuple):
+    """One number.
+
+    Attributes:
+        name: Without the prefix.
+        unit: "bytes" or "".
+        value: What it is now.
+        what: Described.
+        grows: Whether it never goes back.
+    """
+
+    name: str
+    unit: str
+    value: int
+    what: str
+    grows: bool = True
+
+
+def metrics() -> list[Metric]:
+    """What monitoring systems are told; none of the counters ever goes back."""
+    moved, handles = totals()
+    return [
+        Metric("read", "bytes", moved.bytes_read, "Bytes read."),
+        Metric("written", "bytes", moved.bytes_written, "Bytes written."),
+        Metric("direct", "bytes", moved.direct_bytes, "Bytes moved in place, direct."),
+        Metric("bounced", "bytes", moved.bounced_bytes, "Bytes moved through bounce memory."),
+        Metric("buffered", "bytes", moved.buffered_bytes, "Bytes through the page cache."),
+        Metric("operations", "", moved.operations, "Operations that have ended."),
+        Metric("errors", "", moved.errors, "Operations that have failed."),
+        Metric("cancelled", "", moved.cancelled, "Operations that were cancelled."),
+        Metric("rows", "", moved.rows, "Rows gathered and scattered."),
+        Metric("row_blocks", "", moved.row_blocks, "Blocks that rows were moved in."),
+        Metric("rows_saved", "bytes", moved.row_bytes_saved, "Bytes that near rows shared."),
+        Metric("in_flight", "", moved.in_flight, "Operations in flight.", grows=False),
+        Metric("handles", "", handles, "Handles that are open.", grows=False),
+    ]
 
 
 def _added_up(counters: Iterable[Counters]) -> Counters:

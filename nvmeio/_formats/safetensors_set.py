@@ -18,7 +18,7 @@ from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_header import Header, TensorEntry
 from nvmeio._formats.safetensors_shards import as_package
 from nvmeio._io.spans import Load, Span
-from nvmeio._storage.guarded import Unchanged
+from nvmeio._storage.untrusted import Unchanged
 from nvmeio._threads.closing import on_error
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from nvmeio import _checks
-from nvmeio._storage.guarded import INDEX_BYTES, read_small
+from nvmeio._storage.untrusted import INDEX_BYTES, read_small
 from nvmeio.errors import BackendUnavailableError, IntegrityError, TransferError, as_kind, joined
 
 SUFFIX = ".safetensors"

@@ -25,7 +25,7 @@ from nvmeio._io.handles import new_handle
 from nvmeio._memory.leases import FreeBlocks
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._storage import durable
-from nvmeio._storage.guarded import open_nameless
+from nvmeio._storage.untrusted import open_nameless
 from nvmeio._threads.closing import do_all, on_error
 from nvmeio.errors import TransferError
 from nvmeio.files import File

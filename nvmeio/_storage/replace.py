@@ -38,8 +38,8 @@ import struct
 from nvmeio import files
 from nvmeio._files.system import journal_keeps_order
 from nvmeio._storage.durable import allocate, make_directory, send, sync_directory, write_all
-from nvmeio._storage.guarded import create
 from nvmeio._storage.locks import become_writer
+from nvmeio._storage.untrusted import create
 from nvmeio._threads.closing import on_error
 from nvmeio.errors import ClosedError, TransferError, errno_of, naming, transfer_error
 

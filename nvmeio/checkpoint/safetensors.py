@@ -29,8 +29,8 @@ from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Load
 from nvmeio._memory import tensors as tensors_module
 from nvmeio._storage.durable import make_directory, sync_directory
-from nvmeio._storage.guarded import read_small
 from nvmeio._storage.replace import Replacement
+from nvmeio._storage.untrusted import read_small
 from nvmeio._threads.interruptible import Cancelled, in_thread, run_interruptible
 from nvmeio.errors import TransferError, joined
 from nvmeio.handle import AioHandle

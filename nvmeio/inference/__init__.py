@@ -7,14 +7,14 @@ stays), `model_plan`; `weight_stream` (the caller's side), and behind it `_strea
 it), `weights` (how that is read and shown), `slots` (memory). Of several ranks `_parallel`.
 
 `packing` writes what is read best, `spilling` what a model has in memory; `kv_cache` puts past keys
-and values away, `prefixes` keeps them for other processes; `block_schedule` has micro-batches share
-layers, `cross_entropy` is for a large vocabulary. docs/inference.md has the arithmetic.
+and values away, `prefixes` keeps them for other processes; `block_schedule` computes large batches
+and vocabularies in parts. docs/inference.md has the arithmetic.
 """
 
 from nvmeio.inference._plan.budget import BudgetTooSmall as BudgetTooSmall
+from nvmeio.inference.block_schedule import chunked_cross_entropy as chunked_cross_entropy
 from nvmeio.inference.block_schedule import generate_in_blocks as generate_in_blocks
 from nvmeio.inference.block_schedule import run_in_blocks as run_in_blocks
-from nvmeio.inference.cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 from nvmeio.inference.packing import PackReport as PackReport
 from nvmeio.inference.packing import pack as pack
 from nvmeio.inference.prefixes import PrefixCache as PrefixCache

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from nvmeio._formats.safetensors_set import StoredTensor, bytes_at
-from nvmeio._formats.weight_files import SAMPLE_BYTES, SAMPLES, How, samples
+from nvmeio._formats.weights_digest import SAMPLE_BYTES, SAMPLES, How, samples
 from nvmeio._storage import crc32
 from nvmeio.handle import AioHandle
 
@@ -167,7 +167,7 @@ def weights(model: Any, files: Mapping[str, Values], how: How = "samples") -> st
     Args:
         model: Loaded whole, or streamed.
         files: Of a streamed one: what `of_files` found.
-        how: "full" reads all of them; else the same samples as of files (`weight_files`) count.
+        how: "full" reads all of them; else the same samples as of files (`weights_digest`) count.
 
     Raises:
         ValueError: A weight is neither here nor in a streamed model's files.

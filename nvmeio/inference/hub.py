@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from nvmeio._storage.guarded import INDEX_BYTES, read_small
+from nvmeio._storage.untrusted import INDEX_BYTES, read_small
 from nvmeio.errors import BackendUnavailableError
 
 # As huggingface_hub's `validate_repo_id` takes them; the oldest have no owner ("gpt2").

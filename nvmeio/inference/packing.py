@@ -31,7 +31,7 @@ from nvmeio._io.long_call import LongCall
 from nvmeio._pages import PAGE_BYTES, TENSOR_ALIGNMENT, round_up
 from nvmeio._storage import crc32
 from nvmeio._storage.durable import make_directory, rename, sync_directory, sync_file
-from nvmeio._storage.guarded import INDEX_BYTES, read_small
+from nvmeio._storage.untrusted import INDEX_BYTES, read_small
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import hub

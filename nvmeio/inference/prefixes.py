@@ -1,7 +1,7 @@
 """Past keys and values of a prompt, kept on the drive by name: for the next process, or another.
 
 A prefix is a stream of bytes (its tokens, then each layer's keys and values), cut into blocks of
-one size in a block store (`nvmeio._blocks`), which is what keeps it after `kill -9`, within its
+one size in a block store (`nvmeio._kv_blocks`), which is what keeps it after `kill -9`, within its
 capacity and apart from other processes. A head, written last, says what the rest is: until it is
 there, nothing is. It names its blocks by a number of its own, so that one that is saved again
 never mixes with what was there.
@@ -24,9 +24,9 @@ from typing import Any, Literal
 import torch
 
 from nvmeio import _checks
-from nvmeio._blocks.store import BlockStore
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import new_staging
+from nvmeio._kv_blocks.store import BlockStore
 from nvmeio._residency import calls
 from nvmeio.errors import TransferError, an, counted
 from nvmeio.handle import AioHandle

@@ -42,7 +42,7 @@ from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.handles import handle_for
 from nvmeio._pages import TENSOR_ALIGNMENT, round_up
 from nvmeio._storage.durable import make_directory, reserve
-from nvmeio._storage.guarded import create, make_private_directory
+from nvmeio._storage.untrusted import create, make_private_directory
 from nvmeio.handle import AioHandle
 from nvmeio.inference._plan.budget import check_numbers, share_out
 from nvmeio.inference._plan.slot_layout import Weight, part_of

@@ -2,8 +2,8 @@
 
 A server names a block by the tokens in it. With other weights at the same path, by fine-tuning in
 place or half a download, the same names stand for other keys and values: found, they would give
-wrong tokens without an error. So what is found depends on the weights' files too (`weight_files`),
-and where nobody can tell what is served, nothing is kept beyond the process.
+wrong tokens without an error. So what is found depends on the weights' files too
+(`weights_digest`), and where nobody can tell what is served, nothing is kept beyond the process.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nvmeio._blocks.store import DIRECTORY
-from nvmeio._formats.weight_files import HOWS, ChangingError, look_at
+from nvmeio._formats.weights_digest import HOWS, ChangingError, look_at
+from nvmeio._kv_blocks.store import DIRECTORY
 from nvmeio._storage.durable import make_directory
-from nvmeio._storage.guarded import make_private_directory
+from nvmeio._storage.untrusted import make_private_directory
 from nvmeio.errors import TransferError
 
 logger = logging.getLogger("nvmeio")
@@ -62,7 +62,7 @@ class WeightOptions(NamedTuple):
     Attributes:
         weights: Where their files are, if the server does not say; None asks the server.
         weights_id: A name of the user's own, in place of looking at them.
-        fingerprint: As `weight_files.look_at` takes it.
+        fingerprint: As `weights_digest.look_at` takes it.
     """
 
     weights: str | None = None

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from nvmeio._storage.guarded import SETTINGS_BYTES, read_small
+from nvmeio._storage.untrusted import SETTINGS_BYTES, read_small
 from nvmeio.errors import BackendUnavailableError, an, nearest
 from nvmeio.integrations._clients import resolved
 

@@ -32,7 +32,7 @@ from nvmeio._pages import PAGE_BYTES, round_down, round_up
 from nvmeio._residency.order import Cyclic
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._residency.window import Keeper, LentPool, Slot, Window
-from nvmeio._storage.guarded import INDEX_BYTES, Unchanged, read_small
+from nvmeio._storage.untrusted import INDEX_BYTES, Unchanged, read_small
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.owner import OwnerThread
 from nvmeio._threads.shutdown import Ending

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from nvmeio._core.core import metrics
 from nvmeio.integrations._clients import client
-from nvmeio.integrations._metrics import metrics
 
 
 def instrument(meter: Any) -> None:

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from nvmeio._core.core import metrics
 from nvmeio.integrations._clients import client
-from nvmeio.integrations._metrics import metrics
 
 
 class NvmeioCollector:

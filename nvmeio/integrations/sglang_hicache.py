@@ -6,7 +6,7 @@ r"""KV caches of SGLang on the drive: a storage backend for its hierarchical cac
             "class_name": "NvmeHiCache", "interface_v1": 1,
             "directory": "/mnt/nvme/kv", "capacity_bytes": "200GB"}'
 
-Pages lie in block stores (`nvmeio._blocks`): one for each rank and kind of page, or one that all
+Pages lie in block stores (`nvmeio._kv_blocks`): one for each rank and kind of page, or one that all
 ranks read where their pages are the same (MLA). `capacity_bytes` is for each rank. With
 ``interface_v1`` whole batches go through memory that is used again; without it SGLang allocates
 every page that it reads.
@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 from nvmeio import buffers
-from nvmeio._blocks.store import BlockStore
 from nvmeio._formats.safetensors_shards import parse_size
+from nvmeio._kv_blocks.store import BlockStore
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio.errors import ClosedError
 from nvmeio.integrations._clients import client, joined, on_demand, resolved

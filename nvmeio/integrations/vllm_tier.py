@@ -7,7 +7,7 @@
                                  "directory": "/mnt/nvme/kv", "capacity_bytes": "200GB"}]}}'
 
 vLLM hands over chunks of its first tier, in shared memory; they go to a block store
-(`nvmeio._blocks`) and back, direct, a whole job at once.
+(`nvmeio._kv_blocks`) and back, direct, a whole job at once.
 
 Written for vLLM 0.32.0 (`vllm.v1.kv_offload.tiering.base`, which vLLM calls experimental); see
 docs/serving.md.
@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from nvmeio._blocks.store import BlockStore
 from nvmeio._formats.safetensors_shards import parse_size
+from nvmeio._kv_blocks.store import BlockStore
 from nvmeio.integrations._clients import client, joined, on_demand
 from nvmeio.integrations._kv_identity import ServedModel, WeightOptions, identity_of
 
@@ -67,7 +67,7 @@ class Tier:
     Raises:
         ValueError: `capacity_bytes` is none, or has no room for a chunk; or another option makes no
             sense.
-        TransferError: The store cannot be opened: see `nvmeio._blocks.store.BlockStore`.
+        TransferError: The store cannot be opened: see `nvmeio._kv_blocks.store.BlockStore`.
 
     Jobs are done in the background; every method returns at once but `drain_jobs` and `shutdown`.
     A submission that is interrupted was not begun, or goes on and is reported.

@@ -19,9 +19,9 @@ from interrupting import at_places, at_random_times, everywhere
 from support import HeldEngine, collect, nvmeio_threads, spin_until, thread
 
 from nvmeio import AioHandle
-from nvmeio._blocks import catalog
-from nvmeio._blocks.store import BlockStore
-from nvmeio._blocks.table import Table
+from nvmeio._kv_blocks import catalog
+from nvmeio._kv_blocks.store import BlockStore
+from nvmeio._kv_blocks.table import Table
 from nvmeio.errors import ClosedError
 
 pytestmark = [

@@ -16,9 +16,9 @@ from support import PATIENCE_S, HeldEngine, spin_until, thread
 from torch.overrides import TorchFunctionMode
 
 from nvmeio import AioHandle, buffers
-from nvmeio._blocks import transfers
-from nvmeio._blocks.store import BlockStore
-from nvmeio._blocks.table import Table
+from nvmeio._kv_blocks import transfers
+from nvmeio._kv_blocks.store import BlockStore
+from nvmeio._kv_blocks.table import Table
 from nvmeio.errors import ClosedError
 from nvmeio.testing import FakeEngine
 

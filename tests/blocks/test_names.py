@@ -10,7 +10,7 @@ import torch
 from support import random_tensor
 
 from nvmeio import AioHandle
-from nvmeio._blocks.store import BlockStore
+from nvmeio._kv_blocks.store import BlockStore
 
 BLOCK = 4096
 NAMES = ["a", "b", "c"]

@@ -21,9 +21,9 @@ from programs import Program
 from support import HeldEngine, random_tensor
 
 from nvmeio import AioHandle
-from nvmeio._blocks import catalog
-from nvmeio._blocks.store import BlockStore
-from nvmeio._blocks.table import HEADER_BYTES, RECORD_BYTES
+from nvmeio._kv_blocks import catalog
+from nvmeio._kv_blocks.store import BlockStore
+from nvmeio._kv_blocks.table import HEADER_BYTES, RECORD_BYTES
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.testing import FakeEngine
 

@@ -22,7 +22,7 @@ from faults._support import (
 )
 
 import nvmeio
-from nvmeio._blocks.store import BlockStore
+from nvmeio._kv_blocks.store import BlockStore
 from nvmeio._storage.durable import free_bytes
 
 BLOCK = 256 << 10

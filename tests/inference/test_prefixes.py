@@ -30,8 +30,8 @@ from interrupting import at_places, at_random_times
 from programs import Program
 
 import nvmeio
-from nvmeio._blocks import catalog
-from nvmeio._blocks.store import BlockStore
+from nvmeio._kv_blocks import catalog
+from nvmeio._kv_blocks.store import BlockStore
 from nvmeio.errors import TransferError
 from nvmeio.inference import PrefixCache, _prefix_format, kv_cache, prefixes
 from nvmeio.testing import FakeEngine

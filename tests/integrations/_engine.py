@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from nvmeio._blocks.table import HEADER_BYTES, RECORD_BYTES
+from nvmeio._kv_blocks.table import HEADER_BYTES, RECORD_BYTES
 
 
 class _Name:

@@ -15,9 +15,8 @@ from support import run_python, spin_until
 
 import nvmeio
 from nvmeio._core import core as core_module
-from nvmeio._core.core import totals
+from nvmeio._core.core import metrics, totals
 from nvmeio.integrations import opentelemetry, prometheus
-from nvmeio.integrations._metrics import metrics
 
 NBYTES = 1 << 20
 
@@ -86,7 +85,7 @@ def test_a_forked_child_begins_at_nothing(tmp_path: Path) -> None:
     done = run_python(
         f"""
         import os, torch, warnings, nvmeio
-        from nvmeio._core.core import totals
+        from nvmeio._core.core import metrics, totals
         path = {str(tmp_path / "x")!r}
         warnings.simplefilter("ignore")
         with nvmeio.AioHandle(engine="threads") as closed:

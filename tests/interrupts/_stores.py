@@ -15,8 +15,8 @@ from interrupts._trials import Scenario
 from support import spin_until
 
 import nvmeio
-from nvmeio._blocks import catalog
-from nvmeio._blocks.store import BlockStore
+from nvmeio._kv_blocks import catalog
+from nvmeio._kv_blocks.store import BlockStore
 
 BLOCK = 10_000
 SLOT = 12_288

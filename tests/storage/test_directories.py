@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import nvmeio
-from nvmeio._blocks.store import BlockStore
+from nvmeio._kv_blocks.store import BlockStore
 from nvmeio._storage.durable import make_directory
 from nvmeio.inference.spilling import Spiller
 

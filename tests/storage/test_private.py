@@ -11,7 +11,7 @@ import torch
 from support import run_python
 
 from nvmeio._storage.durable import allocate, reserve
-from nvmeio._storage.guarded import create, make_private_directory, open_own
+from nvmeio._storage.untrusted import create, make_private_directory, open_own
 from nvmeio.errors import TransferError
 
 

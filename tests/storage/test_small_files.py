@@ -17,7 +17,7 @@ from support import new_descriptors, open_descriptors
 import nvmeio
 from nvmeio import tuned
 from nvmeio._formats import safetensors_shards
-from nvmeio._storage.guarded import SETTINGS_BYTES, read_small
+from nvmeio._storage.untrusted import SETTINGS_BYTES, read_small
 from nvmeio.checkpoint._manager import restoring, retention
 from nvmeio.checkpoint.safetensors import _holds
 from nvmeio.cli.tune import space

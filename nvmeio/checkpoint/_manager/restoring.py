@@ -14,8 +14,8 @@ from typing import Generic
 
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.long_call import LongCall
-from nvmeio._storage.guarded import INDEX_BYTES, detail_of, read_small
 from nvmeio._storage.locks import leads_to, reading
+from nvmeio._storage.untrusted import INDEX_BYTES, detail_of, read_small
 from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.retention import Generation
 from nvmeio.checkpoint._multi_rank.drives import OwnDrives, Save, parsed, parts_in

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 from nvmeio import _checks
 from nvmeio._storage.durable import check_above, rename, write_small
-from nvmeio._storage.guarded import create
 from nvmeio._storage.locks import lock_alone
 from nvmeio._storage.replace import SUFFIX, remove_leftovers, temporary_name
+from nvmeio._storage.untrusted import create
 from nvmeio.errors import TransferError, transfer_error
 
 logger = logging.getLogger("nvmeio")

@@ -21,9 +21,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from nvmeio._storage.durable import make_directory
-from nvmeio._storage.guarded import create
 from nvmeio._storage.locks import become_writer
 from nvmeio._storage.replace import temporary_name
+from nvmeio._storage.untrusted import create
 from nvmeio.checkpoint._manager import retention
 from nvmeio.errors import TransferError, counted, errno_of, naming
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nvmeio._storage.guarded import SETTINGS_BYTES, read_small
+from nvmeio._storage.untrusted import SETTINGS_BYTES, read_small
 from nvmeio.cli._terminal import binary_size, counted, parse_size
 from nvmeio.engines.base import Options
 from nvmeio.handle import MOST

@@ -2,7 +2,7 @@
 
 Reading order: `library` (where it is, the binding, its codes in words), `driver` (one a process,
 counted; what would hang or do harm is looked at first), `registry` (registered memory, registered
-files), `tasks` (what one call moves), `engine` (the threads that call it).
+files), `engine` (what one call moves, and the threads that call it).
 
 Importing any of them loads nothing: the library is loaded when an engine starts. It is bound
 through cffi's ABI mode, so nothing of CUDA is needed to build nvmeio.

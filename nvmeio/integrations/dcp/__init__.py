@@ -49,8 +49,8 @@ from nvmeio import _checks
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._storage.durable import make_directory
-from nvmeio._storage.guarded import detail_of, read_small
 from nvmeio._storage.replace import replace_file
+from nvmeio._storage.untrusted import detail_of, read_small
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.errors import IntegrityError, transfer_error
 from nvmeio.handle import AioHandle

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from nvmeio._formats import torch_zip
 from nvmeio._formats.safetensors_shards import is_inside
-from nvmeio._storage.guarded import read_small
+from nvmeio._storage.untrusted import read_small
 from nvmeio.errors import IntegrityError
 
 # What torch's planners and writers put there, of torch 2.1 and of now.

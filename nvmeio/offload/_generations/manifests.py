@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._memory import devices
-from nvmeio._storage import guarded
+from nvmeio._storage import untrusted
 from nvmeio._storage.durable import write_small
-from nvmeio._storage.guarded import detail_of, read_small
+from nvmeio._storage.untrusted import detail_of, read_small
 from nvmeio.errors import IntegrityError, counted, naming, transfer_error
 
 _MAGIC = b"nvmeio-swap 2\n"
@@ -161,7 +161,7 @@ def place(directory: str, generation: int) -> str:
 def _write(path: str, data: bytes, offset: int, durable: bool = False) -> None:
     with naming("write", path):
         sync = os.fdatasync if durable else None
-        write_small(guarded.open_own(path), data, sync, offset)
+        write_small(untrusted.open_own(path), data, sync, offset)
 
 
 class UnusableGeneration(NamedTuple):

@@ -17,7 +17,7 @@ from nvmeio import _checks
 from nvmeio._bindings import memory_at
 from nvmeio._checks import Paths
 from nvmeio._io.drives import StripedFile
-from nvmeio._storage import crc32, durable, guarded
+from nvmeio._storage import crc32, durable, untrusted
 from nvmeio._storage.durable import make_directory
 from nvmeio._threads.closing import do_all, on_error
 from nvmeio.errors import IntegrityError, TransferError, transfer_error
@@ -355,8 +355,8 @@ def copy_files(
 
 def _make(above: str, target: str) -> None:
     try:
-        make_directory(above, mode=guarded.DIRECTORY_MODE)
-        guarded.make_private_directory(target)
+        make_directory(above, mode=untrusted.DIRECTORY_MODE)
+        untrusted.make_private_directory(target)
         if any(entry != LOCK for entry in os.listdir(target)):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
     except OSError as failed:
@@ -389,7 +389,7 @@ def copy_file(source: str, target: str, check: Callable[[], None] = lambda: None
     """
     reading = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        writing = guarded.create(target)
+        writing = untrusted.create(target)
         try:
             try:
                 fcntl.ioctl(writing, _FICLONE, reading)

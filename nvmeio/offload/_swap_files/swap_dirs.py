@@ -26,8 +26,8 @@ from nvmeio import _checks, files
 from nvmeio._checks import Paths
 from nvmeio._distributed.rank_store import several
 from nvmeio._io.drives import StripedFile, Striping, weights_of
-from nvmeio._storage import durable, guarded
-from nvmeio._storage.guarded import SETTINGS_BYTES, detail_of, read_small
+from nvmeio._storage import durable, untrusted
+from nvmeio._storage.untrusted import SETTINGS_BYTES, detail_of, read_small
 from nvmeio._threads import shutdown
 from nvmeio._threads.closing import do_all, on_error
 from nvmeio.errors import IntegrityError, TransferError, counted, naming, transfer_error
@@ -62,7 +62,7 @@ class SwapDir:
         above = _checks.directory_path("swap_dir", parent)
         self._above = ""  # that was made for this
         if not os.path.lexists(above):
-            durable.make_directory(above, mode=guarded.DIRECTORY_MODE)
+            durable.make_directory(above, mode=untrusted.DIRECTORY_MODE)
             self._above = above
         elif not os.path.isdir(above):
             raise TransferError(
@@ -86,9 +86,9 @@ class SwapDir:
     def _locked(self) -> int:
         lock = self.file(LOCK)
         while True:
-            guarded.make_private_directory(self.path)
+            untrusted.make_private_directory(self.path)
             try:
-                fd = guarded.open_own(lock)
+                fd = untrusted.open_own(lock)
             except FileNotFoundError:
                 continue  # its owner removed the directory meanwhile
             try:
@@ -123,7 +123,7 @@ class SwapDir:
         """
         for name in OURS:
             if os.path.lexists(self.file(name)):
-                os.close(guarded.open_own(self.file(name)))
+                os.close(untrusted.open_own(self.file(name)))
 
     def clean(self, names: Sequence[str] = OURS) -> None:
         """Remove what a dead process left. What is not ours by its name stays.
@@ -162,7 +162,7 @@ class SwapDir:
         path = self.file(name)
         fresh = [] if os.path.lexists(path) else [path]
         with on_error(_unlink, fresh):
-            fd = guarded.open_own(path)
+            fd = untrusted.open_own(path)
             try:
                 durable.reserve(fd, nbytes, path)
             finally:
@@ -278,7 +278,7 @@ class SwapDirs:
         }
         place = os.path.join(path, RECORD)
         with naming("write", place):
-            durable.write_small(guarded.create(place), json.dumps(record).encode(), os.fsync)
+            durable.write_small(untrusted.create(place), json.dumps(record).encode(), os.fsync)
 
     def _found(self) -> bool:
         """Take up what is there; False where nothing was completed."""

@@ -29,7 +29,7 @@ from nvmeio._checks import Paths
 from nvmeio._io.drives import DriveHandles, ScratchFile
 from nvmeio._io.inflight import MOST_BYTES
 from nvmeio._io.long_call import profiled
-from nvmeio._storage import crc32, durable, guarded
+from nvmeio._storage import crc32, durable, untrusted
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio._threads.shutdown import Ending, open_owned
@@ -82,7 +82,7 @@ class ActivationStore:
         ending = Ending(self._owner, self._close)
         paths = _checks.directory_paths("swap_dir", swap_dir)
         for path in paths:
-            durable.make_directory(path, mode=guarded.DIRECTORY_MODE, durable=False)
+            durable.make_directory(path, mode=untrusted.DIRECTORY_MODE, durable=False)
         self._file = ScratchFile(paths)
         self._resources.callback(self._file.close)
         self._handles = DriveHandles(handle, paths)

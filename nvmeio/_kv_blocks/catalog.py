@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from nvmeio._blocks.table import WRITER_BYTES, NotATable, Table
+from nvmeio._kv_blocks.table import WRITER_BYTES, NotATable, Table
 from nvmeio._pages import round_up
 from nvmeio._storage.durable import free_bytes, make_directory, reserve
-from nvmeio._storage.guarded import make_private_directory, open_own
 from nvmeio._storage.locks import become_writer
+from nvmeio._storage.untrusted import make_private_directory, open_own
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.shutdown import wait_for_those_that_end
 from nvmeio.errors import TransferError, errno_of

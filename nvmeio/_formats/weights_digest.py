@@ -24,8 +24,8 @@ from typing import Any, Literal, NamedTuple
 
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._storage import crc32
-from nvmeio._storage.guarded import open_own
 from nvmeio._storage.replace import replace_file
+from nvmeio._storage.untrusted import open_own
 from nvmeio.errors import IntegrityError, NvmeioError, TransferError
 
 How = Literal["auto", "full", "samples"]

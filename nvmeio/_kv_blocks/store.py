@@ -30,11 +30,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from nvmeio import files
-from nvmeio._blocks.catalog import BlockPlace, Catalog
-from nvmeio._blocks.table import Key, names_of
-from nvmeio._blocks.transfers import InPlace, SlotPiece, StoreWorker, Transfers
 from nvmeio._checks import NotPickled
 from nvmeio._io.handles import new_handle
+from nvmeio._kv_blocks.catalog import BlockPlace, Catalog
+from nvmeio._kv_blocks.table import Key, names_of
+from nvmeio._kv_blocks.transfers import InPlace, SlotPiece, StoreWorker, Transfers
 from nvmeio._pages import round_up
 from nvmeio._storage import crc32
 from nvmeio._threads.closing import Closing

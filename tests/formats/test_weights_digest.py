@@ -12,17 +12,17 @@ import torch
 from integrations import kv_weights
 from safetensors.torch import load_file, save_file
 
-from nvmeio._formats import weight_files
-from nvmeio._formats.weight_files import ChangingError, look_at
+from nvmeio._formats import weights_digest
+from nvmeio._formats.weights_digest import ChangingError, look_at
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with each file that is read; what is found of one is remembered at once."""
-    monkeypatch.setattr(weight_files, "_SETTLED_NS", -(10**10))
+    monkeypatch.setattr(weights_digest, "_SETTLED_NS", -(10**10))
     calls: list[int] = []
-    whole = weight_files._whole
-    monkeypatch.setattr(weight_files, "_whole", lambda fd: calls.append(fd) or whole(fd))
+    whole = weights_digest._whole
+    monkeypatch.setattr(weights_digest, "_whole", lambda fd: calls.append(fd) or whole(fd))
     return calls
 
 
@@ -93,23 +93,23 @@ def test_samples_of_each_tensor_see_training_and_merging(tmp_path: Path) -> None
 
 
 def test_samples_lie_from_the_first_byte_to_the_last() -> None:
-    assert list(weight_files.samples(100, 4, 10)) == [0, 30, 60, 90]
-    assert list(weight_files.samples(25, 4, 10)) == [0, 7, 15]  # all bytes
-    assert list(weight_files.samples(9, 4, 10)) == [0]
-    assert list(weight_files.samples(0, 4, 10)) == []
-    assert list(weight_files.samples(100, 1, 10)) == [45]
+    assert list(weights_digest.samples(100, 4, 10)) == [0, 30, 60, 90]
+    assert list(weights_digest.samples(25, 4, 10)) == [0, 7, 15]  # all bytes
+    assert list(weights_digest.samples(9, 4, 10)) == [0]
+    assert list(weights_digest.samples(0, 4, 10)) == []
+    assert list(weights_digest.samples(100, 1, 10)) == [45]
 
 
 def test_what_is_being_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = kv_weights.made(tmp_path / "model")
-    whole = weight_files._whole
+    whole = weights_digest._whole
 
     def meanwhile(fd: int) -> str:
         with (model / kv_weights.NAME).open("ab") as file:
             file.write(b"more")
         return whole(fd)
 
-    monkeypatch.setattr(weight_files, "_whole", meanwhile)
+    monkeypatch.setattr(weights_digest, "_whole", meanwhile)
     with pytest.raises(ChangingError, match="was written to while it was read"):
         look_at(model)
 
