@@ -49,14 +49,7 @@ _FILES = (str, os.PathLike, int, File)
 
 
 class BatchMember:
-    """What a batch has to do with one file.
-
-    Attributes:
-        file: As the caller named it.
-        items: The numbers of its items.
-        opened: While it is open.
-        released: Whether it has been closed since.
-    """
+    """One file of a batch, and the numbers of the items that are moved to or from it."""
 
     __slots__ = ("file", "items", "opened", "released")
 
@@ -74,40 +67,29 @@ class BatchMember:
 
     @property
     def name(self) -> str:
-        """For messages."""
         file = self.file
         if isinstance(file, File):
             return file.path
         return f"descriptor {file}" if isinstance(file, int) else str(file)
 
     def open(self, writing: bool) -> Descriptors:
-        """Its descriptors.
-
-        Raises:
-            TransferError: As `files.acquire` does.
-        """
+        """Open the file, unless it is open; raises as `files.acquire` does."""
         if self.opened is None:
             self.released = False
             self.opened = files.acquire(self.file, writing)
         return self.opened
 
     def close(self) -> None:
-        """Give the descriptors back; OSError where closing tells of an error, and then again."""
+        """Release the descriptors. If closing raises OSError, another call raises it again."""
         if self.opened is not None:
             self.opened.release(self)
             self.opened = None
 
 
 class Batch:
-    """What a batch moves, and where to.
+    """The memories of a batch, their offsets in the files, and the files.
 
-    Args:
-        memories: Of the tensors.
-        held: What holds their storages, where a memory does not itself; ends with the batch.
-
-    Attributes:
-        parts: Which of them belong to which file.
-        offsets: Where in its file each of them begins.
+    `held` holds the storages of those memories that hold none themselves, until `end`.
     """
 
     __slots__ = ("held", "memories", "offsets", "parts")
@@ -119,7 +101,6 @@ class Batch:
         self.offsets: list[int] = []
 
     def end(self) -> None:
-        """Let go of the memory."""
         holds.end(self.held)
         for memory in self.memories:
             if memory.held is not None:
@@ -132,21 +113,16 @@ def memories_of(
     memory_of: Callable[[Data], tuple[Mover, Memory]],
     usual: Mover | None,
 ) -> tuple[Mover | None, list[Memory], Any]:
-    """The memory of many tensors, and who moves it.
+    """Get the memory of many tensors, and the one mover of all of it.
 
-    Args:
-        opcode: Whether it is read into, or written.
-        tensors: What the caller gave.
-        memory_of: A single one's, and who moves it.
-        usual: Who moves memory that is used where it lies; None to ask `memory_of` for each.
-
-    Returns:
-        Who moves all of it (None if there is none), the memory, and a hold on what is used where it
-        lies.
+    `usual` moves memory in place; if it is None, `memory_of` is asked for every tensor. The mover
+    is None if there are no tensors. The last thing returned is the hold on all memory used in
+    place.
 
     Raises:
         TypeError: Something has no memory.
-        ValueError: Not the same moves all of it.
+        ValueError: The tensors have different movers, because they lie on different kinds of
+            devices.
     """
     if isinstance(tensors, (torch.Tensor, bytes, bytearray)) or not isinstance(tensors, Sequence):
         raise TypeError(f"tensors must be a list of them, not {an(type(tensors).__name__)}")
@@ -191,12 +167,12 @@ def _asked(
 def laid_out(
     opcode: Opcode, memories: list[Memory], held: Any, files: Files, file_offsets: BatchOffsets
 ) -> Batch:
-    """Make a batch of memory and the hold on it; the hold ends with it, or now if this raises.
+    """Make a batch, which takes over the hold on its memory; the hold ends now if this raises.
 
     Raises:
-        TypeError: A file is none, or offsets are no integers.
-        ValueError: There are not as many as memories, or a piece would lie outside of any file, or
-            over another that is written.
+        TypeError: A file or the offsets are of a wrong type.
+        ValueError: Their numbers differ, or an item lies outside of any file or over another that
+            is written.
     """
     batch = Batch(memories, held)
     try:
@@ -292,14 +268,7 @@ def _check_apart(part: BatchMember, offsets: list[int], sizes: list[int]) -> Non
 
 
 class BatchRecord(Record):
-    """A batch of a core's.
-
-    Args:
-        token: Its name in completion queues.
-        opcode: What it does.
-        batch: To what.
-        planner: The core's.
-    """
+    """A batch in flight: opens files in waves, and retries what was refused as direct I/O."""
 
     __slots__ = (
         "_again",
@@ -504,7 +473,6 @@ class BatchRecord(Record):
         return planned
 
     def _note(self, miscounted: Counter[str]) -> None:
-        """Note how the wave ended."""
         request: Any = self.request
         if request is self._noted:  # handed on twice
             return
@@ -538,18 +506,17 @@ class BatchRecord(Record):
                 self._failures[item] = failed
 
     def _fail(self, items: Sequence[int], failed: TransferError, miscounted: Counter[str]) -> None:
-        """None of these is given to the engine."""
+        """Count items that the engine is never given."""
         miscounted.update(operations=len(items), errors=len(items))
         self._failures.update(dict.fromkeys(items, failed))
 
     def _close_now(self, part: BatchMember) -> None:
-        """Between two waves."""
         lost = self._close(part)
         if lost is not None:
             self._failures.setdefault(part.items[0], lost)
 
     def _close(self, part: BatchMember) -> TransferError | None:
-        """Close a file; NFS and friends report lost writes here (man 2 close).
+        """Close a file; NFS and others report lost writes here (man 2 close).
 
         It may be done again: the error is noted before the file counts as closed.
         """

@@ -28,10 +28,8 @@ logger = logging.getLogger("nvmeio")
 class CompletionQueues:
     """The completion queues of one handle.
 
-    Args:
-        engine: Makes the completion queues.
-        reap: Concludes what has arrived at a completion queue: ``reap(cq, may_block)``.
-        orphaned: Told of a queue whose loop was closed, before the queue is closed too.
+    `reap(cq, may_block)` concludes what has arrived at a queue. `orphaned` is called with the queue
+    of a closed loop before that is closed.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class CompletionQueues:
     def of(self, loop: asyncio.AbstractEventLoop) -> CompletionQueue:
         """The completion queue that a loop watches; called in the loop's own thread.
 
-        After `release` that is the default one, at which nothing arrives any more.
+        After `release` it is the default one, at which nothing arrives any more.
         """
         latest, cq = self.latest
         if latest is loop:
@@ -192,11 +190,9 @@ def wake(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
 
 
 class QueueThread:
-    """A thread that works off what others hand it, one after the other; begun with the first.
+    """A thread that calls `work`, which must not raise, with each item handed to it, in order.
 
-    Args:
-        name: The thread's.
-        work: Called with each; must not raise.
+    The first item starts the thread.
     """
 
     def __init__(self, name: str, work: Callable[[Any], None]) -> None:

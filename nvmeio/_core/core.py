@@ -59,18 +59,10 @@ _MOST_GONE = 256  # then they are added up
 
 
 class Core:
-    """Starts operations on an engine; outlives its handle while one of them is in flight.
+    """Starts operations on a started engine of its own; outlives its handle while one is in flight.
 
-    Args:
-        engine: Is started, and this core's alone.
-        planner: Makes the transfer that the engine is given.
-        below: The core whose engine this one's works through; it has to be closed later.
-
-    Attributes:
-        live: What is in flight.
-        reaper: Ends it.
-        watchers: Who is told.
-        queues: Where completions arrive.
+    `planner` makes the engine's transfers. `below` is the core whose engine this one works through;
+    it is closed after this one.
     """
 
     def __init__(
@@ -98,7 +90,7 @@ class Core:
         check: Callable[[], None] | None = None,
         places: RowPlaces | None = None,
     ) -> Record:
-        """Start a read or write; failures of the open are the record's, not the call's.
+        """Start a read or write. If the file cannot be opened, the record fails, not the call.
 
         `check` runs after success, off the event loop; what it raises is the record's error. With
         `places` it is a gather or scatter.
@@ -124,7 +116,7 @@ class Core:
         return self._submit(record, transfer)
 
     def start_batch(self, opcode: Opcode, batch: Batch) -> Record:
-        """Start reads or writes of many; failures of theirs are the record's, not the call's."""
+        """Start a batch. If a file cannot be opened, the record fails, not the call."""
         record = BatchRecord(next(self.live.tokens), opcode, batch, self.planner)
         try:
             transfers, miscounted = record.go_on()
@@ -164,7 +156,7 @@ class Core:
         return record
 
     def withdraw(self, record: Record) -> None:
-        """The start failed or was interrupted; one that has begun after all goes on."""
+        """Undo a start that failed or was interrupted; what has begun after all goes on."""
         request = record.request
         if request is not None and request.started():
             request.start()  # whoever is to be woken by that may not have been
@@ -185,7 +177,7 @@ class Core:
     # --- closing --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Refuse, drain, release; failures that nobody has seen are left to `take`."""
+        """Refuse, drain, release; `take` still has the failures that nobody has seen."""
         if self.live.forked:
             return
         self.live.refuse()
@@ -215,7 +207,7 @@ class Core:
             logger.error("an operation of a dropped handle failed: %s", failed)
 
     def release(self) -> None:
-        """Give back what the kernel gave; nothing is in flight."""
+        """Give back what the kernel gave. Nothing may be in flight."""
         # On a loop an interrupt may come after each of these: each may be done again.
         with self._releasing:
             if self._shut:
@@ -228,7 +220,7 @@ class Core:
 
     @property
     def released(self) -> bool:
-        """Whether all is given back, or another process's."""
+        """Whether everything is given back, or belongs to the process this one was forked from."""
         return self._shut or self.live.forked
 
     def counters(self) -> Counters:
@@ -259,7 +251,6 @@ class Core:
 
 
 def _forget(core: Core) -> None:
-    """Forget a core that has given everything back."""
     counted = _counted(core)._replace(in_flight=0)
     with _lock:
         if core not in unreleased:
@@ -284,15 +275,7 @@ def totals() -> tuple[Counters, int]:
 
 
 class Metric(NamedTuple):
-    """One number.
-
-    Attributes:
-        name: Without the prefix.
-        unit: "bytes" or "".
-        value: What it is now.
-        what: Described.
-        grows: Whether it never goes back.
-    """
+    """A number for monitoring: `name` has no prefix, `unit` is "bytes" or ""."""
 
     name: str
     unit: str
@@ -302,7 +285,7 @@ class Metric(NamedTuple):
 
 
 def metrics() -> list[Metric]:
-    """What monitoring systems are told; none of the counters ever goes back."""
+    """The numbers for monitoring systems; those with `grows` never go back."""
     moved, handles = totals()
     return [
         Metric("read", "bytes", moved.bytes_read, "Bytes read."),
@@ -326,7 +309,7 @@ def _added_up(counters: Iterable[Counters]) -> Counters:
 
 
 def _counted(core: Core) -> Counters:
-    """A core's own: what a ring's pieces were is counted by the host's engine."""
+    """A core's own counters: the host's engine counts the pieces that a ring moves through it."""
     counters = core.counters()
     if not isinstance(core.engine, RingEngine):
         return counters
@@ -357,13 +340,10 @@ shutdown.at_exit_last(_at_exit)
 
 
 class Cores:
-    """One core, and up to two more for device memory.
+    """A handle's cores: `host` for host memory and syncs, up to two more for device memory.
 
-    Args:
-        host: Moves host memory, and syncs files.
-        make_device: Makes the core for device memory from the host's, at the first such transfer.
-        make_rows: The same for gathers and scatters of device memory; None where that core moves
-            them as well.
+    `make_device` makes the second from the host's at the first such transfer, `make_rows` the one
+    for gathers and scatters of device memory; None if the device's core moves these as well.
     """
 
     def __init__(
@@ -380,15 +360,10 @@ class Cores:
 
     @property
     def device(self) -> Core:
-        """The core for device memory; made now if there is none yet.
-
-        Raises:
-            ClosedError: The handle is closed.
-        """
+        """The core for device memory, made if need be; ClosedError if the handle is closed."""
         return self._above.get("device") or self.make_device()
 
     def make_device(self) -> Core:
-        """The same, for the sake of making it."""
         return run_interruptible(partial(self._made, "device", self._make_device))
 
     def _made(self, moves: str, make: Callable[[Core], Core]) -> Core:
@@ -400,11 +375,7 @@ class Cores:
 
     @property
     def device_rows(self) -> Core:
-        """The core for rows in device memory; made now if there is none yet.
-
-        Raises:
-            ClosedError: The handle is closed.
-        """
+        """The core for rows in device memory, made if need be; errors as `device`."""
         if self._make_rows is None:
             return self.device
         make = partial(self._made, "rows", self._make_rows)
@@ -499,7 +470,6 @@ class Cores:
 
     @property
     def closed(self) -> bool:
-        """Whether operations are refused."""
         return bool(self.host.live.refusal)
 
     @property
@@ -509,11 +479,9 @@ class Cores:
 
     @property
     def in_flight(self) -> int:
-        """Operations that have been started and are not over."""
         return sum(len(core.live) for core in self._all())
 
     def counters(self) -> Counters:
-        """Both engines' counters, each transfer counted once."""
         return counted_by(self._all())
 
 
@@ -525,7 +493,7 @@ def ring_core(copier: Copier, ring_bytes: int, options: Options, host: Core) -> 
 
 
 def _user_of(storage: int) -> Record | None:
-    """What is in flight in a storage, given its `_cdata`."""
+    """The record in flight that uses a storage, given its `_cdata`."""
     users = (core.live.user_of(storage) for core in list(unreleased))
     return next((user for user in users if user is not None), None)
 

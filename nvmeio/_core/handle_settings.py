@@ -127,16 +127,9 @@ def checked_options(
     overlap_events: bool,
     lanes: int,
 ) -> Options:
-    """What a handle was given, as options within bounds.
+    """Check what a handle was given, and make its options.
 
-    Args:
-        kind: The handle's class, for messages.
-        words: Other names of `lanes`.
-        block_size: In bytes, or a text such as "1M".
-        queue_depth: Blocks a lane.
-        single_submit: See `Options`, as for the others.
-        overlap_events: Likewise.
-        lanes: `intra_op_parallelism`.
+    `kind` is the handle's class, for messages; `words` are other names of `lanes`.
 
     Raises:
         TypeError: There is no such argument, or one of another type.
@@ -159,9 +152,8 @@ def checked_options(
 def parallelism(kind: type[Any], words: dict[str, Any], given: int) -> int:
     """`intra_op_parallelism` of a handle's class, or what `DeepSpeedWords` say it is.
 
-    Raises:
-        TypeError: One is none of these; names what is nearest.
-        ValueError: Two say different numbers, or one is out of range.
+    Raises TypeError for an unknown word, naming the nearest; ValueError if two say different
+    numbers.
     """
     takes = inspect.signature(kind).parameters
     known = list(DeepSpeedWords.__annotations__)

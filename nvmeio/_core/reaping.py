@@ -32,12 +32,7 @@ _running_loop = asyncio._get_running_loop
 
 
 class Reaper:
-    """Settles the records of a core.
-
-    Args:
-        engine: Has their requests.
-        live: Has those that are in flight.
-    """
+    """Settles the records of a core."""
 
     def __init__(self, engine: Engine, live: LiveRecords) -> None:
         self._engine = engine
@@ -45,7 +40,7 @@ class Reaper:
         self._finisher = QueueThread("nvmeio-finish", self._finish_again)
 
     def reap(self, cq: CompletionQueue, may_block: bool) -> None:
-        """Conclude what has arrived at a queue; without `may_block`, long work is handed on."""
+        """Conclude what arrived at a queue; without `may_block`, long work is handed on."""
         tokens, moved = base.peek_ends(cq)
         if not tokens:
             return
@@ -119,7 +114,7 @@ class Reaper:
             raise
 
     def _finish(self, record: Record, may_block: bool) -> None:
-        """Called by the claimer; once more does no harm."""
+        """Settle a record for its claimer; once more does no harm."""
         if record.state != "pending":
             self.publish(record, record.state)
             return
@@ -129,7 +124,7 @@ class Reaper:
             self._settle(record, "failed", failed)
 
     def _finish_again(self, record: Record) -> None:
-        """The finisher's work."""
+        """Do the finisher's work on one record."""
         request = record.request
         while record.state == "pending" and request is not None and not request.wait(_SLICE_S):
             continue  # handed on twice by an interrupt, and begun again in between
@@ -149,7 +144,6 @@ class Reaper:
         self._finisher.hand(record)
 
     def _conclude(self, record: Record, may_block: bool) -> None:
-        """Conclude an operation that the kernel is done with."""
         request = record.request
         assert request is not None
         moved = request.moved()
@@ -193,7 +187,7 @@ class Reaper:
         return True
 
     def _settle(self, record: Record, state: str, error: BaseException | None) -> None:
-        """The end of an operation; for its claimer."""
+        """End an operation; called by its claimer."""
         lost = record.let_go()
         if lost is not None:
             state, error = "failed", error or lost
@@ -201,7 +195,7 @@ class Reaper:
         self.publish(record, state)
 
     def publish(self, record: Record, state: str) -> None:
-        """The state of a record is this from now on; whoever waits for it is told."""
+        """Set the final state of a record, and wake everybody who waits for it."""
         with self._live.lock:
             self._live.end(record, state)
         self._tell(record)
@@ -221,23 +215,12 @@ class Reaper:
             callbacks.pop(0)
 
     def close(self) -> None:
-        """Nothing is in flight any more; may be called again."""
+        """End the finisher. Nothing may be in flight; may be called again."""
         self._finisher.close()
 
 
 class Watchers:
-    """Keeps who waits for records of a core, and tells them.
-
-    Args:
-        engine: Makes the completion queues.
-        live: Has the records that are in flight.
-        reaper: Concludes them.
-
-    Attributes:
-        queues: Where completions arrive.
-        poll: See `Reaper.poll`.
-        retrieved: See `LiveRecords.retrieved`.
-    """
+    """Knows who waits for records of a core, and wakes them."""
 
     def __init__(self, engine: Engine, live: LiveRecords, reaper: Reaper) -> None:
         self._live = live

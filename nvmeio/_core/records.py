@@ -37,17 +37,10 @@ logger = logging.getLogger("nvmeio")
 
 
 class Record:
-    """One operation of a core's.
+    """One operation of a core.
 
-    Args:
-        token: Its name in completion queues.
-        opcode: What it does.
-        memory: What it moves; None for an fsync.
-        path: The file, as the caller named it.
-        file_offset: Where in the file it begins, in bytes.
-        nbytes: How many bytes it moves.
-        check: Runs after success, off the event loop.
-        places: Of a gather or scatter: where its rows lie.
+    `memory` is None for an fsync. `check` runs after success, off the event loop. `places` says
+    where the rows of a gather or scatter lie.
     """
 
     # What most never have is looked up here, and not written down for each: that cost 0.4 us.
@@ -107,22 +100,19 @@ class Record:
 
     @property
     def name(self) -> str:
-        """What the operation is called."""
         return (NAMES if self.rows is None else ROWS_NAMES)[self.opcode]
 
     def writes_to(self, inode: tuple[int, int]) -> bool:
-        """Whether it writes to this file."""
         opened = self.opened
         return self.opcode is base.Opcode.WRITE and opened is not None and opened.inode == inode
 
     def outcome(self) -> base.Outcome:
-        """What the engine tells of it, once the kernel is done."""
+        """What the engine says of it, once the kernel is done."""
         return NOTHING if self.request is None else self.request.outcome()
 
     # --- for the core, in this order --------------------------------------------------------
 
     def prepare(self, engine: base.Engine, cq: base.CompletionQueue, transfer: Any) -> base.Request:
-        """The engine's request for it."""
         return base.prepare(engine, cq, self.token, transfer, self.rows)
 
     def cancel(self) -> None:
@@ -139,7 +129,7 @@ class Record:
     def go_on(self) -> tuple[base.Transfer | list[base.Transfer] | None, dict[str, int]]:
         """The engine's next step, if any, and the correction of its counters.
 
-        Here what it refused as direct I/O, without.
+        Here that is a direct transfer that was refused, done again as a buffered one.
         """
         opened, memory = self.opened, self.memory
         assert opened is not None and memory is not None
@@ -158,16 +148,14 @@ class Record:
         return any(keep._cdata == storage for keep in kept)
 
     def touch(self) -> None:
-        """Tell torch what was changed, however it ended: some bytes may have arrived."""
+        """Tell torch that the tensor was changed, however it ended: some bytes may have arrived."""
         if self.changed is not None:
             touch(self.changed)
 
     def dropped(self, moved: int) -> bool:
-        """Whether it was cancelled."""
         return moved == -errno.ECANCELED
 
     def failure(self, moved: int) -> BaseException | None:
-        """The error that the outcome stands for."""
         if moved == self.nbytes or self._is_no_sync(moved):
             return None
         outcome = self.outcome()
@@ -178,7 +166,6 @@ class Record:
         return moved == -errno.EINVAL and self.opcode >= base.Opcode.FSYNC
 
     def has_last_steps(self, moved: int) -> bool:
-        """Whether something follows a transfer that went well."""
         memory = self.memory
         return (
             self.check is not None
@@ -187,7 +174,7 @@ class Record:
         )
 
     def last_steps(self, moved: int) -> None:
-        """Do the last steps, which may take long."""
+        """Do what follows a transfer that went well; may take long."""
         if self._is_no_sync(moved):
             self._sync_here()
         memory, check = self.memory, self.check
@@ -204,9 +191,9 @@ class Record:
             (os.fsync if self.opcode is base.Opcode.FSYNC else os.fdatasync)(fd)
 
     def let_go(self) -> TransferError | None:
-        """Give memory and file back; the error of closing the file, if there is one.
+        """Give memory and file back, and return the error of closing the file, if there is one.
 
-        It may be done again, and tells the same then.
+        It may be done again, and returns the same then.
         """
         memory, places = self.memory, self.places
         if memory is not None:
@@ -217,7 +204,7 @@ class Record:
         return self._let_go_of_file()
 
     def let_go_whole(self) -> TransferError | None:
-        """`let_go`, for one that was moved whole."""
+        """`let_go` of one that was moved whole."""
         return self.let_go()
 
     def _let_go_of_file(self) -> TransferError | None:
@@ -245,15 +232,12 @@ class Record:
 
 
 def make_room(kind: type[Record], *names: str) -> None:
-    """Have records of a class keep what they are given while in flight without a dictionary each.
+    """Have records of a class keep their attributes without a dictionary each.
 
     From 3.11 on, Python lays objects out by the attributes that the first thirty of their class
     were given. In flight together, none of those has what comes last yet: each record then had a
-    dictionary made for it, a twentieth of what a short read takes.
-
-    Args:
-        kind: The class.
-        names: What its records have, and it has not.
+    dictionary made for it, a twentieth of what a short read takes. `names` are the attributes that
+    the class itself lacks.
     """
     record = kind.__new__(kind)
     known = [name for name in dir(kind) if not name.startswith("__")]
@@ -268,10 +252,8 @@ make_room(Record, "token", "opcode", "path", "file_offset", "nbytes", "waiters")
 def let_go_plain(records: list[Record]) -> bool:
     """Let go of records that went well and have no steps of their own, all at once.
 
-    It may be done twice. What the file's closing told is the record's error.
-
-    Returns:
-        False if torch refused to be told of them together: each is to be concluded by itself.
+    It may be done twice. An error of closing a file becomes its record's. False if torch refused to
+    be told of all together: each is to be concluded by itself.
     """
     changed = [record.changed for record in records if record.changed is not None]
     try:
@@ -308,7 +290,7 @@ def failure_of(outcome: base.Outcome, about: dict[str, Any]) -> BaseException:
 
 
 def copy_back(memory: Memory, about: dict[str, Any]) -> None:
-    """Move what was read through a copy on into the tensor."""
+    """Copy what was read elsewhere into the tensor."""
     if memory.copy_back is None:
         return
     try:
@@ -319,7 +301,7 @@ def copy_back(memory: Memory, about: dict[str, Any]) -> None:
 
 
 def refused_once(opcode: base.Opcode, refused: base.Outcome) -> dict[str, int]:
-    """How counters are to change where a transfer was refused, and is done again."""
+    """How to correct the counters if a transfer was refused and is done again."""
     return {
         "operations": -1,
         "errors": -1,
@@ -335,13 +317,10 @@ _FORKED = "this process was forked from the handle's owner: open a new handle he
 
 
 class LiveRecords:
-    """What a core has in flight, and whether it takes more.
+    """What a core has in flight, by token, and whether it takes more.
 
-    Attributes:
-        lock: Held while a record is claimed, moved to another queue or ended.
-        records: In flight, by token. Others may be taken in at any time, also with the lock held.
-        tokens: Names for records.
-        refusal: Why none is taken in any more, or "".
+    `lock` is held while a record is claimed, moved to another queue or ended; records are taken in
+    without it. `refusal` says why none is taken in any more, or is "".
     """
 
     def __init__(self) -> None:
@@ -367,20 +346,15 @@ class LiveRecords:
 
     @property
     def forked(self) -> bool:
-        """Whether all of it is another process's."""
+        """Whether all of it belongs to the process that this one was forked from."""
         return self.refusal is _FORKED
 
     def refuse(self) -> None:
-        """Take no record in from now on."""
         with self.lock:
             self.refusal = self.refusal or _CLOSED
 
     def add(self, record: Record) -> None:
-        """Take a record in.
-
-        Raises:
-            ClosedError: None is taken any more.
-        """
+        """Take a record in; ClosedError if none is taken any more."""
         # Without the lock: whoever refuses looks for records after that. One sees the other.
         self.records[record.token] = record
         if self.refusal:
@@ -393,7 +367,7 @@ class LiveRecords:
             self.records.pop(record.token, None)
 
     def rename(self, record: Record) -> None:
-        """With the lock held: give it a new token; whoever has the old one can do nothing."""
+        """With the lock held: give it a new token. Whoever has the old one can do nothing."""
         token = next(self.tokens)
         self.records[token] = self.records.pop(record.token)
         record.token = token
@@ -409,7 +383,7 @@ class LiveRecords:
             self._finished += 1
 
     def end_all(self, records: list[Record]) -> None:
-        """End records, as their errors say. Idempotent."""
+        """End records as finished, or as failed if they have an error. Idempotent."""
         with self.lock:
             for record in records:
                 if record.error is not None:
@@ -420,7 +394,7 @@ class LiveRecords:
                     self._finished += 1
 
     def end_at_once(self, record: Record, failure: BaseException | None) -> Record:
-        """A record is over that was never in flight; the same record."""
+        """End a record that was never in flight, and return it."""
         with self.lock:
             record.error, record.state = failure, "finished" if failure is None else "failed"
             self._finished += 1
@@ -429,7 +403,7 @@ class LiveRecords:
         return record
 
     def retrieved(self, record: Record) -> None:
-        """Somebody has seen the record's error; `take` need not tell it again."""
+        """Somebody has seen the record's error; `take` need not report it again."""
         if self._failed:
             self._failed.pop(record.token, None)
 
@@ -445,7 +419,7 @@ class LiveRecords:
     # --- looking ------------------------------------------------------------------------------
 
     def any(self) -> Record | None:
-        """One that is in flight."""
+        """Any record that is in flight."""
         with self.lock:
             while self.records:
                 try:
@@ -458,7 +432,7 @@ class LiveRecords:
         return None
 
     def at(self, cq: base.CompletionQueue) -> list[Record]:
-        """With the lock held: those whose end is to be reported at a completion queue."""
+        """With the lock held: the records whose end is to be reported at a completion queue."""
         return [record for record in list(self.records.values()) if record.home is cq]
 
     def writes_to(self, inode: tuple[int, int]) -> list[Record]:
@@ -467,7 +441,7 @@ class LiveRecords:
             return [record for record in list(self.records.values()) if record.writes_to(inode)]
 
     def user_of(self, storage: int) -> Record | None:
-        """What is in flight in a storage, given its `_cdata`."""
+        """The record in flight that uses a storage, given its `_cdata`."""
         return next((r for r in list(self.records.values()) if r.uses(storage)), None)
 
     def __len__(self) -> int:
@@ -476,13 +450,13 @@ class LiveRecords:
     # --- counting -----------------------------------------------------------------------------
 
     def count(self, **more: int) -> None:
-        """What the engine's counters lack (or, negative, have too much)."""
+        """Add to what the engine's counters lack (or, negative, have too much)."""
         with self.lock:
             sums = {name: getattr(self._unissued, name) + n for name, n in more.items()}
             self._unissued = self._unissued._replace(**sums)
 
     def corrected(self, counters: base.Counters) -> base.Counters:
-        """The engine's counters with that."""
+        """The engine's counters with what they lack."""
         with self.lock:
             pairs = zip(counters, self._unissued, strict=True)
             return base.Counters(*(sum(pair) for pair in pairs))._replace(
