@@ -58,11 +58,8 @@ class User(Protocol):
 class Descriptors:
     """The descriptors of one open file, closed when their last user has released them.
 
-    Attributes:
-        path: The file as the caller named it, for messages.
-        direct_fd: Opened with O_DIRECT, or -1.
-        alignment: What direct I/O needs here; ``(0, 0)`` without it.
-        inode: Device and inode number: which file this is, whatever it was called.
+    `path` is the caller's, for messages. `direct_fd` is -1 if the file takes no direct I/O, and
+    `alignment` is ``(0, 0)`` then. `inode` is device and inode number.
     """
 
     __slots__ = (
@@ -103,10 +100,9 @@ class Descriptors:
 
     @classmethod
     def open(cls, path: str, flags: int) -> Descriptors:
-        """Open a path, with O_DIRECT where the file system takes it.
+        """Open a path, with O_DIRECT if the file system takes it.
 
-        Raises:
-            TransferError: The open failed, or the path is no regular file or block device.
+        Raises TransferError, also if the path is no regular file or block device.
         """
         # O_NONBLOCK: opening a FIFO without a peer would block for ever. Regular files ignore it.
         flags |= os.O_CLOEXEC | os.O_NONBLOCK
@@ -138,10 +134,9 @@ class Descriptors:
 
     @classmethod
     def borrow(cls, fd: int, writing: bool | None) -> Descriptors:
-        """Duplicate (and reopen with O_DIRECT where that works) a descriptor of the caller's.
+        """Duplicate (and reopen with O_DIRECT if that works) a descriptor of the caller's.
 
-        Raises:
-            TransferError: It is closed, of the wrong direction, or has no offsets (a pipe).
+        Raises TransferError if it is closed, of the wrong direction, or has no offsets (a pipe).
         """
         path = f"descriptor {fd}"
         try:
@@ -191,11 +186,7 @@ class Descriptors:
         return self
 
     def hold(self, holder: object) -> None:
-        """As `retain`, without a lock, for users that call `let_go` any number of times.
-
-        Raises:
-            ClosedError: As `retain`.
-        """
+        """Do as `retain`, without a lock, for users that call `let_go` any number of times."""
         # Whoever releases last looks for holders after that: one of both sees the other.
         self.holders.add(holder)
         if not self._users:
@@ -204,24 +195,16 @@ class Descriptors:
             raise ClosedError(f"{self.path} is closed; open it again with nvmeio.open")
 
     def let_go(self, holder: object) -> None:
-        """Undo `hold`; the last user closes.
-
-        Raises:
-            OSError: As `release`, and the same one whenever it is done again.
-        """
+        """Undo `hold`; the last user closes. It raises as `release`, also when done again."""
         self.holders.discard(holder)
         if not self._users:
             self._close_unused()
 
     def release(self, user: User | None = None) -> None:
-        """One user less; the last one closes.
+        """Count one user less; the last one closes. OSError: that failed, data may be lost.
 
-        Args:
-            user: May release it once more where an interrupt (Ctrl-C) came between, and is told of
-                the same error then.
-
-        Raises:
-            OSError: Closing failed, and data may be lost.
+        A `user` may do it once more if an interrupt (Ctrl-C) came between, and gets the same error
+        then.
         """
         with self._lock:
             if user is None:
@@ -250,11 +233,7 @@ class Descriptors:
         self._before_close = (*self._before_close, step)
 
     def buffered_fd(self) -> int:
-        """The descriptor without O_DIRECT, opened at its first use.
-
-        Raises:
-            TransferError: It could not be opened.
-        """
+        """The descriptor without O_DIRECT, opened at its first use."""
         if self._buffered_fd < 0:
             with self._lock:
                 if self._buffered_fd < 0:
@@ -289,15 +268,13 @@ def _checked_facts(fd: int, path: str) -> FileFacts:
 
 
 def open_error(code: int, path: str, detail: str = "") -> TransferError:
-    """The error of a file that could not be opened."""
     return TransferError(code, operation="open", path=path, detail=detail)
 
 
 def alignment_of(fd: int, facts: FileFacts, path: str) -> Alignment:
     """What direct I/O needs on an open file.
 
-    Raises:
-        TransferError: It had to be tried, and failed for another reason than that there is none.
+    Raises TransferError if it had to be tried, and failed otherwise than by being refused.
     """
     if facts.offset_alignment is not None and facts.memory_alignment is not None:
         return Alignment(facts.offset_alignment, facts.memory_alignment)

@@ -52,8 +52,8 @@ def parse_mountinfo(text: str) -> list[Mount]:
 def find_mount(directory: Path) -> Mount | None:
     """The mount that a directory lies in.
 
-    By mount id, for neither the longest matching path (mounts may hide one another) nor the device
-    number (btrfs gives each subvolume its own) settles it.
+    It is found by mount id: the longest matching path may be hidden by another mount, and btrfs
+    gives each subvolume a device number of its own.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -127,12 +127,10 @@ class _Counts(ctypes.Structure):
 
 
 def is_cached(fd: int, start: int, nbytes: int) -> bool:
-    """Whether the page cache holds all of a span of a file.
+    """Whether the page cache holds all of a span of a file; takes microseconds and reads nothing.
 
-    False as well where it cannot be told: before Linux 6.5, on a file system that does not say, or
+    False as well if it cannot be told: before Linux 6.5, on a file system that does not say, or
     where a sandbox forbids the call.
-
-    Cost: microseconds; nothing is read.
     """
     if nbytes <= 0:
         return False
@@ -144,17 +142,10 @@ def is_cached(fd: int, start: int, nbytes: int) -> bool:
 
 
 def copy_cached(fd: int, start: int, memory: torch.Tensor) -> bool:
-    """Fill memory from a span of a file through the page cache.
+    """Fill contiguous CPU memory from a file through the page cache; `fd` has no O_DIRECT.
 
-    Args:
-        fd: A descriptor without O_DIRECT.
-        start: First byte in the file.
-        memory: Contiguous CPU tensor of any dtype; all of its bytes are filled.
-
-    Returns:
-        Whether it is filled; False after an error or at the end of the file, whatever was copied.
-
-    Cost: blocks for a copy in memory, without the GIL; for reads where pages have gone meanwhile.
+    False after an error or at the end of the file, whatever was copied. Blocks without the GIL for
+    copies in memory, and for reads if pages have gone meanwhile.
     """
     room = memory_at(memory.data_ptr(), memory.nbytes)
     at = 0
