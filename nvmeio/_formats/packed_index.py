@@ -35,14 +35,7 @@ _BEFORE_SEAL = f'"{SEAL}":"'.encode()
 
 
 class PackedPart(NamedTuple):
-    """What the file of one rank holds.
-
-    Attributes:
-        rank: Whose.
-        ranks: Of how many.
-        spans: What is there, as [start, end) behind the header.
-        sums: The CRC-32 of each of them.
-    """
+    """The file of one rank: its [start, end) spans behind the header, and the CRC-32 of each."""
 
     rank: int
     ranks: int
@@ -51,14 +44,7 @@ class PackedPart(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Bytes of a packed file with one checksum.
-
-    Attributes:
-        name: The tensor's.
-        start: First byte, in the file.
-        end: Behind its last byte.
-        sum: Their CRC-32.
-    """
+    """Bytes of a tensor, [start, end) in the packed file, and their CRC-32."""
 
     name: str
     start: int
@@ -67,11 +53,7 @@ class Share(NamedTuple):
 
 
 def read(text: str) -> dict[str, Any]:
-    """The index.
-
-    Raises:
-        ValueError, KeyError, TypeError: It is none, or of a later version.
-    """
+    """Parse the index; ValueError, KeyError or TypeError if it is none, or of a later version."""
     index: dict[str, Any] = json.loads(text)
     if index["version"] != VERSION:
         raise ValueError(f"it is of version {index['version']}, not {VERSION}")
@@ -81,10 +63,9 @@ def read(text: str) -> dict[str, Any]:
 def sums_in(
     index: Mapping[str, Any], entries: Mapping[str, TensorEntry]
 ) -> dict[str, tuple[int, ...]] | None:
-    """The checksums of each tensor's shares; None where the index has none.
+    """The checksums of each tensor's shares; None if the index has none.
 
-    Raises:
-        ValueError, KeyError, TypeError: They are none, or not those of these tensors.
+    Raises ValueError, KeyError or TypeError if they are malformed, or not those of these tensors.
     """
     given = index.get("crc32")
     if given is None:
@@ -111,13 +92,10 @@ def cuts(nbytes: int, ranks: int) -> list[int]:
 def describe_part(
     rank: int, ranks: int, records: Sequence[tuple[int, int, bool]], sums: Sequence[int]
 ) -> str:
-    """What the file of one rank says; as long on all ranks, whatever the checksums are.
+    """Describe the file of one rank; the text is as long on all ranks, whatever the checksums are.
 
-    Args:
-        rank: Whose.
-        ranks: Of how many.
-        records: [start, end) behind the header, and whether each rank has all of it.
-        sums: Of what is there of each record.
+    Each record is [start, end) behind the header, and whether each rank has all of it. `sums` are
+    of what this rank has of each.
     """
     return json.dumps(
         {
@@ -130,10 +108,9 @@ def describe_part(
 
 
 def read_part(text: str) -> PackedPart | DrivePart:
-    """The same, or what `Dealing.describe` wrote, read.
+    """Parse what `describe_part` or `Dealing.describe` wrote.
 
-    Raises:
-        ValueError, KeyError, TypeError: It is none.
+    Raises ValueError, KeyError or TypeError if it is neither.
     """
     told = json.loads(text)
     of_drive = drive_part(told)
@@ -156,7 +133,6 @@ def read_part(text: str) -> PackedPart | DrivePart:
 
 
 def in_words(part: PackedPart | DrivePart) -> str:
-    """Which part it is, for people."""
     if isinstance(part, DrivePart):
         return f"part {part.drive} of {counted(part.drives, 'directory')}"
     return f"the part of rank {part.rank} of {part.ranks}"
@@ -193,7 +169,7 @@ def shares_of(
 
 
 def sealed(prefix: bytes) -> bytes:
-    """A header, its length before it, with its checksum in the place that is kept for it."""
+    """A header, its length before it, with its checksum put in the place kept for it."""
     at = prefix.index(_BEFORE_SEAL) + len(_BEFORE_SEAL)
     end = at + len(OPEN_SEAL)
     opened = prefix[:at] + OPEN_SEAL.encode() + prefix[end:]
@@ -201,11 +177,9 @@ def sealed(prefix: bytes) -> bytes:
 
 
 def is_whole(prefix: bytes, index: Mapping[str, Any] | None) -> bool:
-    """Whether a header is what was written, as far as it has a checksum.
+    """Whether a header (its length before it) is what was written, as far as it has a checksum.
 
-    Args:
-        prefix: The header, its length before it.
-        index: What it holds; None if it seems to hold none.
+    `index` is None if the header seems to hold none.
     """
     if _BEFORE_SEAL not in prefix:
         return index is None or not index.get("sealed", False)
@@ -224,14 +198,7 @@ def may_be_packed(prefix: bytes) -> bool:
 
 
 class Piece(NamedTuple):
-    """A run of bytes behind the header.
-
-    Attributes:
-        drive: Who is asked for it.
-        start: First byte.
-        end: Behind the last that this drive is asked for.
-        held_end: Behind the last that lies there.
-    """
+    """A run behind the header: a drive has [start, held_end), and is asked for [start, end)."""
 
     drive: int
     start: int
@@ -240,20 +207,11 @@ class Piece(NamedTuple):
 
 
 class Dealing:
-    """What each drive holds.
+    """What each drive holds: `pieces` has all pieces in the order of the file.
 
-    Args:
-        weights: Of the drives; positive integers.
-        records: [start, end) behind the header, one behind the other from 0 on, in whole pages; and
-            how far a piece of it goes on beyond its end.
-
-    Raises:
-        ValueError, TypeError: They are none.
-
-    Attributes:
-        weights: As given.
-        records: As given.
-        pieces: All of them, in the order of the file.
+    `weights` are positive integers, one a drive. `records` are [start, end) behind the header, one
+    behind the other from 0 on, in whole pages, each with how far a piece of it goes on beyond its
+    end. Raises ValueError or TypeError if they are not.
     """
 
     def __init__(self, weights: Sequence[int], records: Sequence[tuple[int, int, int]]) -> None:
@@ -282,7 +240,7 @@ class Dealing:
         self._starts = [piece.start for piece in self.pieces]
 
     def spans(self, start: int, end: int) -> list[tuple[int, int, int]]:
-        """Which drive has bytes behind the header: drive, first byte, behind the last."""
+        """The drive, first byte and end of each run in [start, end) behind the header."""
         found: list[tuple[int, int, int]] = []
         for piece in self.pieces[max(0, bisect.bisect_right(self._starts, start) - 1) :]:
             if piece.start >= end:
@@ -293,7 +251,7 @@ class Dealing:
         return found
 
     def describe(self, drive: int, sums: Sequence[int]) -> str:
-        """What the file of a drive says; as long on all drives, whatever the checksums are."""
+        """Describe a drive's file; the text is as long on all drives, whatever the checksums."""
         return json.dumps(
             {
                 "drive": f"{drive:05d}",
@@ -305,13 +263,7 @@ class Dealing:
 
 
 class DrivePart(NamedTuple):
-    """What the file of one drive holds.
-
-    Attributes:
-        drive: Which.
-        dealing: What all of them hold.
-        sums: The CRC-32 of each piece.
-    """
+    """The number of a drive, what all drives hold, and the CRC-32 of each piece."""
 
     drive: int
     dealing: Dealing
@@ -319,15 +271,13 @@ class DrivePart(NamedTuple):
 
     @property
     def drives(self) -> int:
-        """How many there are."""
         return len(self.dealing.weights)
 
 
 def drive_part(told: dict[str, Any]) -> DrivePart | None:
-    """What `Dealing.describe` wrote, parsed; None if it speaks of no drive.
+    """Interpret what `Dealing.describe` wrote; None if it describes no drive.
 
-    Raises:
-        ValueError, KeyError, TypeError: It is damaged.
+    Raises ValueError, KeyError or TypeError if it is damaged.
     """
     if "drive" not in told:
         return None

@@ -49,13 +49,10 @@ _TENSORS = frozenset({"torch", "torch.cuda", "torch.sparse", "torch.cuda.sparse"
 
 
 def refused(scan: Scan) -> str | None:
-    """The first call that makes more than it brings along, or takes longer than it is long.
+    """The first call that makes far more than the pickle holds, or takes far too long; or None.
 
-    Returns:
-        The call and what is wrong with it, such as "bytearray(274877906944): expected a text"; None
-        if there is no such call.
-
-    Cost: about a microsecond a call.
+    It comes with what is wrong, such as "bytearray(274877906944): expected a text". Cost: about a
+    microsecond a call.
     """
     judge = _Judge(_FREE_PARTS + _PARTS_A_BYTE * scan.nbytes)
     for call in scan.calls:
@@ -110,7 +107,6 @@ class _Judge:
             check(self, call, args)
 
     def make(self, parts: int) -> None:
-        """Count what is made."""
         self._left -= parts
         if self._left < 0:
             raise _Absurd("all calls together make far more than the pickle holds")
@@ -159,13 +155,13 @@ class _Judge:
             raise _Absurd("expected no arguments: it would allocate what they say")
 
     def never(self, call: PickledCall, args: tuple[Any, ...]) -> None:
-        """A storage is a record of the archive, and not made by a call."""
+        """A storage is a record of the archive; no call makes one."""
         raise _Absurd("a storage that is none of the archive's")
 
     def of_tensors(self, call: PickledCall, args: tuple[Any, ...]) -> None:
-        """Functions that read or copy all elements of their tensors.
+        """Count what functions read or copy that go through all elements of their tensors.
 
-        A tensor of one element may have any shape, where its strides are 0.
+        A tensor of one element may have any shape, if its strides are 0.
         """
         waiting: list[Any] = [args]
         for _ in range(_MOST_ARGUMENTS):
@@ -196,7 +192,7 @@ class _Judge:
             raise _Absurd(str(wrong)) from None
 
     def _length(self, value: Any) -> int:
-        """The parts of what a text, bytes or a container is made of."""
+        """How many parts a text, bytes or a container has."""
         if isinstance(value, PickledCall) and id(value) in self._parts:
             return self._parts[id(value)] + len(value.items) + len(value.elements)
         if type(value) not in (str, bytes, list, tuple, dict, set, frozenset):

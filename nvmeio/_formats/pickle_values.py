@@ -36,14 +36,10 @@ class Global(NamedTuple):
 
 
 class PickledCall:
-    """A call that was not made.
+    """A call that was not made; `function` is mostly a `Global`.
 
-    Attributes:
-        function: What is called; mostly a `Global`.
-        args: Its arguments.
-        state: What `__setstate__` would be given, or None.
-        items: Keys and values that would be set.
-        elements: What would be appended or added.
+    `state` is what `__setstate__` would be given, or None. `items` are keys and values that would
+    be set, `elements` what would be appended or added.
     """
 
     __slots__ = ("args", "elements", "function", "items", "state")
@@ -63,13 +59,9 @@ class PickledCall:
 
 
 class StorageRef(NamedTuple):
-    """A storage, as a tensor's pickle refers to it.
+    """A storage, as a tensor's pickle refers to it: its record is ``data/<key>``.
 
-    Attributes:
-        kind: Such as "FloatStorage".
-        key: The record is ``data/<key>``.
-        location: The device that it was saved from.
-        numel: Its elements.
+    `kind` is such as "FloatStorage"; `location` is the device that it was saved from.
     """
 
     kind: str
@@ -79,16 +71,12 @@ class StorageRef(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of its elements; None where its kind is not one of torch's."""
+        """The dtype of its elements; None if its kind is not one of torch's."""
         return _DTYPES.get(self.kind)
 
 
 def storage_of(pid: Any) -> StorageRef:
-    """The storage that a persistent id says.
-
-    Raises:
-        PickleError: It says none.
-    """
+    """The storage that a persistent id names; PickleError if it names none."""
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
         raise PickleError(f"a persistent id that is no storage: {shown(pid)}")
     _, kind, key, location, numel = pid
@@ -102,13 +90,13 @@ class Scan(NamedTuple):
     """What a pickle says.
 
     Attributes:
-        value: The object, out of the types above, dicts (as lists of pairs in `PickledCall` where
-            a key cannot be one), lists, tuples, sets and plain values.
+        value: The object, out of the types above, dicts (as lists of pairs in `PickledCall` where a
+            key cannot be one), lists, tuples, sets and plain values.
         globals: All names that would be imported.
         storages: All storages that are referred to, each once, by key, in order.
-        calls: All calls, in the order in which they would be made; of a plain pickle none.
+        calls: All calls, in the order in which they would be made; none of a plain pickle.
         nbytes: The length of the pickle.
-        plain: Whether it is plain (`torch_unpickler`): nothing of it needs another look.
+        plain: Whether it is plain (`torch_unpickler`) and needs no other check.
     """
 
     value: object
@@ -173,7 +161,7 @@ def shape_of(args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def shown(value: object) -> str:
-    """A value, for an error message; a tuple of tuples could be as long as 2 to its depth."""
+    """A value for an error message, cut: a tuple of tuples could be as long as 2 to its depth."""
     return _brief.repr(value)[:80]
 
 
@@ -184,10 +172,9 @@ _brief.maxlevel = 2
 class Keys:
     """The keys of a pickle; refuses those that Python cannot hash or compare in bounded time.
 
-    A tuple of tuples has no hash of its own: all of it is gone through, each time, and where two of
-    its elements are one object, twice at every level. And a dict of keys that all have one hash
-    compares each of them with all before it. Whoever writes a pickle can make numbers such, and
-    tuples of them; no texts.
+    A tuple of tuples keeps no hash: all of it is gone through each time, and if two of its elements
+    are one object, twice at every level. A dict whose keys all have one hash compares each with all
+    before it. Whoever writes a pickle can choose numbers and tuples like that, but no texts.
     """
 
     def __init__(self) -> None:
@@ -195,14 +182,11 @@ class Keys:
         self._of_hash: Counter[int] = Counter()
 
     def check(self, keys: Iterable[Any]) -> int:
-        """Check keys before a dict or a set hashes them.
-
-        Returns:
-            How many parts were looked at.
+        """Check keys before a dict or a set hashes them; returns how many parts were looked at.
 
         Raises:
-            PickleError: A key has too many, or too many keys have one hash.
-            TypeError: It has no hash.
+            PickleError: A key has too many parts, or too many keys have one hash.
+            TypeError: A key has no hash.
         """
         looked_at = 0
         for key in keys:
@@ -253,11 +237,7 @@ WRONG = (
 
 
 def scan(data: bytes) -> Scan:
-    """Read a pickle.
-
-    Raises:
-        PickleError: It is damaged, cut off, or refers to something that is no storage.
-    """
+    """Read any pickle; PickleError if it is damaged, or refers to something that is no storage."""
     file = io.BytesIO(data)
     scanner = _Scanner(file)
     try:
@@ -273,7 +253,7 @@ _Unpickler: Any = pickle._Unpickler
 
 
 class _Call(PickledCall):
-    """One that takes what an unpickler gives to what was made, here as well."""
+    """A call whose result takes what an unpickler sets in it or adds to it."""
 
     __slots__ = ()
 
@@ -282,7 +262,6 @@ class _Call(PickledCall):
         self.items.append((key, value))
 
     def append(self, element: object) -> None:
-        """Sets use it, too."""
         self.elements = self.elements or []
         self.elements.append(element)
 

@@ -80,13 +80,10 @@ _MAX_DEPTH = 127  # of nested JSON; the package's parser stops there
 
 
 class TensorEntry(NamedTuple):
-    """One tensor of a file.
+    """One tensor of a file: its bytes are [start, end), counted from the first byte of the file.
 
-    Attributes:
-        dtype: The format's name, such as "BF16".
-        shape: In elements; of "F4", whose elements torch holds in pairs, twice torch's last size.
-        start: First byte, counted from the first byte of the file.
-        end: Behind its last byte.
+    `dtype` is the format's name, such as "BF16". The shape is in elements: that of "F4", whose
+    elements torch holds in pairs, has twice torch's last size.
     """
 
     dtype: str
@@ -96,14 +93,12 @@ class TensorEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Length in bytes."""
         return self.end - self.start
 
     def for_torch(self) -> tuple[torch.dtype, tuple[int, ...]]:
         """The dtype and shape that torch has for it.
 
-        Raises:
-            TypeError: torch has no such dtype, or the shape does not fit a packed one.
+        Raises TypeError if torch has no such dtype, or the shape does not fit a packed one.
         """
         dtype = DTYPES.get(self.dtype)
         if dtype is None:
@@ -121,7 +116,7 @@ class TensorEntry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says of itself: tensors by name, in the order of their bytes, and metadata."""
+    """The tensors of a file by name, in the order of their bytes, and its metadata."""
 
     tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
@@ -136,15 +131,10 @@ _OTHERS = {
 
 
 def header_bytes(prefix: bytes, file_bytes: int, where: str) -> int:
-    """The length of the JSON, from a file's first 8 bytes.
+    """The length of the JSON, from a file's first 8 bytes, or all of it if it is shorter.
 
-    Args:
-        prefix: The file's first 8 bytes, or all of it where it is shorter.
-        file_bytes: The file's size in bytes.
-        where: The file, for messages.
-
-    Raises:
-        IntegrityError: The file is too short for a header, or the length is absurd.
+    Raises IntegrityError, which names `where`, if the file is too short for a header, or the length
+    absurd.
     """
     if len(prefix) < LENGTH_BYTES:
         raise _bad(where, "too short for a header", "8 bytes or more", len(prefix))
@@ -167,15 +157,10 @@ def header_bytes(prefix: bytes, file_bytes: int, where: str) -> int:
 
 
 def parse(text: bytes, file_bytes: int, where: str) -> Header:
-    """Parse and check a header against the size of its file.
+    """Parse a header, all bytes between its length and the tensors, and check it.
 
-    Args:
-        text: The JSON, padding included: all bytes between the length and the tensors.
-        file_bytes: The file's size in bytes.
-        where: The file, for messages.
-
-    Raises:
-        IntegrityError: It is malformed, or does not describe exactly the bytes that follow.
+    Raises IntegrityError, which names `where`, if it is malformed, or does not describe exactly the
+    bytes that follow in a file of this size.
     """
     found = _json(text, where)
     if type(found) is not dict:
@@ -205,15 +190,10 @@ def build(
     metadata: Mapping[str, str] | None,
     alignment: int = DATA_ALIGNMENT,
 ) -> tuple[bytes, dict[str, TensorEntry]]:
-    """A header for these tensors, one behind the other, and where each lies.
+    """A header for these tensors, one behind the other, and the entry of each.
 
-    Args:
-        tensors: Name, dtype and torch's shape of each, in the order of the file.
-        metadata: Texts to go with them; None for none.
-        alignment: Where the first tensor begins, in bytes.
-
-    Returns:
-        All bytes before the first tensor, `alignment` of them or a multiple; and the entries.
+    `tensors` are name, dtype and torch's shape of each. The header is all bytes before the first
+    tensor: a multiple of `alignment`, in bytes.
 
     Raises:
         TypeError: A dtype is unknown to the format.

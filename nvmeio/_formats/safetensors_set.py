@@ -45,11 +45,7 @@ class SafetensorsSet:
     """A safetensors file, an index of shards, or a directory that holds either, kept open.
 
     The files are opened once, so that one which is replaced or removed while weights are streamed
-    goes on being read as it was. One that is written to or cut is noticed by `check`.
-
-    Args:
-        path: The file, index or directory.
-        handle: Reads the headers.
+    goes on being read as it was. `check` notices one that is written to or cut.
 
     Raises:
         FileNotFoundError: There is no such thing, or an index names a file that is missing.
@@ -91,11 +87,10 @@ class SafetensorsSet:
     def read(
         self, names: Sequence[str], handle: AioHandle, load: Load, device: torch.device
     ) -> dict[str, torch.Tensor]:
-        """Read tensors, by name, on to a device; `load` cancels that.
+        """Read tensors, by name, on to a device; `load` can cancel that.
 
         Raises:
             TypeError: torch has no such dtype; nothing was read.
-            TransferError: They cannot be read.
             MemoryError: They are larger than what is available.
         """
         stored = [self.tensors[name] for name in names]
@@ -114,11 +109,9 @@ class SafetensorsSet:
     def take_parts(
         self, others: Iterable[SafetensorsSet], dealt: Callable[[int, int], list[FileBytes]]
     ) -> None:
-        """Add files with the same layout, each of which holds a part.
+        """Take over the files of sets with the same layout, each of which holds a part.
 
-        Args:
-            others: Not to be used, nor closed, any more.
-            dealt: In which files bytes from one place to another lie; see `spans`.
+        `dealt` says in which files the bytes from one place to another lie; see `spans`.
         """
         for other in others:
             self.files += other.files
@@ -133,15 +126,7 @@ class SafetensorsSet:
         return self._dealt(start, end)
 
     def check(self, index: int, what: str) -> None:
-        """Raise if a file was written to since it was opened.
-
-        Args:
-            index: Of the file.
-            what: What was read from it, for the message.
-
-        Raises:
-            IntegrityError: As `Unchanged.check`.
-        """
+        """Raise IntegrityError, which names `what`, if a file was written to since it was open."""
         self._unchanged[index].check(what)
 
     def close(self) -> None:
@@ -151,7 +136,7 @@ class SafetensorsSet:
 
 
 def _parts(path: Path) -> list[tuple[Path, list[str] | None]]:
-    """The files of a whole or an index, each with the tensors that count; None: all of them."""
+    """The files of a whole or an index, each with the tensors that count; None is all of them."""
     if not shards.is_index(path):
         return [(path, None)]
     parts = shards.read_index(path)
@@ -167,11 +152,7 @@ def _parts(path: Path) -> list[tuple[Path, list[str] | None]]:
 
 
 def _check_length(text: bytes, file: File) -> None:
-    """Refuse a file that was cut, and name the first tensor that lacks bytes.
-
-    Raises:
-        IntegrityError: It ends inside of a tensor, or before one.
-    """
+    """Refuse a file that was cut, and name the first tensor that lacks bytes."""
     size, base = file.size(), headers.LENGTH_BYTES + len(text)
     try:
         described: dict[str, Any] = json.loads(text)
@@ -199,12 +180,7 @@ _PREFIX_BYTES = 64 << 10
 
 
 def header_of(file: File, handle: AioHandle) -> Header:
-    """The header of an open file.
-
-    Raises:
-        IntegrityError: It is malformed, or does not match the size of the file.
-        TransferError: It cannot be read.
-    """
+    """The header of an open file; IntegrityError if it is malformed, or does not match the file."""
     return headers.parse(_header_text(file, handle), file.size(), file.path)
 
 
@@ -219,7 +195,6 @@ def _header_text(file: File, handle: AioHandle) -> bytes:
 
 
 def bytes_at(handle: AioHandle, file: File, offset: int, nbytes: int) -> bytes:
-    """A few bytes of a file."""
     room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     handle.sync_pread(room, file, offset)
     return bytes(room.numpy())

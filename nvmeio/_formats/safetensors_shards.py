@@ -36,9 +36,7 @@ for _power, _letter in enumerate("KMGTP", 1):
 def find(path: str | os.PathLike[str]) -> Path:
     """The file or index that a path stands for; of a directory, the one that is in it.
 
-    Raises:
-        FileNotFoundError: There is no such thing.
-        ValueError: The directory holds several, and none has transformers' name.
+    Raises ValueError if the directory holds several, and none has transformers' name.
     """
     given = Path(path)
     if not os.fspath(path) or not given.exists():  # Path("") would be the current directory
@@ -66,9 +64,7 @@ def is_index(path: Path) -> bool:
 def read_index(path: Path) -> dict[Path, list[str]]:
     """For each shard, the names of its tensors.
 
-    Raises:
-        OSError: The index cannot be read.
-        IntegrityError: It is no index, or names a file outside of its directory.
+    Raises IntegrityError if it is no index, or names a file outside of its directory.
     """
     try:
         text = read_small(path, INDEX_BYTES)
@@ -113,7 +109,7 @@ def split(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
 
 
 def shard_names(stem: str, count: int, taken: Sequence[str], token: str) -> list[str]:
-    """File names for shards; with `token` in them where an older set has the plain ones.
+    """File names for shards; with `token` in them if an older set has the plain ones.
 
     Replaced one after another under their own names, the shards of two sets would be mixed for as
     long as that takes. Under other names the index alone decides, and it is replaced in one step.
@@ -132,11 +128,7 @@ def is_shard_of(stem: str, name: str) -> bool:
 
 
 def parse_size(size: int | str) -> int:
-    """A number of bytes: an int, or a text such as "5GB" (10**9) or "512MiB" (2**20).
-
-    Raises:
-        ValueError: It is none, or not above 0.
-    """
+    """A number of bytes above 0: an int, or a text such as "5GB" (10**9) or "512MiB" (2**20)."""
     if isinstance(size, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
         unit = _UNITS.get(match[2].upper()) if match else None
@@ -179,7 +171,7 @@ AnyError = TypeVar("AnyError", bound=BaseException)
 
 
 def as_package(cls: type[AnyError]) -> type[AnyError]:
-    """An error class that is the package's `SafetensorError` as well, where that is installed."""
+    """An error class that is the package's `SafetensorError` as well, if that is installed."""
     package = _package_error()
     return cls if package is None else joined(cls, package)
 
@@ -213,7 +205,6 @@ class _MissingError(TransferError):
 
 
 def missing(path: str | os.PathLike[str]) -> TransferError:
-    """The error of a missing file: a `FileNotFoundError`."""
     failed = _MissingError(errno.ENOENT, operation="open", path=os.fspath(path))
     return noted(failed, "check the path, and that its directory is there")
 
@@ -221,9 +212,8 @@ def missing(path: str | os.PathLike[str]) -> TransferError:
 def device_of(value: Any) -> torch.device:
     """The device that tensors shall lie on; None is the CPU.
 
-    Raises:
-        BackendUnavailableError: It is a CUDA device, and there is no such one here.
-        RuntimeError: It is no device.
+    Raises BackendUnavailableError if it is a CUDA device that is not here, RuntimeError if it is
+    none.
     """
     try:
         return _checks.device("device", "cpu" if value is None else value)

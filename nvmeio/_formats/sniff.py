@@ -27,10 +27,7 @@ _LEGACY = re.compile(
 
 
 class NoCheckpointError(NvmeioError, ValueError, pickle.UnpicklingError):
-    """A file that is neither torch's nor safetensors'.
-
-    An `UnpicklingError` too, for that is what torch.load raises.
-    """
+    """A file that is neither torch's nor safetensors'; an `UnpicklingError` too, as torch's."""
 
 
 class EmptyFileError(NoCheckpointError, EOFError):
@@ -42,12 +39,7 @@ class TruncatedFileError(NoCheckpointError, EOFError):
 
 
 def kind_of(path: str | os.PathLike[str]) -> Kind:
-    """The format of a file.
-
-    Raises:
-        NoCheckpointError: It is none that is known.
-        TransferError: It cannot be read.
-    """
+    """The format of a file; NoCheckpointError if it is none that is known."""
     with files.open(path) as file:
         head = _head_of(file)
     if file.path.endswith(".safetensors") or _has_json(head):
@@ -62,13 +54,9 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
 
 
 def check_older(file: files.File) -> None:
-    """Refuse what is in none of the formats that torch.load reads beside its zip archives.
+    """Refuse a file that is in none of the formats that torch.load reads, with NoCheckpointError.
 
     torch's own error names no file, and advises ``weights_only=False`` for any text.
-
-    Raises:
-        NoCheckpointError: It is in none; names the file.
-        TransferError: It cannot be read.
     """
     head = _head_of(file)
     if head.startswith(LOCAL_MAGIC) or _LEGACY.match(head):

@@ -36,18 +36,12 @@ _LENGTH = struct.Struct("<Q")
 
 
 class TorchFile:
-    """The records of one open torch archive.
+    """The records of one open torch archive; `file` stays open.
 
-    Args:
-        file: Open for reading; stays open.
-        get_handle: The handle, asked for when many reads are wanted at once; None: they are made
-            one by one, through the page cache.
-        load: Cancels those reads.
-        told: What another rank has read of it (`told`): nothing of that is read here.
-
-    Raises:
-        IntegrityError: The archive is damaged or none; names file and record.
-        TransferError: It cannot be read.
+    `get_handle` is called when many reads are wanted at once, which `load` can cancel; with None
+    they are made one by one, through the page cache. `told` is what `told()` of another rank
+    returned: nothing of that is read here. Raises IntegrityError, which names file and record, if
+    it is no archive or damaged.
     """
 
     def __init__(
@@ -70,7 +64,7 @@ class TorchFile:
     def told(self) -> bytes:
         """All but the storages, as bytes for another rank.
 
-        Not a pickle: what comes over the network makes no objects.
+        They are not a pickle: what comes over the network makes no objects.
         """
         archive, texts = self.archive, self.texts()
         lengths = [(name, len(text)) for name, text in texts.items()]
@@ -96,11 +90,10 @@ class TorchFile:
 
     @property
     def path(self) -> str:
-        """The file, as the caller named it."""
         return self._file.path
 
     def read(self, name: str) -> bytes:
-        """A record that is not a storage, such as "data.pkl".
+        """Read a record that is not a storage, such as "data.pkl".
 
         Raises:
             IntegrityError: It is missing, or of absurd size.
@@ -144,8 +137,7 @@ def is_asked_for(name: str, nbytes: int) -> bool:
 def scan_pickle(checkpoint: TorchFile) -> Scan:
     """What the checkpoint's pickle refers to, found without running any of it.
 
-    Raises:
-        IntegrityError: There is none, or it is damaged.
+    Raises IntegrityError if there is none, or it is damaged.
     """
     try:
         return torch_unpickler.scan(checkpoint.read(_PICKLE))
@@ -158,11 +150,7 @@ def scan_pickle(checkpoint: TorchFile) -> Scan:
 
 
 def check_calls(checkpoint: TorchFile, scan: Scan) -> None:
-    """Refuse a pickle whose calls make far more than it holds, which torch lets it do.
-
-    Raises:
-        pickle.UnpicklingError: It has such a call; names it and the file.
-    """
+    """Refuse a pickle whose calls make far more than it holds: UnpicklingError; torch would not."""
     why = None if scan.plain else pickle_calls.refused(scan)
     if why is not None:
         raise pickle.UnpicklingError(
@@ -182,8 +170,7 @@ def spans_of(checkpoint: TorchFile, file: File, scan: Scan) -> dict[str, Span]:
 def places_of(checkpoint: TorchFile, scan: Scan) -> dict[str, tuple[int, int]]:
     """Offset and length of each storage that the pickle refers to, by key.
 
-    Raises:
-        IntegrityError: A record is missing, or of another size than the pickle says.
+    Raises IntegrityError if a record is missing, or of another size than the pickle says.
     """
     places: dict[str, tuple[int, int]] = {}
     for key, ref in scan.storages.items():
@@ -222,7 +209,7 @@ def unsafe_globals(file: File) -> list[str]:
 
 @contextlib.contextmanager
 def same_file(file: File) -> Iterator[str]:
-    """A path to the open file itself: what lies at its own path may be another one by now."""
+    """A path to the open file itself: another one may lie at its own path by now."""
     opened = file.acquire(False)
     try:
         yield f"/proc/self/fd/{opened.any_fd()}"
@@ -231,7 +218,6 @@ def same_file(file: File) -> Iterator[str]:
 
 
 def size_error(checkpoint: TorchFile, name: str, nbytes: int) -> IntegrityError:
-    """The error of a record whose size is not the pickle's `nbytes`."""
     there = checkpoint.records[name].nbytes
     return IntegrityError(
         f"{checkpoint.path}: record {name!r} has another size than data.pkl says: expected "
@@ -251,11 +237,7 @@ def read_ahead(file: File) -> None:
 
 
 def read_buffered(file: File, offset: int, nbytes: int) -> bytes:
-    """A few bytes of a file, through the page cache.
-
-    Raises:
-        TransferError: They cannot be read, or the file ends before.
-    """
+    """A few bytes of a file, through the page cache; TransferError also if the file ends before."""
     opened = file.acquire(False)
     try:
         with contextlib.suppress(OSError):  # which is met and named below

@@ -40,7 +40,7 @@ class ReadOnce(Protocol):
 
     @property
     def in_place(self) -> torch.Tensor | None:
-        """All of them, for a transfer of whole pages; None where they are to be copied."""
+        """All of them, for a transfer of whole pages; None if they are to be copied."""
         ...
 
     def sum(self, offset: int, nbytes: int, crc: int) -> int:
@@ -50,23 +50,12 @@ class ReadOnce(Protocol):
     def settle(self, offset: int, nbytes: int) -> Sequence[tuple[int, int]]:
         """A transfer of bytes of `in_place` is over.
 
-        Returns:
-            The offset and the size of each part that changed meanwhile, and is to be read.
+        Returns offset and size of each part that changed meanwhile and is to be read.
         """
         ...
 
     def read(self, offset: int, nbytes: int, to: int, crc: int | None) -> int:
-        """Copy bytes to an address.
-
-        Args:
-            offset: Of the first one.
-            nbytes: How many.
-            to: Where to.
-            crc: A CRC-32 to go on with; None for no sum.
-
-        Returns:
-            The CRC-32; any number where none was asked for.
-        """
+        """Copy bytes to an address; returns the CRC-32 going on from `crc`, anything if None."""
         ...
 
 
@@ -79,12 +68,9 @@ is until the write is done."""
 class StorageRecord(NamedTuple):
     """A storage's place in the file.
 
-    Attributes:
-        name: Within the archive, such as "archive/data/0".
-        offset: Of its first byte in the file; a multiple of 4096, with torch 2.6 and 2.7 of 64.
-        nbytes: Its size in bytes.
-        data: Its bytes.
-        crc_at: Offsets in the file of the little-endian 32-bit places that hold its CRC-32.
+    `name` is within the archive, such as "archive/data/0". `offset` is a multiple of 4096, with
+    torch 2.6 and 2.7 of 64. `crc_at` are the offsets in the file of the little-endian 32-bit places
+    that hold its CRC-32.
     """
 
     name: str
@@ -95,30 +81,25 @@ class StorageRecord(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
         return self.offset + self.nbytes
 
 
 class KnownBytes(NamedTuple):
-    """Some of the bytes that are known when the file is planned: all but the storages."""
+    """Bytes that are known when the file is planned: all but the storages are."""
 
     offset: int
     data: bytes
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
         return self.offset + len(self.data)
 
 
 class FileLayout(NamedTuple):
     """A checkpoint file before it is written.
 
-    Attributes:
-        nbytes: The size of the file.
-        pieces: Everything but the storages, in the order of the file, disjoint; with the CRCs of
-            all records that are not storages.
-        records: The storages, in the order of the file, disjoint from the pieces.
+    `records` are the storages, and `pieces` everything else, with the CRCs of all records that are
+    not storages. Both are in the order of the file, and disjoint.
     """
 
     nbytes: int
@@ -127,17 +108,14 @@ class FileLayout(NamedTuple):
 
     @property
     def data_nbytes(self) -> int:
-        """Bytes of all storages."""
         return sum(record.nbytes for record in self.records)
 
 
 class Pickling(NamedTuple):
     """An object that was pickled, and will not be asked again.
 
-    Attributes:
-        data: The pickle.
-        storages: Those of the object, without a copy, by the key of their record.
-        sizes: How many bytes each had then, which the pickle has too.
+    `storages` are the object's, without a copy, by the key of their record; `sizes` are the bytes
+    that each had then, which the pickle has too.
     """
 
     data: bytes
@@ -152,11 +130,11 @@ class Pickling(NamedTuple):
     def layout(self) -> FileLayout:
         """The layout of what `torch.save` would write; not for a main thread, and once.
 
+        Cost: 10 us a storage.
+
         Raises:
             UnknownWriterError: This torch's files look unlike what is known here.
             IntegrityError: A storage was resized since it was pickled.
-
-        Cost: 10 us a storage.
         """
         for key, storage in self.storages.items():
             if storage.nbytes() != self.sizes[key]:
@@ -189,12 +167,9 @@ class Pickling(NamedTuple):
 def pickled(
     obj: object, pickle_module: Any = pickle, pickle_protocol: int = DEFAULT_PROTOCOL
 ) -> Pickling:
-    """Pickle an object as `torch.save` would; in the thread whose modes its own code must see.
+    """Pickle an object as `torch.save` would, in the thread whose modes its own code must see.
 
-    Raises:
-        UnknownWriterError: This torch has no `skip_data`.
-        Exception: What pickling the object raises.
-
+    Raises UnknownWriterError if this torch has no `skip_data`, and what pickling the object raises.
     Cost: 8 us a tensor.
     """
     if getattr(torch.serialization, "skip_data", None) is None:
@@ -217,12 +192,12 @@ def pickled(
 
 
 def plan_layout(obj: object) -> FileLayout:
-    """Both at once. The layout holds the object's storages, without a copy, until it is dropped."""
+    """`pickled` and `layout`. The layout holds the object's storages, without a copy."""
     return pickled(obj).layout()
 
 
 def layout_of(skeleton: Skeleton, storages: torch_pickler.Storages) -> FileLayout:
-    """A skeleton with the memory that belongs into its holes, by the key of each."""
+    """Fill the holes of a skeleton with the memory that belongs there, by the key of each."""
     records: list[StorageRecord] = []
     for name, offset, nbytes, crc_at, is_hole in skeleton.entries:
         _, data, key = name.rpartition("/data/")
@@ -244,7 +219,6 @@ def layout_of(skeleton: Skeleton, storages: torch_pickler.Storages) -> FileLayou
 
 
 def resized(name: str, expected: int, found: int) -> IntegrityError:
-    """The error of a record whose memory is not what was pickled."""
     return IntegrityError(
         f"the memory of record {name!r} was given back while it was saved (resize_): keep it until "
         "the save has returned",
@@ -278,7 +252,6 @@ class UnknownWriterError(BackendUnavailableError):
 
 
 def unknown_torch(reason: str) -> UnknownWriterError:
-    """The error where torch behaves in a way that is not known here."""
     return UnknownWriterError(
         f"torch {torch.__version__} writes checkpoints in a way that is not known here",
         attempts=[("skip_data", reason)],
@@ -295,7 +268,7 @@ def has_seam() -> bool:
 
 
 class Sink:
-    """A file for torch.save that keeps what is written, and holes where it seeks over."""
+    """A file for torch.save, written forward only; what is sought over stays a hole."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -304,7 +277,6 @@ class Sink:
         self._chunks: list[bytearray] = []
 
     def write(self, data: Any) -> int:
-        """As for any file."""
         view = memoryview(data).cast("B")
         if self._chunks and self._starts[-1] + len(self._chunks[-1]) == self._at:
             self._chunks[-1] += view
@@ -316,7 +288,6 @@ class Sink:
         return len(view)
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """As for any file, forward only."""
         position = offset if whence == 0 else self._at + offset
         if whence not in (0, 1) or position < self._at:
             raise unknown_torch(f"it seeks to {offset} from {whence} at byte {self._at}")
@@ -324,11 +295,10 @@ class Sink:
         return position
 
     def tell(self) -> int:
-        """As for any file."""
         return self._at
 
     def flush(self) -> None:
-        """As for any file."""
+        """Do nothing."""
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Bytes of one chunk; fewer where it ends."""
@@ -345,7 +315,6 @@ class Sink:
         self._chunks[index][at : at + len(data)] = data
 
     def pieces(self) -> list[tuple[int, bytes]]:
-        """All that was written, and where."""
         return list(zip(self._starts, map(bytes, self._chunks), strict=True))
 
 
@@ -358,10 +327,8 @@ thousands of objects that Python's collector goes through again and again."""
 class Skeleton(NamedTuple):
     """A checkpoint without its storages.
 
-    Attributes:
-        nbytes: The size of the file.
-        pieces: All bytes that are known, and where; with the CRCs of all records that are here.
-        entries: All records, in the order of the file.
+    `pieces` are all bytes that are known and their offsets, with the CRCs of all records that are
+    there. `entries` are all records, in the order of the file.
     """
 
     nbytes: int
@@ -370,11 +337,7 @@ class Skeleton(NamedTuple):
 
 
 def skeleton_of(sink: Sink) -> Skeleton:
-    """The skeleton of what torch wrote.
-
-    Raises:
-        UnknownWriterError: It is not what torch's writer has written so far.
-    """
+    """The skeleton of what torch wrote; UnknownWriterError if it wrote otherwise than so far."""
 
     def read_many(wanted: Sequence[tuple[int, int]]) -> list[bytes]:
         return [sink.read(offset, nbytes) for offset, nbytes in wanted]
@@ -403,14 +366,13 @@ def skeleton_of(sink: Sink) -> Skeleton:
 
 
 class TorchRecords:
-    """What torch tells in place of its own writer of zip files."""
+    """Takes the records from torch in place of its own writer of zip files."""
 
     def __init__(self) -> None:
         self.sizes: list[tuple[str, int]] = []
         self.own: dict[str, bytes] = {}
 
     def write_record(self, name: str, data: Any, nbytes: int) -> None:
-        """A record with its contents."""
         own = data.encode() if isinstance(data, str) else bytes(data)
         if len(own) != nbytes or name in self.own:
             raise unknown_torch(f"it has {len(own)} bytes for the {nbytes} of {name!r}")
@@ -418,14 +380,13 @@ class TorchRecords:
         self.own[name] = own
 
     def write_record_metadata(self, name: str, nbytes: int) -> None:
-        """A record that is skipped."""
+        """Take a record that is skipped."""
         self.sizes.append((name, nbytes))
 
     def skeleton(self) -> Skeleton:
         """All of them, as torch writes them.
 
-        Cost: 1 us a record; 5 where their sizes, and 10 where the names are others than the last
-        time.
+        Cost: 1 us a record; 5 if their sizes, and 10 if the names are others than the last time.
         """
         crc32_options = getattr(torch.serialization, "get_crc32_options", bool)
         if not _agrees(crc32_options(), _alignment()):
@@ -487,7 +448,7 @@ def _laid_out(told: TorchRecords, alignment: int) -> Skeleton:
 def _blank(sizes: tuple[tuple[str, int], ...], own: frozenset[str], alignment: int) -> Skeleton:
     """The same with zeros for all contents and CRCs: equal for all saves of one state.
 
-    Of pieces without the padding in their end: half a KiB a record is kept.
+    Its pieces lack the padding at their end: half a KiB a record is kept.
     """
     pieces: list[tuple[int, bytes]] = []
     known: list[bytes] = []  # of the piece that is made
@@ -567,9 +528,7 @@ def _number_of_names(names: tuple[str, ...]) -> bytes:
 def _agrees(sums: bool, alignment: int) -> bool:
     """Whether this torch's writer makes what `_laid_out` does, of records of each kind.
 
-    Args:
-        sums: Whether torch makes CRCs, which its number of an archive is made of.
-        alignment: Of records.
+    `sums` says whether torch makes CRCs; its number of an archive is made of them.
     """
     told = TorchRecords()
     for name, own in (("data.pkl", b"1" * 70), ("byteorder", b"little"), ("empty", b"")):
@@ -588,5 +547,4 @@ _LEAST_ALIGNMENT = 64
 
 
 def _alignment() -> int:
-    """The alignment of records in torch's settings."""
     return getattr(torch_pickler.save_settings(), "storage_alignment", _LEAST_ALIGNMENT)

@@ -38,7 +38,7 @@ class PartHead(NamedTuple):
         nbytes: The size of the archive.
         start: The first of its bytes that are here.
         end: The first behind them; a page boundary, at or past the end of the archive.
-        sum: The CRC-32 of the bytes here; None where none was computed.
+        sum: The CRC-32 of the bytes here; None if none was computed.
     """
 
     step: int
@@ -53,12 +53,10 @@ class PartHead(NamedTuple):
 
     @property
     def file_nbytes(self) -> int:
-        """The size of the file."""
         return HEAD_BYTES + self.end - self.start
 
     @property
     def what(self) -> str:
-        """In words."""
         if self.kind == "rank":
             return f"the state of rank {self.number} of {self.parts} of step {self.step}"
         return (
@@ -68,22 +66,15 @@ class PartHead(NamedTuple):
 
 
 def pack(head: PartHead) -> bytes:
-    """The first page of a part."""
     text = json.dumps(head._asdict()).encode()
     page = MAGIC + _SUM_AND_LENGTH.pack(crc32.of_bytes(text), len(text)) + text
     return page.ljust(HEAD_BYTES, b"\0")
 
 
 def unpack(page: bytes, file_nbytes: int, path: str) -> PartHead:
-    """What a part's first page says.
+    """Parse a part's first page: `HEAD_BYTES` bytes, or all of a shorter file.
 
-    Args:
-        page: Its first `HEAD_BYTES` bytes, or all of a shorter file.
-        file_nbytes: The size of the file.
-        path: Its name, for errors.
-
-    Raises:
-        IntegrityError: It is damaged, or the file has another size than it says.
+    Raises IntegrityError if it is damaged, or the file has another size than it says.
     """
     at = len(MAGIC) + _SUM_AND_LENGTH.size
     wrong = "its first page is not that of a part"
@@ -103,12 +94,7 @@ def unpack(page: bytes, file_nbytes: int, path: str) -> PartHead:
 
 
 def head_of(file: File) -> PartHead:
-    """The first page of an open part.
-
-    Raises:
-        IntegrityError: It is damaged.
-        TransferError: It cannot be read.
-    """
+    """The first page of an open part; IntegrityError if it is damaged."""
     nbytes = file.size()
     return unpack(read_buffered(file, 0, min(nbytes, HEAD_BYTES)), nbytes, file.path)
 
@@ -118,12 +104,8 @@ def sum_of(
 ) -> int:
     """The CRC-32 of [start, end) of a file, from those of the records' pieces in it.
 
-    Args:
-        layout: The file.
-        start: First byte; of a page.
-        end: First byte behind it.
-        mine: The CRC of each piece of a record in it (`write_part`).
-        joined: The CRC of each record whose place lies in it, by the record's index.
+    `start` is on a page. `mine` has the CRC of each piece of a record in it (`write_part`),
+    `joined` that of each record whose CRC's place lies in it, by the record's index.
     """
     pieces = {each.record: each for each in mine}
     gaps = _Gaps(layout, joined)

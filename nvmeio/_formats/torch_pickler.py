@@ -35,12 +35,7 @@ Storages = dict[str, torch.UntypedStorage]
 
 
 class Seen(NamedTuple):
-    """The storages that were pickled.
-
-    Attributes:
-        storages: Without a copy.
-        nbytes: The size that each had then, by its key.
-    """
+    """The storages that were pickled, without a copy, and the size that each had then, by key."""
 
     storages: Storages
     nbytes: dict[str, int]
@@ -63,7 +58,7 @@ def save_settings() -> Any:
 
 @contextlib.contextmanager
 def aligned_storages(nbytes: int = PAGE_BYTES) -> Iterator[None]:
-    """Align torch.save's storages, where torch has that setting.
+    """Align torch.save's storages, if torch has that setting.
 
     Not for a main thread: an interrupt could leave it so.
     """
@@ -89,12 +84,9 @@ class Pickled(Exception):
 
 
 class PickleModule:
-    """The user's pickle module, with a Pickler that notes which storage each record is.
+    """The user's pickle module, with a Pickler that notes in `seen` which storage each record is.
 
-    Args:
-        module: The user's.
-        seen: Where they are noted.
-        ends: Whether `Pickled` is raised once the object was pickled.
+    With `ends`, it raises `Pickled` once the object was pickled.
     """
 
     def __init__(self, module: Any, seen: Seen, ends: bool) -> None:
@@ -109,7 +101,7 @@ class PickleModule:
 
 
 class Replay:
-    """A pickle module that "pickles" the storages of an object to the pickle that this has."""
+    """A pickle module that "pickles" an object's storages as the pickle that it was given."""
 
     __name__ = "replay"
 
@@ -188,7 +180,7 @@ _C: Any = torch._C
 
 
 def _kinds() -> dict[torch.dtype, str]:
-    """What torch calls the storages of each dtype that `_quick` answers for; {} of none."""
+    """The name that torch has for storages of each dtype that `_quick` answers for; {} of none."""
     try:
         names: dict[torch.dtype, str] = torch.storage._dtype_to_storage_type_map()
         newer = set(torch.storage._new_dtypes())
@@ -204,7 +196,7 @@ _REDUCE = torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__
 
 
 class _Typed(torch.storage.TypedStorage):
-    """A tensor's storage, as torch's `persistent_id` asks for it, and nobody else ever sees it."""
+    """A tensor's storage, as torch's `persistent_id` asks for it; nobody else sees it."""
 
     _kind: str
     _numel: int
@@ -272,7 +264,7 @@ def _quick() -> Any:
 
 
 def _nobody_has_a_say() -> bool:
-    """Whether tensors are pickled as torch does by itself, here and now."""
+    """Whether tensors are pickled as torch does by itself, in this thread and moment."""
     settings = getattr(torch.serialization, "_serialization_tls", None)
     taggers = torch.serialization._package_registry
     return (

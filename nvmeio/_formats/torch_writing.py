@@ -58,14 +58,7 @@ DEVICE_STAGINGS = 4
 
 
 class Crc(NamedTuple):
-    """The CRC-32 of a piece of a record.
-
-    Attributes:
-        record: Its index in `FileLayout.records`.
-        offset: Where in the record the piece begins.
-        nbytes: Its length.
-        crc: Its CRC-32.
-    """
+    """The CRC-32 of a piece of the record with this index in `FileLayout.records`."""
 
     record: int
     offset: int
@@ -76,8 +69,8 @@ class Crc(NamedTuple):
 def is_gathered(data: torch.Tensor) -> bool:
     """Whether large storages go through staging, because a handle would bounce their memory.
 
-    Not where neither torch nor nvmeio allocated it, for that may end early: handles know how to
-    copy it.
+    Not if neither torch nor nvmeio allocated it, for that may end early: handles know how to copy
+    it.
     """
     storage = data.untyped_storage()
     return (
@@ -105,32 +98,25 @@ def write_part(
     another: Callable[[], AioHandle] | None = None,
     kept: dict[int, Stagings] | None = None,
 ) -> list[Crc]:
-    """Write [start, end) of a file; blocks.
+    """Write [start, end) of a file, in whole pages; `end` None is `padded_nbytes`. Blocks.
 
     Args:
         handle: Moves the bytes.
         file: Open for writing; may be larger than the layout, with any bytes in it.
         layout: What it is to become. Its storages must not change meanwhile.
         start: A multiple of 4096.
-        end: A multiple of 4096; None for `padded_nbytes`.
+        end: Likewise.
         checksum: Compute the CRCs; without, 0 stands in their place.
         flight: What is in flight, for somebody else to cancel; nothing is after this returns.
-        shift: Added to offsets of the layout they are those in the file, which has only this part
-            then; a multiple of 4096.
-        another: Gives the handle that goes on where somebody closes this one.
-        kept: Staging that an earlier call has left here, and this one leaves for the next, by the
-            size of its chunks. To make it anew takes 5 to 15 ms, 0.1 s on a busy machine.
+        shift: Added to offsets of the layout, a multiple of 4096: the file has only this part then.
+        another: Gives the handle that goes on if somebody closes this one.
+        kept: Staging that an earlier call left here, and this one leaves for the next, by the size
+            of its chunks. To make it anew takes 5 to 15 ms, 0.1 s on a busy machine.
 
-    Returns:
-        The CRC of each piece of a record in the part, in the order of the file; none without
-        `checksum`. CRCs of records that lie wholly in the part are in their places already.
-
-    Raises:
-        TransferError: A write failed.
-        IntegrityError: Somebody gave a storage's memory back meanwhile.
-        Cancelled: `flight.cancel` was called.
-
-    After an error or cancellation: nothing is in flight, and the part's contents are unknown.
+    Returns the CRC of each piece of a record in the part, in the order of the file; none without
+    `checksum`. CRCs of records that lie wholly in the part are in their places already. Raises
+    IntegrityError if somebody gave a storage's memory back, Cancelled after `flight.cancel`. After
+    an error nothing is in flight, and the part's contents are unknown.
 
     Cost: 48 MiB of memory, 64 MiB page-locked for storages on other devices, and the handle's own
     bounce memory for what is foreign. No copy of large CPU storages in memory on huge pages.
@@ -160,19 +146,10 @@ def finish(
 ) -> None:
     """After all parts are written: put the CRCs into the pages that no part could complete.
 
-    Args:
-        handle: Moves the bytes.
-        file: The file that all parts were written to.
-        layout: As for `write_part`; a storage's bytes are needed where they share a page with a
-            CRC.
-        parts: The [start, end) of all parts; together, the whole file.
-        crcs: What `write_part` returned for all of them, in any order.
-        own: Where each has a file of its own: the part of it that this file has.
-        shift: As for `write_part`.
-
-    Raises:
-        ValueError: Parts or CRCs do not make up the whole.
-        TransferError: A write failed.
+    A storage's bytes are needed again if they share a page with a CRC. `parts` are the [start, end)
+    of all parts, which make up the whole file; `crcs` what `write_part` returned for all of them,
+    in any order. If each part has a file of its own, `own` is this one's, and `shift` as for
+    `write_part`. Raises ValueError if parts or CRCs do not make up the whole.
     """
     joined = join_crcs(layout, crcs)
     if not joined:
@@ -185,10 +162,9 @@ def finish(
 
 
 def join_crcs(layout: FileLayout, crcs: Sequence[Crc]) -> list[int]:
-    """The CRC of every record, from those of all its pieces; [] if there are none at all.
+    """The CRC of every record from those of its pieces; [] if there are none at all.
 
-    Raises:
-        ValueError: A record's pieces do not make up the whole of it.
+    Raises ValueError if a record's pieces do not make up the whole of it.
     """
     if not crcs:
         return []
@@ -212,13 +188,8 @@ def unfinished_pages(
 ) -> list[int]:
     """Offsets of the pages with a CRC that the part which wrote them did not know.
 
-    Args:
-        layout: Of the file.
-        parts: The [start, end) of all parts.
-        own: Which of them is looked at; None for all.
-
-    Raises:
-        ValueError: The parts do not make up the whole.
+    `own` is the part that is looked at, None for all. Raises ValueError if `parts` are not the
+    whole.
     """
     ordered = sorted(parts)
     position = 0
@@ -352,7 +323,7 @@ class _Writer:
     def _sum(
         self, index: int, record: StorageRecord, start: int, data: torch.Tensor, to: int = 0
     ) -> None:
-        """Take the next bytes of a record into its CRC, and copy them to an address."""
+        """Take the next bytes of a record into its CRC, and copy them to an address but 0."""
         address, nbytes = data.data_ptr(), data.nbytes
         if not self._checksum or self._known:
             if to:
@@ -364,11 +335,7 @@ class _Writer:
     def _extend(self, index: int, offset: int, nbytes: int, crc_of: Callable[[int], int]) -> None:
         """Take the next bytes of a record into its CRC.
 
-        Args:
-            index: Of the record.
-            offset: Where in it they begin.
-            nbytes: How many.
-            crc_of: From the CRC of what lies before them, the CRC with them.
+        `crc_of` makes, from the CRC of what lies before them, the CRC with them.
         """
         before = self._crcs.get(index) or Crc(index, offset, 0, 0)
         crc = crc_of(before.crc)
@@ -410,7 +377,7 @@ class _Writer:
             ctypes.memmove(address + low - start, value, high - low)
 
     def _copy(self, index: int, record: StorageRecord, low: int, high: int, to: int) -> None:
-        """The bytes of a record in [low, high) of the file, and their CRC."""
+        """Copy the bytes of a record in [low, high) of the file, and extend its CRC."""
         if not (isinstance(record.data, torch.Tensor) or callable(record.data)):
             self._read(index, record, record.data, low, high, to)
             return
@@ -435,7 +402,7 @@ class _Writer:
             yield self._places[number]
 
     def _crc_of(self, index: int) -> int:
-        """The CRC of a whole record, or 0 where this part does not know it."""
+        """The CRC of a whole record, or 0 if this part does not know it."""
         if self._known:
             return self._known[index]
         piece = self._crcs.get(index)
@@ -480,9 +447,9 @@ def _end_of(content: KnownBytes | tuple[int, StorageRecord]) -> int:
 
 @contextmanager
 def _held(record: StorageRecord, data: torch.Tensor) -> Iterator[None]:
-    """Memory that stays while it is read: `resize_` would give it back.
+    """Hold memory while it is read: `resize_` would give it back.
 
-    What is read in no time is not held, only looked at.
+    Less than `BODY_BYTES` is read in no time; it is not held, only checked.
     """
     storage = data.untyped_storage()
     held = holds.hold(storage) if data.nbytes >= BODY_BYTES else None

@@ -64,16 +64,10 @@ ReadMany = Callable[[Sequence[tuple[int, int]]], list[bytes]]
 
 
 class ZipEntry(NamedTuple):
-    """One record.
+    """One record: `name` has the leading folder, `header_offset` is that of its local header.
 
-    Attributes:
-        name: Within the archive, the leading folder included.
-        header_offset: Of its local header.
-        offset: Of its first byte.
-        nbytes: Its size in the file.
-        crc: Its CRC-32 as the directory has it; 0 too where none was computed.
-        crc_at: Where in the directory that stands.
-        descriptor: Length of the data descriptor behind it, 0 if there is none.
+    `crc` is the CRC-32 as the directory has it, at `crc_at` in the file; 0 also if none was
+    computed. `descriptor` is the length of the data descriptor behind it, 0 if there is none.
     """
 
     name: str
@@ -86,19 +80,12 @@ class ZipEntry(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
+        """The first byte behind it and its descriptor."""
         return self.offset + self.nbytes + self.descriptor
 
 
 class Archive(NamedTuple):
-    """What `parse` found.
-
-    Attributes:
-        path: The file, for messages.
-        nbytes: Its size.
-        directory_offset: Where the central directory begins.
-        entries: In the order of the file.
-    """
+    """What `parse` found; the entries are in the order of the file."""
 
     path: str
     nbytes: int
@@ -112,7 +99,7 @@ class Archive(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """The folder that torch puts every record in, with a slash; "" where there is none."""
+        """The folder that torch puts every record in, with a slash; "" if there is none."""
         folder, slash, _ = self.entries[0].name.partition("/") if self.entries else ("", "", "")
         return folder + slash if slash else ""
 
@@ -123,10 +110,10 @@ class Archive(NamedTuple):
 
     @property
     def is_summed(self) -> bool:
-        """Whether its records have CRC-32s, as those that are not 0 show.
+        """Whether its records have CRC-32s.
 
         Writers compute those of all storages or of none: a 0 among others is the sum of its bytes,
-        and another one among zeros a flipped bit.
+        and another one among zeros a flipped bit. So the larger half decides.
         """
         filled = [entry.crc for entry in self.storages() or self.entries if entry.nbytes]
         return 2 * sum(map(bool, filled)) >= len(filled) > 0
@@ -157,16 +144,8 @@ class _Central(NamedTuple):
 def parse(read_many: ReadMany, nbytes: int, path: str) -> Archive:
     """Find every record of a zip archive, and check that they can be what they say.
 
-    Args:
-        read_many: Reads parts of the file.
-        nbytes: The size of the file.
-        path: Its name, for messages.
-
-    Raises:
-        IntegrityError: It is no zip archive, or damaged, or one that no torch.save writes; says
-            which record and what is wrong.
-
-    Cost: three reads, and one of about 60 bytes a record.
+    Raises IntegrityError, which says which record and what is wrong, if it is no archive, or one
+    that no torch.save writes. Cost: three reads, and one of about 60 bytes a record.
     """
     return _Parser(read_many, nbytes, path).archive()
 
@@ -354,7 +333,7 @@ class _Parser:
     def _wide(
         self, name: bytes, extra: bytes, narrow: tuple[int, int, int]
     ) -> tuple[bool, list[int]]:
-        """Size, packed size and offset, where some of them are 64-bit ones in the extra field."""
+        """Size, packed size and offset, of which some may be 64-bit ones in the extra field."""
         is_there, values = self._zip64(name, extra)
         if len(values) < narrow.count(MAX32):
             raise self._record_is(
@@ -449,7 +428,7 @@ class _Parser:
 
 
 def wide_field(nbytes: int, packed: int, header_offset: int) -> bytes:
-    """The extra field with what has no place in 32 bits; b"" where all has."""
+    """The extra field with what has no place in 32 bits; b"" if all has."""
     wide = [nbytes, packed] if nbytes >= MAX32 else []
     if header_offset >= MAX32:
         wide.append(header_offset)
@@ -479,11 +458,6 @@ _MADE_BY, _NEEDED = 0x31E, 45
 
 
 def descriptor_matches(data: bytes, entry: ZipEntry) -> bool:
-    """Whether a data descriptor says what the directory says.
-
-    Args:
-        data: The `entry.descriptor` bytes behind the record.
-        entry: The record.
-    """
+    """Whether the data descriptor behind a record says what the directory says."""
     form = struct.Struct("<4sIQQ" if entry.descriptor == 24 else "<4sIII")
     return form.unpack(data) == (DESCRIPTOR_MAGIC, entry.crc, entry.nbytes, entry.nbytes)

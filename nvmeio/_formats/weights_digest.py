@@ -55,15 +55,10 @@ class ChangingError(NvmeioError):
 
 
 class WeightFiles(NamedTuple):
-    """The weights in a directory or a file.
+    """A digest of the weights in a directory or a file.
 
-    Attributes:
-        digest: Of what they hold.
-        files: How many.
-        nbytes: Of all.
-        how: "full" or "samples".
-        changed: When one of them was last written or put there, in seconds; those aside that have
-            their place in a hub's cache, which writes each once.
+    `files` is how many there are, `how` "full" or "samples". `changed` is when one of them was last
+    written or put there, in seconds, but for those in a hub's cache, which writes each once.
     """
 
     digest: str
@@ -76,19 +71,16 @@ class WeightFiles(NamedTuple):
 def look_at(
     path: str | os.PathLike[str], how: How = "auto", known: Path | None = None
 ) -> WeightFiles:
-    """Tell weights in files.
+    """Compute the digest of the weights in a directory, or of one file.
 
     Args:
-        path: Their directory, or one file.
-        how: "full" takes all bytes into account, and nothing else; "samples" reads a little of
-            each tensor; "auto" is "full" up to `FULL_BYTES`.
-        known: Remembers what was computed of files; None reads them each time. It lies in a
-            directory that is this user's alone.
+        path: Of either.
+        how: "full" takes all bytes into account, and nothing else; "samples" reads a little of each
+            tensor; "auto" is "full" up to `FULL_BYTES`.
+        known: A file that remembers what was computed, in a directory that is this user's alone;
+            None reads all each time.
 
-    Raises:
-        FileNotFoundError: There are no weights.
-        ChangingError: They are being written.
-        OSError: They cannot be read.
+    Raises FileNotFoundError if there are no weights, ChangingError if they are being written.
     """
     weights, beside = _files_of(Path(path))
     facts = {file: os.stat(file) for file in weights}
@@ -108,7 +100,7 @@ def look_at(
 
 
 def _files_of(path: Path) -> tuple[list[Path], list[Path]]:
-    """Weights, and what counts beside them."""
+    """The weights, and the files that count beside them."""
     if path.is_dir():
         there = sorted(file for file in path.iterdir() if file.is_file())
         weights = [file for file in there if file.suffix in _WEIGHTS]
@@ -132,11 +124,7 @@ def _small(file: Path) -> bytes:
 
 
 class _Known:
-    """Digests of files that were computed before.
-
-    Args:
-        path: Where they are kept; None keeps none.
-    """
+    """Digests of files that were computed before, kept in a file; None keeps none."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -218,7 +206,7 @@ def _sampled(fd: int, facts: os.stat_result) -> str:
 
 
 def samples(length: int, count: int, size: int) -> Iterable[int]:
-    """Offsets of samples of `size` bytes, evenly spread; all offsets where they are few."""
+    """Offsets of samples of `size` bytes, evenly spread; all offsets if they are few."""
     count = min(count, -(-length // size))
     if count < 2:
         return [max(length - size, 0) // 2] if count else []
@@ -226,7 +214,7 @@ def samples(length: int, count: int, size: int) -> Iterable[int]:
 
 
 def _tensors(fd: int, size: int) -> tuple[bytes, list[tuple[int, int]]]:
-    """Header and tensors of a safetensors file; of another one no header, and all as one."""
+    """Header and tensors of a safetensors file; of another one no header, and all as one tensor."""
     with contextlib.suppress(IntegrityError):
         length = headers.header_bytes(os.pread(fd, headers.LENGTH_BYTES, 0), size, "")
         text = os.pread(fd, length, headers.LENGTH_BYTES)
