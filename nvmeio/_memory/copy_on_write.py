@@ -60,9 +60,8 @@ HOW_TO_ALLOW = (
 class Support(NamedTuple):
     """Whether memory can be protected in this process.
 
-    Attributes:
-        kind: "any": whoever writes; "user": but system calls that write there fail; "none".
-        attempts: What was tried and failed: its name, and why.
+    `kind` is "any" (whoever writes), "user" (but system calls that write there fail) or "none".
+    `attempts` are what was tried and failed: its name, and why.
     """
 
     kind: str
@@ -70,7 +69,7 @@ class Support(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why not every write can be seen; "" where it can."""
+        """Why not every write can be seen; "" if it can."""
         return (
             "" if self.kind == "any" else "; ".join(f"{way}: {why}" for way, why in self.attempts)
         )
@@ -79,7 +78,7 @@ class Support(NamedTuple):
 def support() -> Support:
     """What the kernel allows this process; tried once.
 
-    ``NVMEIO_USERFAULTFD`` set to "user" or "none" has the others left out.
+    ``NVMEIO_USERFAULTFD`` set to "user" or "none" leaves the others out.
     """
     return _support(os.getpid())
 
@@ -100,15 +99,12 @@ def _support(_pid: int) -> Support:  # a forked child needs a descriptor of its 
 
 
 class WriteProtection:
-    """Ranges of memory, from `protect` on as they were then.
+    """Ranges of memory, (address, nbytes) each, as they are when `protect` is called.
 
-    Args:
-        ranges: (address, nbytes) of each; the caller keeps the memory for as long as this lives.
-        directory: Where a file without a name may be made, for what finds no memory aside.
-
-    Attributes:
-        taken: Of each range, whether it will be protected. One that is not (another snapshot
-            protects it, it is no private memory, it has no whole page) the caller has to copy.
+    The caller keeps the memory as long as this lives. What finds no memory aside goes into a file
+    without a name in `directory`. `taken` says of each range whether it will be protected. One that
+    is not (another snapshot protects it, it is no private memory, it has no whole page) the caller
+    has to copy.
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int]], directory: str) -> None:
@@ -135,37 +131,27 @@ class WriteProtection:
         self.taken = [taken[i] for i in range(len(ranges))]
 
     def protect(self, arena: Mapping | None) -> bool:
-        """From now on the memory is as it is now; nobody changes it before this returns.
+        """Keep the memory as it is now; nobody changes it before this returns.
 
-        Args:
-            arena: Where copies go; what finds no room there goes into a file.
-
-        Returns:
-            False where the kernel refuses; then this is over.
+        Copies go into the arena; what finds no room there goes into a file. False if the kernel
+        refuses; then this is over.
         """
         self._arena = arena
         address, nbytes = (0, 0) if arena is None else (arena.address, arena.nbytes)
         return bool(lib.nv_snapshot_protect(self._raw, address, nbytes) == 0)
 
     def read(self, address: int, nbytes: int, to: int, crc: int | None) -> int:
-        """Copy bytes of the moment of `protect`; each once, and those of a range in order.
+        """Copy bytes of the moment of `protect`, within one range; each once, and in order.
 
-        Args:
-            address: Of the first, within one range.
-            nbytes: How many.
-            to: The address that they are copied to; 0 to have them summed, and still to be read.
-            crc: A CRC-32 that is to go on with them, where `crc32.CAN_COPY`; None for no sum.
-
-        Returns:
-            The CRC-32; 0 where none was asked for.
+        They go to the address `to`; if that is 0, they are summed and still to be read. A `crc`
+        goes on with them if `crc32.CAN_COPY`; None is for no sum, and returns 0. Lets go of the
+        GIL.
 
         Raises:
             OSError: A write came before they were read, there was no memory left to copy them
                 aside, and the file failed (ENOSPC, EIO).
-            TransferError: The memory lost its protection, by something else in this process, and so
-                its bytes are not known to be those of that moment.
-
-        Lets go of the GIL. Cost: a copy at the speed of memory.
+            TransferError: Something else in this process took the memory's protection, so its bytes
+                are not known to be those of that moment.
         """
         total = ffi.new("uint32_t *", crc or 0)
         failed = lib.nv_snapshot_read(
@@ -175,17 +161,11 @@ class WriteProtection:
         return int(total[0])
 
     def settle(self, address: int, nbytes: int) -> list[tuple[int, int]]:
-        """Somebody else has read whole pages where they lie: which of them are still to be read.
+        """Say that somebody else has read whole pages where they lie, in order; errors as `read`.
 
-        A range is settled in order, as it is read. What nobody has written to until now was read as
-        it was at the moment of `protect`, and is let go of.
-
-        Returns:
-            The address and the size of each part that somebody wrote to: `read` has its bytes.
-
-        Raises:
-            OSError: As for `read`.
-            TransferError: As for `read`.
+        What nobody has written to until now was read as it was at the moment of `protect`, and is
+        let go of. Returns address and size of each part that somebody wrote to: `read` has its
+        bytes.
         """
         left = ffi.new("uint64_t[2]")
         again = []
@@ -204,7 +184,7 @@ class WriteProtection:
 
     @property
     def aside_bytes(self) -> int:
-        """What was copied aside, because somebody wrote there."""
+        """How much was copied aside, because somebody wrote there."""
         return int(self._counters().aside_bytes)
 
     @property
@@ -224,7 +204,7 @@ class WriteProtection:
 
 
 def give_up(address: int, nbytes: int) -> None:
-    """A system call is about to write there: what is protected of it is copied aside first."""
+    """Copy aside what is protected there, because a system call is about to write there."""
     lib.nv_snapshot_give_up(address, nbytes)
 
 

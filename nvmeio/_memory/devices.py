@@ -62,7 +62,7 @@ class Copier(Protocol):
     def page_locked(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Host memory for copies with any device, a multiple of the page long.
 
-        It is others' when its last view is gone: no copy may be under way then. `device` is one
+        Others get it when its last view is gone: no copy may be under way then. `device` is one
         that is in use already.
         """
 
@@ -82,7 +82,7 @@ class Copier(Protocol):
 class CudaCopier:
     """CUDA through torch: copies on two streams of ours a device, one for each direction.
 
-    `torch.cuda` is touched at the first use, so one may be made where there is no CUDA.
+    `torch.cuda` is touched at the first use, so one may be made without CUDA.
     """
 
     def __init__(self) -> None:
@@ -125,13 +125,9 @@ def _copied(target: torch.Tensor, source: torch.Tensor, side: Beside) -> Mark:
 class Beside:
     """Copies to and from one device's memory, on a stream of ours beside the caller's work.
 
-    Neither the caller nor his stream is waited for: `follow` and `precede` let streams wait for
-    each other. Made and used by threads of any device. On devices that are not CUDA's a copy is
-    done when it has begun.
-
-    Args:
-        device: Which.
-        purpose: What for, and in which direction; those of one purpose share a stream.
+    Those of one purpose share a stream. Nobody waits for the caller or his stream: `follow` and
+    `precede` let streams wait for each other. Made and used by threads of any device. On devices
+    that are not CUDA's a copy is done when it has begun.
     """
 
     def __init__(self, device: torch.device, purpose: str) -> None:
@@ -139,11 +135,7 @@ class Beside:
         self._stream = side_stream(device, purpose)
 
     def follow(self, stream: Any = None) -> None:
-        """Order what is begun from now on behind what a stream was asked.
-
-        Args:
-            stream: Which; None for that of the calling thread.
-        """
+        """Order what is begun from now on behind what a stream was asked; None is the thread's."""
         if self._stream is None:
             torch.get_device_module(self._device).synchronize(self._device)
             return
@@ -178,9 +170,6 @@ class Beside:
         """Memory of the device for copies into it.
 
         What it was before may still be read: `follow` whoever did. Others use it after a `mark`.
-
-        Raises:
-            torch.OutOfMemoryError: The device has no more.
         """
         with on_stream(self._stream):
             return empty(nbytes, self._device)
@@ -234,16 +223,11 @@ class _CudaMark:
 
 
 def _pause(seconds: float, mark: _CudaMark) -> None:
-    """Sleep before the next look at a mark."""
     time.sleep(seconds)
 
 
 def check_answers(device: torch.device) -> None:
-    """Raise for one that did not do in time what it was asked.
-
-    Raises:
-        DeviceTimeoutError: It did not, once in this process.
-    """
+    """Raise DeviceTimeoutError if this device, once in this process, did not answer in time."""
     if device in system.silent_devices:
         raise DeviceTimeoutError(
             f"{device} has not done in {_PATIENCE_S:.0f} s what it was asked: a kernel does not "
@@ -268,7 +252,6 @@ def is_torchs(tensor: torch.Tensor) -> bool:
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:
-    """Where a tensor's memory is."""
     return tensor.device
 
 
@@ -293,7 +276,7 @@ _side_streams: dict[tuple[torch.device, str], Any] = {}
 
 
 def record_use(memory: torch.Tensor, stream: Any) -> None:
-    """A stream uses memory that may be another stream's.
+    """Note that a stream uses memory that may be another stream's.
 
     When its last tensor is gone, the allocator gives it to nobody before the stream has done what
     it was asked until then.
@@ -324,12 +307,7 @@ def asked_of(stream: Any) -> Mark:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all that anybody has asked of it.
-
-    Raises:
-        RuntimeError: It has failed.
-        DeviceTimeoutError: It has not done so in time.
-    """
+    """Wait until a device has done all that anybody asked of it, or raise DeviceTimeoutError."""
     check_answers(device)
     ended: Future[None] = Future()
 
@@ -347,11 +325,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def empty(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Bytes of a device's memory, for the calling thread's stream.
-
-    Raises:
-        torch.OutOfMemoryError: The device has no more.
-    """
+    """Bytes of a device's memory, for the calling thread's stream."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
@@ -364,10 +338,9 @@ class _Part:
 
 
 def part_of(memory: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
-    """Some bytes of a device's memory, with a storage of their own.
+    """Some bytes of a device's memory, with a storage of their own that ends with its last tensor.
 
-    That ends with the last tensor over it. The allocator knows nothing of it: `record_use` is for
-    the whole.
+    The allocator does not know that storage: `record_use` is for the whole.
     """
     if not nbytes:
         return memory.new_empty(0)
@@ -390,12 +363,7 @@ def come_after(stream: Any, mark: Mark) -> None:
 
 
 def usable(name: str, value: str | int | torch.device) -> torch.device:
-    """The CPU, or a CUDA device that is there, with its number.
-
-    Raises:
-        BackendUnavailableError: There is no such device.
-        ValueError: It is neither.
-    """
+    """The CPU, or a CUDA device that is there, with its number; ValueError if it is neither."""
     found = _checks.device(name, value)
     if found.type == "cpu":
         return torch.device("cpu")
@@ -436,7 +404,6 @@ def _begin_copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def new_copier() -> Copier:
-    """The copier of this process's devices."""
     return CudaCopier()
 
 
@@ -464,9 +431,9 @@ def current(tensor: torch.Tensor) -> Iterator[None]:
 def as_here(work: Callable[[], Value]) -> Callable[[], Value]:
     """The same work for a new thread, which computes as the calling one does.
 
-    With as many threads of torch's, so that results are the same to the last bit. On its current
-    CUDA device and stream: "cuda" means that device, and what is asked of it comes after what this
-    thread has asked.
+    It has as many threads of torch's, so that results are the same to the last bit, and this
+    thread's CUDA device and stream: "cuda" means that device, and what is asked of it comes after
+    what this thread has asked.
     """
     cuda: Any = torch.cuda
     count = torch.get_num_threads()

@@ -57,7 +57,7 @@ def _flags_between(ones: list[bytes], zeros: list[bytes]) -> list[int]:
     """Where all of the first are 1, all of the second 0, and what lies beside it is flags too.
 
     Resizable storages have an allocator, whose address is the same in all of them, others have
-    none: its bytes are told from flags by the rest of the address.
+    none: the rest of the address tells its bytes from flags.
     """
 
     def all_flags(offset: int) -> bool:
@@ -83,15 +83,10 @@ except (AttributeError, RuntimeError, TypeError):  # another torch than those we
 
 
 def hold(storage: torch.UntypedStorage) -> Any:
-    """Let torch refuse to resize a storage until `end`, or until the hold is dropped.
+    """Let torch refuse to resize a storage until `end`, or until the hold is dropped; 0.4 us.
 
-    The storage has to be kept longer than the hold.
-
-    Returns:
-        The hold; None for a storage that torch does not resize anyway, because its memory came
-        from elsewhere (`torch.frombuffer`, a mapped file).
-
-    Cost: 0.4 us.
+    The storage has to be kept longer than the hold. None for a storage that torch does not resize
+    anyway, because its memory came from elsewhere (`torch.frombuffer`, a mapped file).
     """
     if FLAG_OFFSET is None:
         return None
@@ -109,11 +104,7 @@ def hold(storage: torch.UntypedStorage) -> Any:
 
 
 def hold_all(storages: Sequence[torch.UntypedStorage]) -> tuple[Any, list[int]]:
-    """`hold` for many.
-
-    Returns:
-        One hold, and the numbers of those storages that it does not hold.
-    """
+    """`hold` for many: one hold, and the numbers of those storages that it does not hold."""
     if FLAG_OFFSET is None or not storages:
         return None, list(range(len(storages)))
     number = len(storages)
@@ -147,9 +138,7 @@ def refuse_sharing(user_of: Callable[[int], object | None]) -> None:
 
     torch has no flag for this one: `share_memory_`, and sending a tensor to another process, copy
     the bytes and free the memory, whoever else refers to it. Both come by one of two methods.
-
-    Args:
-        user_of: Given a storage's ``_cdata``: what is in flight there, or None.
+    `user_of` says what is in flight in a storage, given its ``_cdata``, or None.
     """
     for name in ("_share_fd_cpu_", "_share_filename_cpu_"):
         share = getattr(torch.UntypedStorage, name, None)

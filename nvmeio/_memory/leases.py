@@ -27,7 +27,7 @@ class FreeBlocks:
         self.put(0, nbytes)
 
     def take(self, nbytes: int) -> int | None:
-        """The start of a block of `nbytes` bytes, or None where no free part is that long."""
+        """The start of a block of `nbytes` bytes, or None if no free part is that long."""
         if nbytes == 0:
             return 0
         at = bisect_left(self._by_size, (nbytes, 0))
@@ -51,7 +51,6 @@ class FreeBlocks:
                 return
 
     def put(self, start: int, nbytes: int) -> None:
-        """Take a block back."""
         if nbytes == 0:
             return
         before = self._start_before.get(start)
@@ -80,10 +79,8 @@ class FreeBlocks:
 class Waiter:
     """One request in the queue. Hashed by identity; changed by the queue's steps only.
 
-    Args:
-        nbytes: How much is asked for.
-        wake: Wakes whoever waits; False where nobody is left to be woken.
-        lease: What stands for the request; dead, with its memory, it gives them back.
+    `wake` returns False if nobody is left to be woken. `lease` stands for the request; once it is
+    dead, with its memory, they are taken back.
     """
 
     __slots__ = ("arena", "charged_bytes", "lease", "memory", "nbytes", "start", "wake_up", "woken")
@@ -105,21 +102,16 @@ class Waiter:
         return (lease is None or lease() is None) and (memory is None or memory() is None)
 
     def wake(self) -> bool:
-        """Tell whoever waits, twice if an interrupt comes after the first time; False: nobody."""
+        """Wake whoever waits, twice if an interrupt comes after the first time; False: nobody."""
         self.woken = self.wake_up()
         return self.woken
 
 
 class LeaseQueue:
-    """Leases of an arena, and requests for them.
+    """Leases of the first `nbytes`, in whole pages, of an arena, and requests for them.
 
-    Args:
-        arena: The memory, kept until this is closed and all leases are back.
-        nbytes: How much of it, in whole pages.
-
-    Attributes:
-        died: Where the weak references of leases and of their memory put themselves.
-        closed: Whether requests are refused.
+    It keeps the arena until it is closed and all leases are back. The weak references of leases and
+    of their memory put themselves into `died`.
     """
 
     def __init__(self, arena: Mapping, nbytes: int) -> None:
@@ -155,17 +147,14 @@ class LeaseQueue:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are not out on lease."""
         return self._free.nbytes
 
     @property
     def waiting(self) -> int:
-        """How many requests wait."""
         return len(self._waiters)
 
     @property
     def leases(self) -> int:
-        """How many have been granted, and are not back."""
         return len(self._granted)
 
     # What runs in the Serial, one at a time

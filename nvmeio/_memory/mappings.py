@@ -56,11 +56,11 @@ _PREFAULT_THREADS = max(1, min(4, (os.cpu_count() or 1) - 1))
 class Serial:
     """Runs short steps one after another, whichever thread they come from.
 
-    A plain lock will not do: the steps are also called by destructors, and the garbage collector
-    may run one at any moment, in a thread that is in the middle of a step. Such a call leaves its
-    step to the one under way and returns; every other call returns once its step has run. Steps
-    must not raise and must not wait. One that an interrupt (Ctrl-C) cuts short is run again from
-    its beginning, and must be written for that.
+    A plain lock will not do: destructors call steps too, and the garbage collector may run one at
+    any moment, in a thread that is in the middle of a step. Such a call leaves its step to the one
+    under way and returns; every other call returns once its step has run. Steps must not raise and
+    must not wait. One that an interrupt (Ctrl-C) cuts short is run again from its beginning, and
+    must be written for that.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class Pin:
         self.device = 0  # that was current then
 
     def unregister(self, address: int) -> str:
-        """Unregister it from CUDA; the reason where that failed, or ""."""
+        """Unregister it from CUDA; the reason if that failed, or ""."""
         if self.runtime is None or system.silent_devices:  # CUDA would wait for them
             return ""
         try:
@@ -211,10 +211,9 @@ def _leave_all_dead() -> None:
 
 
 def unpin(address: int) -> bool:
-    """Undo `Mapping.lock` and `register_with_cuda`; False where there is nothing to undo.
+    """Undo `Mapping.lock` and `register_with_cuda`; False if there is nothing to undo.
 
-    Raises:
-        OSError: CUDA refused (EIO); the page lock is gone all the same.
+    Raises OSError if CUDA refused (EIO); the page lock is gone all the same.
     """
     pin = pinned.get(address)
     if pin is None:
@@ -246,14 +245,14 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 class Mapping(mmap.mmap):
     """An anonymous private mapping that knows its aligned start and leaves the registry in time.
 
-    The steps are separate so that a lock that is refused costs no touching: create, `lock` where
-    wanted, `populate` once, `register_with_cuda` where wanted, `tensor` as often as needed.
+    The steps are separate so that a lock that is refused costs no touching: create, `lock` if
+    wanted, `populate` once, `register_with_cuda` if wanted, `tensor` as often as needed.
 
-    A `__del__` rather than `weakref.finalize`: it runs before the memory is unmapped, whereas
-    mmap's own deallocator calls weak references after that, when another thread may have been
-    given the same address already. What Ctrl-C takes of a `__del__` nobody does again, so there is
-    a net below it: Python drops a subclass's slots between the two, and the weak reference to what
-    lies in one puts itself in a queue (`died`), in C.
+    It has a `__del__` rather than `weakref.finalize`: that runs before the memory is unmapped,
+    whereas mmap's own deallocator calls weak references after that, when another thread may have
+    been given the same address already. What Ctrl-C takes of a `__del__` nobody does again, so
+    there is a net below it: Python drops a subclass's slots between the two, and the weak reference
+    to what lies in one puts itself in a queue (`died`), in C.
     """
 
     __slots__ = ("_alive", "address", "base", "nbytes")
@@ -265,11 +264,7 @@ class Mapping(mmap.mmap):
     nbytes: int  # usable from there, whole pages
 
     def __new__(cls, nbytes: int) -> Mapping:
-        """Reserve at least `nbytes` bytes (and at least a page) of address space.
-
-        Raises:
-            MemoryError: The kernel refused, or more is asked for than is available.
-        """
+        """Reserve at least `nbytes` bytes, and a page, of address space; or raise MemoryError."""
         huge = system.huge_page_bytes()
         align = huge if nbytes >= huge else PAGE_BYTES
         length = round_up(max(nbytes, 1), PAGE_BYTES)
@@ -297,10 +292,10 @@ class Mapping(mmap.mmap):
         return self
 
     def lock(self) -> None:
-        """Page-lock all of it; see `buffers.empty_pinned` for the errors.
+        """Page-lock all of it, on fault; see `buffers.empty_pinned` for the errors.
 
-        On fault: what `populate` brings in is locked as it comes, so that a refusal is known
-        at once and `mlock` does not populate in one long call (see _POPULATE_BYTES).
+        What `populate` brings in is locked as it comes, so a refusal is known at once, and `mlock`
+        does not populate in one long call (see _POPULATE_BYTES).
         """
         pinned[self.address] = Pin(self.nbytes)  # first: what is interrupted can be undone
         if system.libc.mlock2(self.address, self.nbytes, _MLOCK_ONFAULT) != 0:
@@ -312,11 +307,7 @@ class Mapping(mmap.mmap):
         locked.add(self.address, self.nbytes)
 
     def populate(self) -> None:
-        """Back every page with memory.
-
-        Raises:
-            MemoryError: There is not enough.
-        """
+        """Back every page with memory, or raise MemoryError."""
         for start in range(0, self.nbytes, _POPULATE_BYTES):
             length = min(_POPULATE_BYTES, self.nbytes - start)
             if system.libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE) == 0:
@@ -327,12 +318,9 @@ class Mapping(mmap.mmap):
             ctypes.memset(self.address + start, 0, length)  # Linux before 5.14; no GIL either
 
     def register_with_cuda(self) -> bool:
-        """Register it with CUDA where CUDA is in use; after `populate`, and `lock` if wanted.
+        """Register it with CUDA, after `populate`, and `lock` if wanted; False if CUDA is not used.
 
         CUDA page-locks what is not locked yet.
-
-        Returns:
-            Whether CUDA is.
         """
         device = system.cuda_device()
         if device is None:
@@ -374,10 +362,9 @@ class Mapping(mmap.mmap):
     def lend(
         self, offset: int, nbytes: int, died: Callable[[weakref.ref[Any]], object]
     ) -> tuple[torch.Tensor, weakref.ref[memoryview]]:
-        """As `tensor`, of bytes; `died` is called when nobody has its storage any more.
+        """Do as `tensor`, of bytes; `died` is called when nobody has its storage any more.
 
-        Returns:
-            The tensor, and what has to be kept for that.
+        The weak reference that comes with it has to be kept for that.
         """
         start = self.address - self.base + offset
         part = memoryview(self)[start : start + max(nbytes, 1)]
@@ -405,15 +392,9 @@ def _address_of(mapping: mmap.mmap) -> int:
 def owns(address: int, nbytes: int) -> bool:
     """Whether the span lies wholly in one live nvmeio buffer, and so on huge pages.
 
-    For the transfer plan, which sends such memory straight to the drive. Buffers of less than a
-    huge page count too; they lie on small pages.
-
-    Args:
-        address: First byte, as `tensor.data_ptr()` gives it.
-        nbytes: Length in bytes; 0 asks for the address alone.
-
-    Cost:
-        0.3 us among 10,000 buffers. Takes no lock.
+    The transfer plan sends such memory straight to the drive. Buffers of less than a huge page
+    count too; they lie on small pages. 0 bytes ask for the address alone. Cost: 0.3 us among 10,000
+    buffers; takes no lock.
     """
     return mapped.covers(address, nbytes)
 
@@ -421,8 +402,8 @@ def owns(address: int, nbytes: int) -> bool:
 def on_huge_pages(address: int, nbytes: int) -> bool:
     """Whether large memory lies on huge pages, or is taken to.
 
-    nvmeio's own buffers are, and so is all memory where transparent huge pages are "always". Of
-    other memory the kernel says it (PAGEMAP_SCAN, since Linux 6.7), in 1 to 2 us.
+    nvmeio's own buffers are, and so is all memory if transparent huge pages are "always". Of other
+    memory the kernel says it (PAGEMAP_SCAN, since Linux 6.7), in 1 to 2 us.
     """
     return (
         system.huge_pages_for_all()
@@ -474,12 +455,10 @@ class Prefault:
     on a virtual machine, whose host has to find the page as well, 0.3 to 0.9. A direct read touches
     pages when it pins them, on the thread that submits it, which is then what the drive waits for.
 
-    So helpers touch the memory from its end backwards, for as long as a ``with`` block lasts, until
-    they meet the reads that come from its beginning. Pages that are there already cost them
-    nothing, so the order need not be kept exactly.
-
-    Args:
-        mappings: In the order in which they are filled.
+    So helpers touch the memory (mappings in the order in which they are filled) from its end
+    backwards, for as long as a ``with`` block lasts, until they meet the reads that come from its
+    beginning. Pages that are there already cost them nothing, so the order need not be kept
+    exactly.
     """
 
     def __init__(self, mappings: Sequence[Mapping]) -> None:
@@ -493,11 +472,7 @@ class Prefault:
         self._threads: list[Thread] = []
 
     def check(self) -> None:
-        """Raise if there was not enough memory.
-
-        Raises:
-            MemoryError: The kernel refused a page.
-        """
+        """Raise MemoryError if the kernel refused a page."""
         if self._refused:
             raise MemoryError(f"cannot allocate memory: {os.strerror(self._refused)}")
 

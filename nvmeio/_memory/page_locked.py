@@ -37,15 +37,10 @@ _ended: SimpleQueue[weakref.ref[Any]] = SimpleQueue()
 
 
 def take(nbytes: int) -> torch.Tensor:
-    """Bytes of page-locked memory, on huge pages, with what its last user left in them.
+    """Page-locked memory on huge pages, with what its last user left in it.
 
-    Args:
-        nbytes: How many; what is charged is up to an eighth more.
-
-    Raises:
-        OSError: CUDA refused the memory, or, where CUDA is not in use, the limit for locked memory
-            did.
-        MemoryError: There is not that much.
+    Up to an eighth more is charged. Raises OSError if CUDA refused the memory, or, where CUDA is
+    not in use, the limit for locked memory did; MemoryError if there is not that much.
     """
     _take_back()
     mapping = _taken(nbytes)
@@ -58,11 +53,7 @@ def take(nbytes: int) -> torch.Tensor:
 
 
 def new(nbytes: int) -> torch.Tensor:
-    """The same as a mapping of its own, unlocked with its last tensor; for long uses.
-
-    Raises:
-        OSError, MemoryError: As for `take`.
-    """
+    """Do as `take`, in a mapping of its own, unlocked with its last tensor; for long uses."""
     return _locked(nbytes).tensor(0, (nbytes,), torch.uint8)
 
 
@@ -79,7 +70,7 @@ def _charged(nbytes: int) -> int:
 
 
 def _taken(nbytes: int) -> Mapping | None:
-    """The smallest that is free and fits; none that is twice as large."""
+    """The smallest free mapping that fits, and is less than twice as large."""
     most = 2 * _charged(nbytes)
     fitting = [each for each in tuple(_free) if nbytes <= each[1].nbytes <= most]
     for entry in sorted(fitting, key=lambda entry: entry[1].nbytes):

@@ -62,7 +62,7 @@ def proc_bytes(path: str, field: str) -> int | None:
 
 
 def available_bytes() -> int | None:
-    """What the kernel says could be allocated now without swapping; None where it says nothing."""
+    """How much the kernel could allocate now without swapping; None if it does not say."""
     return proc_bytes("/proc/meminfo", "MemAvailable")
 
 
@@ -111,7 +111,7 @@ _CAPTURE_RELAXED = 2  # cudaStreamCaptureModeRelaxed; driver_types.h
 
 
 def cuda_device() -> int | None:
-    """A device on which this process has a context: the current one, if that has; None if none has.
+    """A device on which this process has a context, best the current one; None if none has.
 
     Asking starts nothing: a process that works on the CPU alone has no context, and may fork.
     """
@@ -130,7 +130,7 @@ def _has_context(device: int) -> bool:
 
 
 def tolerate_captures() -> None:
-    """A capture of a CUDA graph in mode "global" elsewhere is not broken by this thread's calls.
+    """Keep this thread's calls from breaking a capture of a CUDA graph in mode "global" elsewhere.
 
     Its device must be in use and current. CUDA's default has any thread that asks for an event, or
     allocates, invalidate the capture; torch's watchdog of NCCL does the same as this.

@@ -59,7 +59,7 @@ class Memory(NamedTuple):
         nbytes: Length in bytes.
         keep: The storage behind it, to be kept until the kernel is done: the tensor may be given
             another one meanwhile.
-        copy_back: For a read through a copy: moves the bytes on into the tensor; else None.
+        copy_back: Moves what was read through a copy into the tensor; else None.
         device: Device memory as a 1-D uint8 tensor of `nbytes`; None for host memory.
         ready: From when on device memory may be touched; None for at once.
         changed: The tensor that a read changes without torch's knowledge; else None.
@@ -78,14 +78,13 @@ class Memory(NamedTuple):
     held: Any = None
 
     def end(self) -> None:
-        """The kernel is done with it: the storage may be resized again."""
+        """Let the storage be resized again, because the kernel is done with it."""
         holds.end(self.held)
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """Some of the bytes as they are now; device memory once the device is done with it.
+        """Some bytes as they are now; device memory once the device is done with it.
 
-        Raises:
-            OSError: EFAULT: the memory is not there any more.
+        Raises OSError (EFAULT) if the memory is not there any more.
         """
         if self.device is None:
             if not self.foreign:
@@ -102,7 +101,7 @@ _new_memory = functools.partial(tuple.__new__, Memory)
 
 
 def source(tensor: Data) -> Memory:
-    """The memory to write to a file: the tensor's own where that is contiguous, else a copy.
+    """The memory to write to a file: the tensor's own if it is contiguous, else a copy.
 
     Raises:
         TypeError: Neither a tensor nor a buffer, or one without plain memory (sparse, meta, a
@@ -121,11 +120,9 @@ def source(tensor: Data) -> Memory:
 def destination(tensor: Data) -> Memory:
     """The memory to read into, with autograd's rules for an in-place change (`Tensor.copy_`).
 
-    Raises:
-        TypeError: As for `source`; or a buffer is read-only.
-        ValueError: As for `source`.
-        RuntimeError: As `copy_` would: a leaf that requires grad outside `torch.no_grad`, an
-            inference tensor outside `torch.inference_mode`.
+    Raises as `source`, TypeError if a buffer is read-only, and RuntimeError as `copy_` would: for a
+    leaf that requires grad outside `torch.no_grad`, an inference tensor outside
+    `torch.inference_mode`.
     """
     if not isinstance(tensor, torch.Tensor):
         return _in_place(_over_buffer(tensor, writable=True), None)
@@ -182,10 +179,9 @@ def _in_place(tensor: torch.Tensor, changed: torch.Tensor | None) -> Memory:
 
 
 def in_place(tensors: Sequence[Data], reading: bool) -> tuple[list[Memory | None], Any]:
-    """The memory of those of many tensors that are read into, or written, where they lie.
+    """The memory of those of many tensors that are used where they lie, and one hold for it.
 
-    Returns:
-        None for each of the others, and one hold for all that are not.
+    It is None for each of the others.
     """
     # For thousands: no call that can be spared. What is not asked here of a plain tensor is not
     # needed: torch reports the bytes of all but quantized ones right.
@@ -239,15 +235,10 @@ def _is_foreign(storage: torch.UntypedStorage, address: int, nbytes: int) -> boo
 
 
 def device_source(tensor: torch.Tensor, copier: Copier) -> Memory:
-    """The device memory to write to a file: the tensor's own where it is contiguous, else a copy.
+    """The device memory to write to a file: the tensor's own if it is contiguous, else a copy.
 
-    Args:
-        tensor: On a device of the copier's.
-        copier: Tells when the memory may be read: after what the current stream was asked so far,
-            the copy included.
-
-    Raises:
-        TypeError: It has no plain memory (sparse, a wrapper subclass).
+    It may be read after what the current stream was asked so far, the copy included. Raises
+    TypeError if it has no plain memory (sparse, a wrapper subclass).
     """
     _check(tensor)
     if not _is_dense(tensor):
@@ -329,10 +320,9 @@ def _staged(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, C
 
 
 def _check_access(tensor: torch.Tensor, writing: bool) -> None:
-    """Whether torch may touch a CPU tensor's memory, where torch did not allocate it.
+    """Check that a CPU tensor's memory may be touched, if torch did not allocate it.
 
-    Raises:
-        OSError: EFAULT: it is read-only, or the file behind it was cut short.
+    Raises OSError (EFAULT) if it is read-only, or the file behind it was cut short.
     """
     if tensor.device.type != "cpu":
         return
@@ -439,7 +429,6 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def check_tensor(tensor: object) -> None:
-    """Raise TypeError where it is no tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a torch.Tensor, not {type(tensor).__name__}")
 
