@@ -45,14 +45,7 @@ _LEAST_GROWTH_BYTES = 64 << 20
 
 
 class Chunk(NamedTuple):
-    """A run of bytes that lies on one drive.
-
-    Attributes:
-        drive: Which.
-        file_offset: Where it begins in that drive's file.
-        start: Where it begins in what was asked for.
-        nbytes: Its length.
-    """
+    """Bytes on one drive: where they begin in its file, and in what was asked for."""
 
     drive: int
     file_offset: int
@@ -63,13 +56,9 @@ class Chunk(NamedTuple):
 class Striping:
     """How bytes are dealt to drives. Pure arithmetic.
 
-    Args:
-        weights: Of each drive; positive integers.
-        bands: Their lengths, in order; whole pages where there are several drives. What lies where
-            does not depend on bands that follow.
-
-    Attributes:
-        lengths: Of each drive's file.
+    `weights` are positive integers, one a drive. `bands` are lengths, whole pages if there are
+    several drives; what lies where does not depend on bands that follow. `lengths` are those of the
+    files.
     """
 
     def __init__(self, weights: Sequence[int], bands: Iterable[int]) -> None:
@@ -139,12 +128,7 @@ class FileSpan(NamedTuple):
 
 
 class StripedFile:
-    """One file on each drive that count as one.
-
-    Args:
-        files: Open, one for each drive; closed with it.
-        striping: How bytes are dealt to them.
-    """
+    """One file on each drive that count as one; closes them."""
 
     def __init__(self, files: Sequence[File], striping: Striping) -> None:
         self.files = tuple(files)
@@ -158,7 +142,6 @@ class StripedFile:
         ]
 
     def describe(self, offset: int, nbytes: int, most: int = 4) -> str:
-        """Where bytes lie, for messages: paths and bytes."""
         spans = self.spans(offset, nbytes)
         told = [
             f"{each.file.path} bytes [{each.file_offset}, {each.file_offset + each.nbytes})"
@@ -167,7 +150,6 @@ class StripedFile:
         return ", ".join(told) + (f" and {len(spans) - most} more" if len(spans) > most else "")
 
     def close(self) -> None:
-        """Close all of them; idempotent."""
         for file in self.files:
             file.close()
 
@@ -177,14 +159,8 @@ def weights_of(
 ) -> list[int]:
     """How much of the bytes each of some directories should get.
 
-    Args:
-        directories: Those on one file system share its rate.
-        reads: How many bytes are read, for
-        writes: so many that are written.
-
-    Returns:
-        In proportion to the rates that `nvmeio tune --save` measured, where it has them for all;
-        else equal ones.
+    In proportion to the rates that `nvmeio tune --save` measured, for so many bytes read and so
+    many written, if it has them for all; else equal. Directories on one file system share its rate.
     """
     equal = [1] * len(directories)
     if len(directories) < 2:
@@ -210,17 +186,9 @@ def weights_of(
 
 
 class DriveHandles:
-    """The handles that files on some drives are moved by.
+    """The handles that files on some drives are moved by; `first` is that of the first directory.
 
-    Args:
-        handle: The caller's, for all of them; it stays open. None makes one for each drive.
-        directories: On the drives; those on one device share a handle.
-
-    Attributes:
-        first: The handle of the first directory.
-
-    Raises:
-        BackendUnavailableError: A handle cannot be made.
+    The caller's handle is for all of them and stays open; None makes one for each device.
     """
 
     def __init__(self, handle: AioHandle | None, directories: Sequence[str]) -> None:
@@ -246,32 +214,24 @@ class DriveHandles:
             opened.release()
 
     def async_pread(self, memory: torch.Tensor, file: File, file_offset: int = 0) -> Operation:
-        """As `AioHandle.async_pread`."""
         return self.of(file).async_pread(memory, file, file_offset)
 
     def async_pwrite(self, memory: torch.Tensor, file: File, file_offset: int = 0) -> Operation:
-        """As `AioHandle.async_pwrite`."""
         return self.of(file).async_pwrite(memory, file, file_offset)
 
     def sync_fsync(self, file: File, data_only: bool = False) -> None:
-        """As `AioHandle.sync_fsync`."""
         self.of(file).sync_fsync(file, data_only=data_only)
 
     def close(self) -> None:
-        """Close those that it made; idempotent."""
+        """Close the handles that it made; idempotent."""
         do_all(handle.close for handle in self._own)
 
 
 class ScratchFile:
-    """Room that is taken and given back. One thread, or several in turn.
+    """Room that is taken and given back, in directories on several drives.
 
-    Args:
-        directories: One on each of the drives; they exist.
-        band_bytes: For each of several drives, of what is moved as one.
-        growth_bytes: By which it grows at least, where the drives have so much.
-
-    Raises:
-        OSError: A file cannot be made there.
+    For one thread, or several in turn. `band_bytes`, on each of several drives, are what is moved
+    as one. It grows by `growth_bytes` at least, if the drives have so much.
     """
 
     def __init__(
@@ -294,11 +254,7 @@ class ScratchFile:
                 self._files.append(open_nameless(each))
 
     def take(self, nbytes: int) -> int:
-        """Take room, in whole pages.
-
-        Raises:
-            TransferError: There is none left on a drive (ENOSPC).
-        """
+        """Take room, in whole pages; TransferError (ENOSPC) if a drive has none left."""
         wanted = round_up(nbytes, PAGE_BYTES)
         place = self._free.take(wanted)
         if place is None:
@@ -317,13 +273,11 @@ class ScratchFile:
         return self._striped.spans(place, nbytes)
 
     def describe(self, place: int, nbytes: int) -> str:
-        """The same for messages."""
         assert self._striped is not None
         return self._striped.describe(place, nbytes)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that are taken."""
         return self.nbytes - self._free.nbytes
 
     def _grow(self, wanted: int) -> None:

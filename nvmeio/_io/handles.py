@@ -31,11 +31,7 @@ _warned: set[str] = set()
 
 
 def new_handle(path: str | os.PathLike[str]) -> AioHandle:
-    """A handle for files on the file system of `path`, which need not exist yet.
-
-    Raises:
-        BackendUnavailableError: None can be made; says why.
-    """
+    """A handle for files on the file system of `path`, which need not exist yet."""
     try:
         found = tuned.find(path)
         if found is not None:
@@ -50,15 +46,7 @@ def new_handle(path: str | os.PathLike[str]) -> AioHandle:
 
 @contextlib.contextmanager
 def handle_for(given: AioHandle | None, path: str | os.PathLike[str]) -> Iterator[AioHandle]:
-    """The handle of one call that has nothing else to do while one is made.
-
-    Args:
-        given: The caller's handle, which stays open; or None.
-        path: As for `CallHandle`.
-
-    Raises:
-        BackendUnavailableError: None can be made; says why.
-    """
+    """`CallHandle.get` for a call that has nothing else to do while a handle is made."""
     with CallHandle(given, path) as handle:
         yield handle.get()
 
@@ -66,12 +54,9 @@ def handle_for(given: AioHandle | None, path: str | os.PathLike[str]) -> Iterato
 class CallHandle:
     """The handle that one save or load works with.
 
-    Args:
-        handle: The caller's, which stays open; None to make one, beginning now.
-        path: A file or directory on the file system that it is for.
-
-    Used with ``with``, after which its own is closed; what goes wrong in making one is raised by
-    `get`. Interrupted at any moment, it is closed by a thread.
+    The caller's handle stays open; None begins to make one now, for the file system of `path`. Used
+    with ``with``, after which its own is closed; `get` raises what goes wrong in making one.
+    Interrupted at any moment, it is closed by a thread.
     """
 
     def __init__(self, handle: AioHandle | None, path: str | os.PathLike[str]) -> None:
@@ -84,12 +69,7 @@ class CallHandle:
             self._making.start()
 
     def get(self) -> AioHandle:
-        """The handle.
-
-        Raises:
-            BackendUnavailableError: None can be made; says why.
-            ClosedError: It is closed.
-        """
+        """Wait for the handle; raises what making it raised, or ClosedError."""
         if self._given is not None:
             return self._given
         if self._making is None or self._closing is not None:
@@ -107,7 +87,7 @@ class CallHandle:
                 self._begun = True
 
     def close(self) -> None:
-        """`done`, and wait for it: no thread of its own handle is left.
+        """Do as `done`, and wait for it: no thread of its own handle is left.
 
         Not at the interpreter's end, which may drop a call that was never finished: threads do not
         run any more, and to wait for one would be for ever.

@@ -69,7 +69,7 @@ class _Entry(NamedTuple):
     label: Callable[[int], str] | None
 
     def told(self, failed: BaseException) -> BaseException:
-        """The first error, and what failed."""
+        """The first error, with the label of what failed."""
         item, first = failed.failures[0] if isinstance(failed, BatchError) else (0, failed)
         if self.label is None or not isinstance(first, TransferError):
             return first
@@ -81,9 +81,8 @@ class _Entry(NamedTuple):
 class InFlight:
     """The operations of one load, save or the like.
 
-    Args:
-        most_bytes: What may be in flight at once; two operations may, however large they are.
-        finished: Called with each operation that ended well, before its own `done`.
+    `most_bytes` may be in flight at once; two operations may, however large they are. `finished` is
+    called with each operation that ended well, before its own `done`.
     """
 
     def __init__(
@@ -105,14 +104,10 @@ class InFlight:
         done: Callable[[], None] | None = None,
         label: Callable[[int], str] | None = None,
     ) -> None:
-        """Begin an operation as soon as there is room for it.
+        """Call `begin` as soon as there is room for so many bytes.
 
-        Args:
-            begin: Begins it, and is called at once or when others have finished.
-            nbytes: What it moves.
-            done: Called when it has ended well and all before it are done.
-            label: Says what an item of a batch is for, or number 0 of what is none, to be added to
-                the error where it fails.
+        `done` is called when the operation has ended well and all before it are done. `label` says
+        what an item of a batch is for (0 if it is no batch), to be added to its error.
 
         Raises:
             Cancelled: `cancel` was called; nothing was begun.
@@ -135,10 +130,8 @@ class InFlight:
     def finish_first(self) -> None:
         """Wait for the operation that was started first.
 
-        Raises:
-            TransferError: It failed; with its label. Of a batch, the first item that did, and its.
-            Cancelled: It was cancelled.
-            IndexError: There is none.
+        Raises TransferError with its label if it failed (of a batch, the first item that did), and
+        Cancelled.
         """
         entry = self._flying[0]
         try:
@@ -172,7 +165,6 @@ class InFlight:
 
     @property
     def cancelled(self) -> bool:
-        """Whether `cancel` was called."""
         return self._stopping
 
     def stop(self) -> None:
@@ -199,7 +191,7 @@ class InFlight:
 
 
 def new_staging(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Aligned bytes for copies to or from a device; page-locked for CUDA where allowed.
+    """Aligned bytes for copies to or from a device; page-locked for CUDA if that is allowed.
 
     When its last tensor is gone others use it: no copy may be under way then.
     """
@@ -214,10 +206,8 @@ def new_staging(nbytes: int, device: torch.device) -> torch.Tensor:
 class Stagings:
     """Chunks of one size, made as they are wanted, at most `count` of them.
 
-    Args:
-        nbytes: Of each.
-        count: Two keep a drive busy while one is copied; four, both sides when they stutter.
-        device: What they are copied to or from.
+    Two keep a drive busy while one is copied; four keep both sides busy when they stutter. `device`
+    is what they are copied to or from.
     """
 
     def __init__(self, nbytes: int, count: int, device: torch.device) -> None:
@@ -228,23 +218,17 @@ class Stagings:
 
     @classmethod
     def of(cls, chunks: Sequence[torch.Tensor]) -> Stagings:
-        """Chunks that the caller has, all of one size."""
+        """Use chunks that the caller has, all of one size."""
         made = cls(chunks[0].nbytes, 0, chunks[0].device)
         made._free += reversed(chunks)
         return made
 
     @property
     def has_free(self) -> bool:
-        """Whether `take` has one at once."""
         return bool(self._free) or self._left > 0
 
     def take(self, flight: InFlight) -> torch.Tensor:
-        """Take a free chunk; waits for what is in flight until there is one.
-
-        Raises:
-            TransferError: One that was in flight has failed.
-            Cancelled: `flight` was cancelled.
-        """
+        """Take a free chunk; finishes what is in flight until there is one, and raises as that."""
         while not self._free:
             if self._left:
                 self._left -= 1
@@ -260,11 +244,8 @@ class Stagings:
 class WriteBehind:
     """Takes what is written into one half of a buffer while the other half goes to the file.
 
-    Args:
-        handle: Does the writing; stays open.
-        file: Where it goes, from the first byte on; stays open.
-        staging: A CPU byte tensor.
-        run: Has each half written; in another thread than the main one, or one at a time.
+    Handle and file stay open; the file is written from its first byte on. `staging` is a CPU byte
+    tensor. `run` has each half written; in another thread than the main one, or one at a time.
     """
 
     def __init__(
@@ -287,7 +268,7 @@ class WriteBehind:
         self._run = run
 
     def write(self, data: Any) -> int:
-        """Takes any bytes; returns how many.
+        """Take any bytes, and return how many.
 
         Raises:
             TransferError: An earlier part could not be written.
@@ -314,18 +295,14 @@ class WriteBehind:
         return done
 
     def flush(self) -> None:
-        """Torch calls it before the end; what is in the buffer can wait."""
+        """Do nothing: torch calls it before the end, and what is in the buffer can wait."""
 
     def fileno(self) -> int:
         """There is none to write to: torch then hands everything to `write`."""
         raise io.UnsupportedOperation("fileno")
 
     def finish(self) -> None:
-        """Write what is left, and wait for all of it.
-
-        Raises:
-            TransferError: It could not be written.
-        """
+        """Write what is left, and wait for all of it."""
         if self._filled:
             self._drain()
         self._flight.drain()
@@ -342,7 +319,6 @@ class WriteBehind:
 
     @property
     def position(self) -> int:
-        """Bytes taken so far."""
         return self._offset + self._filled
 
     def _drain(self) -> None:

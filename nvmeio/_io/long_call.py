@@ -30,25 +30,16 @@ _DONE = {"load": "loaded", "save": "saved", "restore": "restored", "pack": "pack
 
 
 def profiled(what: str, of: str = "") -> AbstractContextManager[object]:
-    """A range ``nvmeio::what of``; 0.25 us where this thread is not profiled."""
+    """A range ``nvmeio::what of``; 0.25 us if this thread is not profiled."""
     if not _autograd._profiler_enabled():
         return _NOTHING
     return torch.profiler.record_function(f"nvmeio::{what} {of}" if of else f"nvmeio::{what}")
 
 
 class LongCall(Cancellation):
-    """One load, save or the like.
+    """One load, save, restore or pack of `path`, whose progress somebody may watch.
 
-    Args:
-        what: "load", "save", "restore" or "pack".
-        path: Of what.
-        progress: Told how far it is; None if nobody is.
-
-    Raises:
-        TypeError: `progress` cannot be called.
-
-    Attributes:
-        finished: For `InFlight`: counts an operation that has ended well. None where nobody asks.
+    `finished` counts an operation that has ended well, for `InFlight`; None if nobody watches.
     """
 
     def __init__(self, what: str, path: Any, progress: Progress | None = None) -> None:
@@ -66,12 +57,12 @@ class LongCall(Cancellation):
     # In the thread that moves the bytes
 
     def expect(self, nbytes: int) -> None:
-        """So many bytes more are going to be moved."""
+        """Note that so many bytes more are going to be moved."""
         self._total += nbytes
         self._tell()
 
     def moved(self, nbytes: int, what: str | None = None) -> None:
-        """So many bytes more were moved; `what` they were, where that is of interest."""
+        """Note that so many bytes more were moved; `what` they were, if that is of interest."""
         self._done += nbytes
         self._tell(what)
 
@@ -96,16 +87,11 @@ class LongCall(Cancellation):
             self.log(time.perf_counter() - self._began)
 
     def log(self, seconds: float, detail: str = "") -> None:
-        """It is complete."""
         completed(_DONE[self._what], self._path, self._total, seconds, detail)
 
 
 def checked(progress: Progress | None) -> Progress | None:
-    """Check that progress can be called, or is None.
-
-    Raises:
-        TypeError: It is neither.
-    """
+    """Check that progress can be called, or is None; else TypeError."""
     if progress is None or callable(progress):
         return progress
     raise TypeError(

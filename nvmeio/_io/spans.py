@@ -67,13 +67,9 @@ CHUNKS = 4
 
 
 class Span(NamedTuple):
-    """A part of a file.
+    """A part of a file, of any alignment; `name` is what it is to the user, for messages.
 
-    Attributes:
-        file: A path, or a `nvmeio.File` open for reading (which stays open).
-        offset: First byte, >= 0; any alignment.
-        nbytes: Length in bytes, >= 0.
-        name: What it is to the user, for error messages.
+    A `nvmeio.File` is open for reading, and stays open.
     """
 
     file: str | os.PathLike[str] | File
@@ -102,17 +98,9 @@ class Region(NamedTuple):
 def plan_reads(spans: Sequence[Span], keys: Sequence[int], sizes: Sequence[int]) -> list[Region]:
     """Where each span lies in memory, and the reads that bring it there.
 
-    Args:
-        spans: The spans; `file` is not looked at.
-        keys: For each span, the index of its file.
-        sizes: For each file, its size in bytes.
-
-    Returns:
-        Regions of whole pages. A read begins on a page boundary in file and memory, and ends on
-        one or where the file ends. Spans of no bytes are in none.
-
-    Raises:
-        ValueError: Two spans of one file overlap.
+    `keys` are, for each span, the index of its file in `sizes`, which are in bytes. Regions are
+    whole pages. A read begins on a page boundary in file and memory, and ends on one or where the
+    file ends. Spans of no bytes are in none. Raises ValueError if two spans of one file overlap.
     """
     offsets = [span.offset for span in spans]
     order = sorted(
@@ -183,7 +171,7 @@ class _Arena:
 
 
 def read_to(end: int, size: int) -> int:
-    """Up to a page boundary, which is no more work for the drive and spares a bounce."""
+    """Read up to a page boundary, which is no more work for the drive and spares a bounce."""
     return min(round_up(end, PAGE_BYTES), size)
 
 
@@ -204,19 +192,10 @@ def inside(run: Run, region: Region, spans: Sequence[Span]) -> list[tuple[int, i
 def read_scattered(
     handle: AioHandle, file: File, places: Sequence[tuple[int, int]], flight: InFlight, what: str
 ) -> list[bytes]:
-    """The bytes at each place; blocks.
+    """The bytes at each (offset, nbytes), within whole pages of the file, in any order; blocks.
 
-    Args:
-        handle: Moves them.
-        file: Open for reading.
-        places: (offset, nbytes) of each, within whole pages of the file, in any order.
-        flight: What is in flight, for somebody else to cancel; nothing is after this returns.
-        what: They are, for errors.
-
-    Raises:
-        TransferError: They cannot be read, or the file was cut.
-        MemoryError: There is no memory for the pages.
-        Cancelled: `flight.cancel` was called.
+    `flight` is for somebody else to cancel; nothing is in flight after this returns. `what` they
+    are is for errors. Raises TransferError, MemoryError if there is none for the pages, Cancelled.
     """
     pages: set[int] = set()
     for offset, nbytes in places:
@@ -257,14 +236,10 @@ def read(
         equals `offset` modulo the page size. Small spans share an arena of at most 32 MiB that
         lives as long as any of them; a span of 8 MiB or more shares with none.
 
-    Raises:
-        ShortTransferError: A span ends beyond its file, known before anything is allocated; or
-            the file was cut while it was read.
-        TransferError: The file cannot be opened or read; names file and span.
-        MemoryError: More is asked for than is available; nothing was allocated.
-        ValueError: A span is negative or overlaps another.
-
-    After an error or cancellation: nothing is in flight, and nothing is kept.
+    Raises ShortTransferError if a span ends beyond its file, known before anything is allocated, or
+    the file was cut while it was read; TransferError, which names file and span; MemoryError before
+    anything is allocated; ValueError if a span is negative or overlaps another. After an error or
+    cancellation nothing is in flight, and nothing is kept.
 
     Cost: no copy for the CPU but of the last, partial block of a file. One system call a file to
     open it, about 30 us of Python a read.
@@ -275,8 +250,7 @@ def read(
 class Load:
     """One `read`, for callers that may have to cancel it before they know the spans.
 
-    Args:
-        call: What it is the reading of: cancels it, and is told how far it is.
+    `call` is what it reads for: cancels it, and is told how far it is.
     """
 
     def __init__(self, call: LongCall | None = None) -> None:
@@ -295,11 +269,7 @@ class Load:
     def run(
         self, handle: AioHandle, spans: Sequence[Span], device: torch.device
     ) -> list[torch.Tensor]:
-        """Do it, once; see `read`.
-
-        Raises:
-            Cancelled: `cancel` was called.
-        """
+        """Do it, once; see `read`. Raises Cancelled after `cancel`."""
         for span in spans:
             if span.offset < 0 or span.nbytes < 0:
                 raise ValueError(f"{named(span)} has a negative offset or length: {span}")
@@ -411,7 +381,6 @@ class Load:
         self._flight.start(begin, nbytes, done, lambda item: self._label(reads[item]))
 
     def _label(self, read: _Read) -> str:
-        """What was to be read."""
         found = inside(read.run, read.region, self._spans)
         names = [named(self._spans[index]) for index, _ in found]
         wanted = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -466,13 +435,7 @@ def _pieces(regions: list[Region]) -> Iterator[tuple[Run, Region]]:
 
 
 class ChunkCopies:
-    """Copies of what was read to a device: on a stream of their own where it has streams.
-
-    Args:
-        device: Which.
-        spans: What is wanted.
-        targets: Where each of them goes.
-    """
+    """Copies what was read of spans to `targets` on a device, on a stream of its own."""
 
     def __init__(
         self, device: torch.device, spans: Sequence[Span], targets: Sequence[torch.Tensor]
