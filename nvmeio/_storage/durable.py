@@ -36,12 +36,9 @@ _CANNOT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM)
 def allocate(fd: int, nbytes: int, path: str) -> bool:
     """Allocate room for a file's `nbytes` bytes: a full disk is known before anything is written.
 
-    Returns:
-        False where the file system cannot allocate ahead; the file is as it was then.
-
-    Raises:
-        TransferError: There is no such room (ENOSPC, EDQUOT), or the file may not become so large
-            (EFBIG). The file is as long as it was: what ext4 had found for it till then is free.
+    False if the file system cannot allocate ahead. Raises TransferError if there is no room
+    (ENOSPC, EDQUOT), or the file may not become so large (EFBIG). Then the file is as long as it
+    was: what ext4 had found for it till then is free.
     """
     if not nbytes:
         return True
@@ -58,10 +55,9 @@ def allocate(fd: int, nbytes: int, path: str) -> bool:
 
 
 def reserve(fd: int, nbytes: int, path: str) -> None:
-    """Give a file at least this size, and blocks where the file system can allocate ahead.
+    """Give a file at least this size, and blocks if the file system can allocate ahead.
 
-    Raises:
-        TransferError: As `allocate`.
+    Raises as `allocate`.
     """
     if os.fstat(fd).st_size >= nbytes or allocate(fd, nbytes, path):
         return
@@ -78,20 +74,12 @@ def free_bytes(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 
 def sync_directory(directory: str | os.PathLike[str]) -> None:
-    """Make the names in a directory durable.
-
-    Raises:
-        TransferError: The kernel could not; a file system that has no such thing (EINVAL) is fine.
-    """
+    """Make the names in a directory durable; one on a file system without that (EINVAL) is fine."""
     _sync(directory, os.O_DIRECTORY)
 
 
 def sync_file(path: str | os.PathLike[str]) -> None:
-    """Make a file's bytes durable, whoever wrote them.
-
-    Raises:
-        TransferError: The kernel could not.
-    """
+    """Make a file's bytes durable, whoever wrote them."""
     _sync(path, os.O_NOFOLLOW)
 
 
@@ -121,11 +109,7 @@ def rename(old: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
 
 
 def sync_data(file: File) -> None:
-    """Make an open file's bytes durable (fdatasync).
-
-    Raises:
-        TransferError: The kernel could not.
-    """
+    """Make an open file's bytes durable (fdatasync)."""
     opened = file.acquire(True)
     try:
         with naming("fsync", file.path):
@@ -135,10 +119,10 @@ def sync_data(file: File) -> None:
 
 
 def send(fd: int) -> bool:
-    """Wait until a drive has a file's bytes, in its cache at least; False where nobody can.
+    """Wait until a drive has a file's bytes, in its cache at least; False if nobody can.
 
-    Raises:
-        OSError: They could not be written, which the kernel tells once: fsync says nothing then.
+    Raises OSError if they could not be written, which the kernel reports once: fsync is silent
+    then.
     """
     if _libc.sync_file_range(fd, 0, 0, 7) == 0:  # wait for writes before, write, wait for these
         return True
@@ -149,11 +133,7 @@ def send(fd: int) -> bool:
 
 
 def exchange(one: str, other: str) -> None:
-    """Let two paths change places, at once.
-
-    Raises:
-        OSError: The kernel could not; both are as they were.
-    """
+    """Let two paths change places, at once; after OSError both are as they were."""
     names = os.fsencode(os.path.abspath(one)), os.fsencode(os.path.abspath(other))
     if _libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) != 0:
         code = ctypes.get_errno()
@@ -161,11 +141,6 @@ def exchange(one: str, other: str) -> None:
 
 
 def write_all(fd: int, data: bytes | bytearray) -> None:
-    """Write all of `data` at the file's position.
-
-    Raises:
-        OSError: As write(2) fails.
-    """
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
@@ -176,14 +151,7 @@ def write_small(
 ) -> None:
     """Write bytes of a small file, make them durable (but not its name), and close it.
 
-    Args:
-        fd: Of the file.
-        data: What is written.
-        sync: What makes it durable, as `os.fsync`; None leaves that to others.
-        offset: Where to.
-
-    Raises:
-        OSError: It could not be written.
+    `sync` makes it durable, as `os.fsync`; None leaves that to others.
     """
     try:
         view = memoryview(data)
@@ -206,16 +174,9 @@ def make_directory(
 ) -> None:
     """Make a directory; fine if it is there.
 
-    Args:
-        path: As the caller named it.
-        above: Make those that are missing above it, too.
-        mode: Of those that are made, before the umask.
-        durable: Make their names survive a loss of power.
-        wanted: What is to lie in it, where it was that which was named; for messages.
-
-    Raises:
-        TransferError: It cannot be made, is something else than a directory, or one above it is
-            missing.
+    `above` makes those that are missing above it, too. `mode` is before the umask. `durable` makes
+    the names survive a loss of power. `wanted` is what is to lie in it, if that was named; for
+    messages. Raises TransferError also if it is no directory, or one above it is missing.
     """
     name = os.path.abspath(path)
     missing: list[str] = []
@@ -239,11 +200,7 @@ def make_directory(
 
 
 def check_above(path: str | os.PathLike[str]) -> None:
-    """Check that a directory can be made later, so that a misspelt name is an error now.
-
-    Raises:
-        TransferError: It has none.
-    """
+    """Check that a directory can be made later, so that a misspelt name is an error now."""
     above = os.path.dirname(os.path.abspath(path))
     try:
         os.stat(above)

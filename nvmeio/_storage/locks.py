@@ -26,13 +26,10 @@ _ATTEMPTS = 5
 
 @contextlib.contextmanager
 def open_reading(path: str | os.PathLike[str]) -> Iterator[File]:
-    """Open a file that will not be recycled while the body reads it.
+    """Open a file that will not be recycled while the body reads it; two more system calls.
 
-    Raises:
-        TransferError: It cannot be opened, or was recycled again and again; or, where locks do not
-            work, it was recycled while the body read it.
-
-    Cost: two system calls more than `files.open`.
+    Raises TransferError if it was recycled again and again, or, if locks do not work, while the
+    body read it.
     """
     for _ in range(_ATTEMPTS):
         with files.open(path) as file:
@@ -51,15 +48,8 @@ def open_reading(path: str | os.PathLike[str]) -> Iterator[File]:
 def reading(fd: int, path: str | os.PathLike[str]) -> Iterator[bool]:
     """Keep an open file or directory from being recycled while the body reads it.
 
-    Args:
-        fd: Open on it.
-        path: By which it was opened.
-
-    Yields:
-        False if it was recycled before it could be locked: to be opened once more, then.
-
-    Raises:
-        TransferError: Locks do not work there, and it was recycled while the body read it.
+    Yields False if it was recycled before it could be locked: open `path` once more, then. Raises
+    TransferError if locks do not work there, and it was recycled while the body read it.
     """
     locked = _lock_shared(fd, path)
     try:
@@ -98,7 +88,7 @@ def _recycled(path: str | os.PathLike[str]) -> TransferError:
 
 
 def _lock_shared(fd: int, path: str | os.PathLike[str]) -> bool:
-    """Whether the lock is held; without it the caller has to look again when it has read."""
+    """Take a shared lock; if False, the caller has to look again when it has read."""
     patience = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -115,7 +105,7 @@ def _lock_shared(fd: int, path: str | os.PathLike[str]) -> bool:
 
 
 def lock_alone(fd: int) -> bool:
-    """Take an exclusive lock if nobody has one; False where locks do not work."""
+    """Take an exclusive lock if nobody has one; False if locks do not work."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -126,7 +116,7 @@ def lock_alone(fd: int) -> bool:
 def become_writer(fd: int) -> bool:
     """Become the one writer of a file or directory; False if there is one.
 
-    The lock goes with the process. Where a file system has no locks, everybody is.
+    The lock goes with the process. On a file system without locks everybody becomes one.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,18 +143,11 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def lock_directory(directory: str, hint: str = "") -> int:
-    """Become the only one that saves into a directory.
+    """Become the only one that saves into a directory that is there.
 
-    Args:
-        directory: Is there.
-        hint: What the error says beside the usual, where somebody else has the lock.
-
-    Returns:
-        A descriptor that holds the lock until `unlock_directory`, or until this process ends. In
-        children that it forks it is closed.
-
-    Raises:
-        TransferError: Somebody else has the lock (EBUSY), or the directory cannot be opened.
+    The descriptor holds the lock until `unlock_directory`, or until this process ends; it is closed
+    in children that it forks. Raises TransferError with `hint` if somebody else has the lock
+    (EBUSY).
     """
     with naming("open", directory):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -183,7 +166,6 @@ def lock_directory(directory: str, hint: str = "") -> int:
 
 
 def unlock_directory(fd: int) -> None:
-    """Give back what `lock_directory` returned."""
     _held.discard(fd)
     # Not by closing alone: a child may have been forked between the opening and the noting.
     with contextlib.suppress(OSError):

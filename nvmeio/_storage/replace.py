@@ -104,7 +104,7 @@ def _remove(fd: int, name: str) -> None:
 
 
 def _group_of(acl: bytes) -> int:
-    """The owning group's permissions in an ACL; none where it cannot be read."""
+    """The owning group's permissions in an ACL; none if it cannot be read."""
     if (len(acl) - _ACL_HEADER.size) % _ACL_ENTRY.size:
         return 0
     for tag, permissions, _ in _ACL_ENTRY.iter_unpack(acl[_ACL_HEADER.size :]):
@@ -126,25 +126,16 @@ class Replacement:
     has what the old one had of owner, permissions, ACL and other attributes (`take_over`), or what
     umask and directory leave. Other names of the old file (hard links) keep the old file.
 
-    Args:
-        path: The file to replace, or to make.
-        recycle: A file in the same directory that is not wanted any more: it becomes the temporary
-            one, under a temporary name that is durable before this returns, and with all its
-            bytes. Overwriting allocated blocks is 1.5 to 2 times as fast as allocating new ones.
-            One that is locked by a reader (flock), has a second name (a hard link) or is gone is
-            left alone, and a new file made.
+    `recycle` is a file in the same directory that is not wanted any more. It becomes the temporary
+    one (then `recycled` is set), under a temporary name that is durable before this returns, and
+    with all its bytes: overwriting allocated blocks is 1.5 to 2 times as fast as allocating new
+    ones. One that is locked by a reader (flock), has a second name (a hard link) or is gone is left
+    alone.
 
-    Attributes:
-        path: The file to replace, as the caller named it.
-        temporary: The path of the new file, for other processes that write parts of it.
-        recycled: Whether it is `recycle`.
-        closed: Whether it was committed or discarded.
-
-    Raises:
-        TransferError: The directory is missing or cannot be written in; the target is a directory,
-            a device, a pipe, or a file that may not be written. Nothing was changed.
-
-    Used with ``with``, it is discarded at the end unless it was committed.
+    `temporary` is the path of the new file, for other processes that write parts of it. Nothing was
+    changed if this raises TransferError: the directory is missing or cannot be written in; the
+    target is a directory, a device, a pipe, or may not be written. Used with ``with``, it is
+    discarded at the end unless it was committed.
     """
 
     def __init__(self, path: str | os.PathLike[str], recycle: str | None = None) -> None:
@@ -172,10 +163,9 @@ class Replacement:
 
     @property
     def file(self) -> files.File:
-        """The temporary file, open for transfers by a handle; opened when it is first asked for.
+        """The temporary file, open for transfers by a handle; opened when first asked for.
 
-        Raises:
-            TransferError: It cannot be opened, or another file was put in its place.
+        Raises TransferError also if another file was put in its place.
         """
         if self._file is None:
             with naming("open", self.path):
@@ -210,30 +200,20 @@ class Replacement:
         allocate(self._fd, nbytes, self.path)
 
     def write(self, data: bytes | bytearray) -> None:
-        """Write the bytes of a small file, through the page cache; blocks.
-
-        Raises:
-            TransferError: As write(2) fails.
-        """
+        """Write the bytes of a small file, through the page cache; blocks."""
         with naming("pwrite", self.path):
             write_all(self._fd, data)
         self._small = True
 
     def truncate(self, nbytes: int) -> None:
-        """Set the file's size.
-
-        Raises:
-            TransferError: As ftruncate(2) fails.
-        """
         with naming("truncate", self.path):
             os.ftruncate(self._fd, nbytes)
 
     def commit(self, durable: bool = True) -> None:
         """Make the new file durable and put it in its place; all writes must be done.
 
-        Args:
-            durable: False leaves out both fsyncs: after a loss of power there may be the old file,
-                or a new one without all of its bytes.
+        If not `durable`, both fsyncs are left out: after a loss of power there may be the old file,
+        or a new one without all of its bytes.
 
         Raises:
             TransferError: The file could not be made durable or renamed: the target is untouched,
@@ -290,10 +270,9 @@ class Replacement:
 
 
 def replace_file(path: str | os.PathLike[str], data: bytes, durable: bool = True) -> None:
-    """Replace a small file at once; as `Replacement`, and `durable` as for its `commit`.
+    """Replace a small file at once, as `Replacement` and its `commit`.
 
-    Raises:
-        TransferError: As for `Replacement`, and where the disk is full; `path` is as it was.
+    After TransferError, as from a full disk, `path` is as it was.
     """
     with Replacement(path) as replacement:
         replacement.write(data)
@@ -301,14 +280,9 @@ def replace_file(path: str | os.PathLike[str], data: bytes, durable: bool = True
 
 
 def check_writable(directory: str, otherwise: str) -> None:
-    """Whether files can be made in a directory: tried with one of no bytes, which is removed.
+    """Try to make a file of no bytes in a directory that is there, and remove it.
 
-    Args:
-        directory: Is there.
-        otherwise: What the error says to do.
-
-    Raises:
-        TransferError: They cannot (EROFS, EACCES, ENOSPC, …).
+    Raises TransferError (EROFS, EACCES, ENOSPC, …), which says to do `otherwise`.
     """
     path = temporary_name(directory, "writable")
     try:
@@ -322,15 +296,9 @@ def check_writable(directory: str, otherwise: str) -> None:
 
 
 def remove_leftovers(directory: str) -> list[str]:
-    """Remove the temporary files of writers that are dead.
+    """Remove the temporary files of dead writers, and return their names; one listing.
 
-    Args:
-        directory: Where to look. What cannot be read or removed is left.
-
-    Returns:
-        The names of those that were removed.
-
-    Cost: one listing of the directory.
+    What cannot be read or removed is left.
     """
     removed: list[str] = []
     try:
@@ -396,7 +364,7 @@ def temporary_name(directory: str, name: str) -> str:
 def _take(recycle: str, target: str) -> tuple[str, int] | None:
     """Lock a file and give it a durable temporary name; None if it must be left alone.
 
-    Were the name not durable before the first byte is overwritten, a crash of the machine could
+    If the name were not durable before the first byte is overwritten, a crash of the machine could
     bring the old name back, with half of a new file behind it.
     """
     temporary = temporary_name(*os.path.split(target))

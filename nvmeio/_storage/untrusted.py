@@ -31,9 +31,7 @@ FILE_MODE = 0o600
 def make_private_directory(path: str | os.PathLike[str]) -> None:
     """Make a directory that only this user may enter, or make an existing one of his such.
 
-    Raises:
-        TransferError: It cannot be made; it is a link or no directory (ENOTDIR); it is somebody
-            else's (EPERM).
+    Raises TransferError also if it is a link or no directory (ENOTDIR), or somebody else's (EPERM).
     """
     name = os.fspath(path)
     try:
@@ -77,9 +75,7 @@ def _made_or_found(name: str) -> tuple[bool, int]:
 def create(path: str | os.PathLike[str], mode: int = FILE_MODE) -> int:
     """Make a file that is not there yet, and open it for reading and writing.
 
-    Raises:
-        TransferError: There is something of that name, a dangling link included (EEXIST), or it
-            cannot be made.
+    Raises TransferError also if anything has that name, a dangling link included (EEXIST).
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with naming("open", path):
@@ -87,11 +83,7 @@ def create(path: str | os.PathLike[str], mode: int = FILE_MODE) -> int:
 
 
 def open_nameless(directory: str | os.PathLike[str]) -> File:
-    """Open a new file without a name for reading and writing: closing removes it.
-
-    Raises:
-        OSError: It cannot be made.
-    """
+    """Open a new file without a name for reading and writing: closing removes it."""
     fd, name = tempfile.mkstemp(prefix=".nvmeio-", dir=directory)
     os.close(fd)
     try:
@@ -101,13 +93,11 @@ def open_nameless(directory: str | os.PathLike[str]) -> File:
 
 
 def open_own(path: str | os.PathLike[str]) -> int:
-    """Open a file of ours for reading and writing; make it where it is missing.
+    """Open a file of ours for reading and writing; make it if it is missing.
 
-    Its length and bytes stay. One that others could read becomes private.
-
-    Raises:
-        TransferError: It is a symbolic link (ELOOP), no regular file, somebody else's, or has a
-            second name (EPERM): nothing was changed. Or it cannot be opened.
+    Its length and bytes stay. One that others could read becomes private. Raises TransferError, and
+    changes nothing, if it is a symbolic link (ELOOP), no regular file, somebody else's, or has a
+    second name (EPERM).
     """
     name = os.fspath(path)
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -152,13 +142,8 @@ _CHUNK_BYTES = 1 << 20
 def read_small(path: str | os.PathLike[str], most: int) -> bytes:
     """The bytes of a regular file, links followed; never waits for a writer.
 
-    Args:
-        path: Its name.
-        most: Bytes that such a file has at most.
-
-    Raises:
-        OSError: It cannot be opened or read; it is no regular file (EINVAL, or EISDIR); it is
-            larger (EFBIG). Says which.
+    Raises OSError, which says why: it is no regular file (EINVAL, or EISDIR), or has more than
+    `most` bytes (EFBIG).
     """
     return run_interruptible(lambda: _read_small(os.fspath(path), most))
 
@@ -185,33 +170,20 @@ def _read_small(name: str, most: int) -> bytes:
 
 
 def detail_of(failed: OSError) -> str:
-    """The text of an error of `read_small`; "" where the system raised it."""
+    """The text of an error of `read_small`; "" if the system raised it."""
     plain = failed.errno is None or failed.strerror == os.strerror(failed.errno)
     return "" if plain else str(failed.strerror)
 
 
 class Unchanged:
-    """Remembers a file's size and time, and notices changes.
-
-    Args:
-        file: Open, and stays so for as long as this is asked.
-    """
+    """Remembers the size and time of a file, which stays open, and notices changes."""
 
     def __init__(self, file: File) -> None:
         self._file = file
         self._before = _facts(file)
 
     def check(self, what: str) -> None:
-        """Raise if the file is another by now.
-
-        Args:
-            what: What was read from it, for the message.
-
-        Raises:
-            IntegrityError: Its size or its time of modification is another.
-
-        Cost: one fstat, about 1 us.
-        """
+        """Raise IntegrityError, which names `what`, if the file was changed; an fstat, 1 us."""
         before, path = self._before, self._file.path
         with naming("open", path):
             now = _facts(self._file)
