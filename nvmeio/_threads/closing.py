@@ -15,12 +15,7 @@ Args = ParamSpec("Args")
 def do_all(
     steps: Iterable[Callable[[], object]], caught: type[BaseException] = BaseException
 ) -> None:
-    """Do each step even if others fail, and raise the first failure.
-
-    Args:
-        steps: In their order.
-        caught: What does not keep the others from being done.
-    """
+    """Do each step even if others fail with what is `caught`, and raise the first failure."""
     failure: BaseException | None = None
     for step in steps:
         try:
@@ -34,7 +29,8 @@ def do_all(
 class on_error:
     """Calls `undo` if the body raises, whatever it raises, and lets the error pass.
 
-    For jobs and owners, which no Ctrl-C reaches: nothing undoes what one finds as the body ends.
+    For jobs and owners, which no Ctrl-C reaches: one that comes as the body ends would undo
+    nothing.
     """
 
     __slots__ = ("_args", "_kwargs", "_undo")
@@ -77,7 +73,7 @@ class Closing:
 
 
 class Discarding(Closing):
-    """Closed at the end of a with statement, and given up where an error ends it."""
+    """Closed at the end of a with statement, and given up if an error ends it."""
 
     def __exit__(self: _ClosesOrDiscards, _: object, exc: BaseException | None, __: object) -> None:
         if exc is None:

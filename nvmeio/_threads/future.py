@@ -40,11 +40,10 @@ class Begun(Coroutine[Any, Any, Value]):
 
     @abstractmethod
     def __await__(self, thrown: BaseException | None = None) -> Generator[Any, Any, Value]:
-        """One await of it.
+        """Begin one await of it.
 
-        Args:
-            thrown: Raised where the await would begin to wait: a task that was cancelled before it
-                began. Where there is nothing to wait for, at once.
+        `thrown` is raised where the await would begin to wait, for a task that was cancelled before
+        it began; at once if there is nothing to wait for.
         """
 
     # Each task drives an await of its own.
@@ -54,7 +53,6 @@ class Begun(Coroutine[Any, Any, Value]):
         return self._drive(lambda driven: driven.send(value), None)
 
     def throw(self, typ: Any, val: Any = None, tb: Any = None) -> Any:
-        """Coroutine protocol, for `asyncio.create_task`."""
         error: BaseException = typ if val is None else val
         if isinstance(error, type):
             error = error()
@@ -63,7 +61,7 @@ class Begun(Coroutine[Any, Any, Value]):
         return self._drive(lambda driven: driven.throw(error), error)
 
     def close(self) -> None:
-        """Coroutine protocol: whoever awaited gives up; what has begun goes on."""
+        """Give up awaiting; what has begun goes on."""
         if self._driven:
             driven = self._driven.pop(_current_task(), None)
             if driven is not None:
@@ -100,19 +98,12 @@ SLICE_S = 0.25  # a waiting thread looks up this often
 
 
 class Future(Begun[Value]):
-    """A value that comes once, or an error; by any thread, for any number of others.
+    """A value that comes once, or an error; from any thread, for any number of others.
 
-    Awaited, on any loop and by any number of tasks: a task that is cancelled meanwhile calls
-    `cancel`, awaits the end all the same, and goes on with `CancelledError` then, whose cause is
-    the error. Nobody has to await it.
-
-    Args:
-        cancel: Makes it end soon; called from the awaiting thread.
-
-    Attributes:
-        done: Whether it has ended.
-        error: What it ended with, if that is an error.
-        seen: Whether somebody was told.
+    It can be awaited on any loop and by any number of tasks: a task that is cancelled meanwhile
+    calls `cancel`, which makes it end soon, awaits the end all the same, and goes on with
+    `CancelledError` then, whose cause is the error. Nobody has to await it. `seen` says whether
+    somebody got the result.
     """
 
     __slots__ = ("__weakref__", "_calls", "_cancel", "_gate", "_value", "done", "error", "seen")
@@ -135,7 +126,6 @@ class Future(Begun[Value]):
         self._end()
 
     def fail(self, error: BaseException) -> None:
-        """Set an error."""
         self.error = error
         self._end()
 
@@ -162,7 +152,7 @@ class Future(Begun[Value]):
             do_all(self._taken())
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until it has ended; False where it has not in time.
+        """Block until it has ended; False if it has not in time.
 
         An interrupt ends the waiting at once, and nothing else.
         """
@@ -220,8 +210,8 @@ class Future(Begun[Value]):
 def may_be_interrupted() -> bool:
     """Whether an interrupt could cut work of this thread in half, or the work block an event loop.
 
-    True in the main thread, and where an event loop runs: a transfer that is started on a running
-    loop reports there.
+    True in the main thread, and if an event loop runs: a transfer that is started on a running loop
+    reports there.
     """
     main = threading.main_thread().ident == threading.get_ident()
     return main or asyncio._get_running_loop() is not None

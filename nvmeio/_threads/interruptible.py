@@ -48,17 +48,11 @@ class Cancellation:
 
 
 class Job(Future[Value]):
-    """Work that a thread of its own does.
+    """Work that a thread of its own does, on the device and stream that are current here.
 
-    Args:
-        work: What is done, on the device and stream that are current here.
-        name: Of its thread; "" as for `threads.start`.
-        cancel: As for `Future`.
-        closes: It gives something back, which it does on no device: one that failed refuses its
-            stream to new threads.
-
-    Attributes:
-        began: Whether a thread took it up.
+    `name` is the thread's, "" as for `threads.start`. With `closes` the work gives something back,
+    and does it on no device: one that failed refuses its stream to new threads. `began` says
+    whether a thread took it up.
     """
 
     __slots__ = ("_claim", "_name", "_work", "began")
@@ -81,7 +75,7 @@ class Job(Future[Value]):
         start(self._run, self._name, self._refused)
 
     def withdraw(self) -> bool:
-        """Keep it from beginning; False where it has begun or ended, or was withdrawn before."""
+        """Keep it from beginning; False if it has begun or ended, or was withdrawn before."""
         return self._claim.acquire(False)
 
     def _run(self) -> None:
@@ -122,18 +116,14 @@ def run_interruptible(
 ) -> Value:
     """Do blocking work so that Ctrl-C can neither cut it in half nor be kept waiting.
 
-    In the main thread, and where an event loop runs here (a transfer that is started on a running
-    loop reports there, and would wait for ever for a loop that waits for it), the work is done in a
-    thread of its own; elsewhere in place, for no interrupt comes there. In place, too, where the
+    In the main thread, and if an event loop runs here (a transfer that is started on a running loop
+    reports there, and would wait for ever for a loop that waits for it), the work is done in a
+    thread of its own; elsewhere in place, for no interrupt comes there. In place, too, if the
     program is at its end: new threads are refused, and those that there are never run again.
 
     The first interrupt calls `cancel` and is raised when the work has ended: half of it must not go
     on behind its caller's back. A second one is raised at once; the work still ends by itself.
-
-    Args:
-        work: What is done.
-        cancel: Called at the first interrupt.
-        closes: As for `Job`.
+    `closes` is as for `Job`.
     """
     if sys.is_finalizing() or not may_be_interrupted():
         return work()
@@ -164,10 +154,9 @@ def _no_more_threads(error: BaseException | None) -> bool:
 async def in_thread(work: Callable[[], Value], cancel: Callable[[], object] | None = None) -> Value:
     """Do blocking work in a thread of its own and await its value, as a `Future`.
 
-    A thread of its own, since a loop's default pool may be full of what waits for this. When the
-    awaiting task is cancelled again, its end is awaited still: under `asyncio.run` the first Ctrl-C
-    cancels, the second ends the run, which cancels again and waits for its tasks, and the third
-    ends that waiting.
+    A loop's default pool may be full of what waits for this. When the awaiting task is cancelled
+    again, its end is awaited still: under `asyncio.run` the first Ctrl-C cancels, the second ends
+    the run, which cancels again and waits for its tasks, and the third ends that waiting.
     """
     job = Job(work, cancel=cancel)
     try:

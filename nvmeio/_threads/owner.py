@@ -57,7 +57,7 @@ def owned(
 
 
 class Claim:
-    """What a caller holds of an owner's state; ends with `end`, or when nobody has it any more."""
+    """A caller's part of an owner's state; ends with `end`, or when nobody has it any more."""
 
     __slots__ = ("__weakref__", "_mark", "_requests")
 
@@ -73,12 +73,9 @@ class Claim:
 class OwnerThread:
     """Runs what it is asked, one after the other, in a thread of its own.
 
-    Args:
-        name: Of the thread.
-        closed: What a call after `close` is told.
-
-    What it runs may call it: that runs at once. It must not wait for another thread that calls it.
-    Grad mode, CUDA device and stream are the thread's, not the caller's.
+    A call after `close` raises ClosedError with the text `closed`. What it runs may call it: that
+    runs at once. It must not wait for another thread that calls it. Grad mode, CUDA device and
+    stream are the thread's, not the caller's.
     """
 
     def __init__(self, name: str, closed: str = _CLOSED) -> None:
@@ -93,17 +90,10 @@ class OwnerThread:
     def call(self, work: Callable[..., Value], *args: Any, to_end: bool = False) -> Value:
         """Run `work(*args)` in the thread, and wait for its result.
 
-        Args:
-            work: What is done.
-            args: Given to it.
-            to_end: For work on what is the caller's: an interrupt is raised when it has ended, a
-                second one at once, and so is the first where one is on its way already.
-
-        Raises:
-            ClosedError: The owner is closed, or another process's.
-
-        Otherwise an interrupt is raised at once. The work is done all the same, and its value
-        dropped.
+        With `to_end`, for work on what is the caller's, an interrupt is raised when it has ended, a
+        second one at once, and so is the first if one is on its way already. Else an interrupt is
+        raised at once; the work is done all the same, and its value dropped. Raises ClosedError if
+        the owner is closed, or another process's.
         """
         if self.is_here:
             return work(*args)
@@ -127,10 +117,9 @@ class OwnerThread:
         return request
 
     def answer(self, begun: Future[Value]) -> Value:
-        """Wait for what was begun here; its value, once.
+        """Wait for what was begun, and return its value, once.
 
-        Raises:
-            ClosedError: The thread has ended before it.
+        Raises ClosedError if the thread has ended before it.
         """
         try:
             wait_s = 0.0 if self._state.ended else SLICE_S
@@ -155,7 +144,7 @@ class OwnerThread:
     def drain(self) -> None:
         """Wait until all earlier requests are done and dropped claims are given back.
 
-        At once where the owner is closed, or another process's.
+        Returns at once if the owner is closed, or another process's.
         """
         with contextlib.suppress(ClosedError):
             self.call(_nothing)
@@ -186,7 +175,6 @@ class OwnerThread:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
         return self._closed
 
     def close(self) -> None:
@@ -205,8 +193,6 @@ class OwnerThread:
 
 
 class _Request(Future[Value]):
-    """One request, and its result."""
-
     __slots__ = ("_args", "_posted", "_work")
 
     def __init__(
@@ -238,7 +224,7 @@ class _Request(Future[Value]):
 
 
 def _nothing() -> None:
-    """Asked to learn that all before it is done."""
+    """Do nothing: asked to learn that all before it is done."""
 
 
 class _State:

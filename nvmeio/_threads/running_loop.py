@@ -14,11 +14,7 @@ _THREADS = {"trio": "trio.to_thread.run_sync", "curio": "curio.run_in_thread"}
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
-    """The loop that runs in this thread.
-
-    Raises:
-        RuntimeError: None of asyncio's does.
-    """
+    """The asyncio loop that runs in this thread; RuntimeError if none does."""
     loop = asyncio._get_running_loop()
     if loop is None:
         raise not_running()
@@ -26,7 +22,7 @@ def running_loop() -> asyncio.AbstractEventLoop:
 
 
 def not_running() -> RuntimeError:
-    """What `running_loop` raises; says whose loop runs instead, and what to do there."""
+    """The error of `running_loop`; says whose loop runs instead, and what to do there."""
     library = _library()
     if library:
         in_thread = _THREADS.get(library, f"{library}'s way to run something in a thread")
@@ -42,10 +38,7 @@ def not_running() -> RuntimeError:
 
 
 def resolve(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> bool:
-    """Resolve a future of a loop's, from any thread; False where the loop is closed.
-
-    Then nobody is left who waits for it.
-    """
+    """Resolve a loop's future, from any thread; False if the loop is closed, so nobody waits."""
     if asyncio._get_running_loop() is loop:
         _resolve(future)
         return True
@@ -62,7 +55,7 @@ def _resolve(future: asyncio.Future[None]) -> None:
 
 
 def _library() -> str:
-    """The library whose loop runs here, by name; "" where none is known."""
+    """The library whose loop runs here, by name; "" if none is known."""
     # Not imported for that: who runs such a loop has.
     sniffio, curio = sys.modules.get("sniffio"), sys.modules.get("curio.meta")
     if sniffio is not None:

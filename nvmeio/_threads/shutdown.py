@@ -36,10 +36,7 @@ class Ending:
     """Ends something once, in its owner's thread, and the owner with it.
 
     Keep it where it dies with the object that stands for what ends. Made by what the owner runs.
-
-    Args:
-        owner: The owner.
-        end: Called in its thread. Must not refer to this object, or to who keeps it.
+    `end` must not refer to this object, or to who keeps it.
     """
 
     def __init__(self, owner: OwnerThread, end: Callable[[], object]) -> None:
@@ -51,8 +48,8 @@ class Ending:
     def close(self) -> None:
         """End it now, and wait; raises what the end raised. Idempotent.
 
-        An interrupt is raised when it has ended, a second one at once (and so is the first where
-        one is on its way already); then it goes on, and who calls this again waits for it.
+        An interrupt is raised when it has ended, a second one at once (and so is the first if one
+        is on its way already); then it goes on, and who calls this again waits for it.
         """
         if not self._owner.forked:  # in a forked child everything is the parent's
             self._closing.asked = True
@@ -131,7 +128,7 @@ _left: deque[weakref.ref[OwnerThread]] = deque(maxlen=64)
 def open_owned(owner: OwnerThread, opening: Callable[..., Opened], *args: Any) -> Opened:
     """`owner.call(opening, *args)`, for work that opens something and makes its `Ending`.
 
-    Interrupted, what it opened has ended when that is raised (a second interrupt is raised at
+    After an interrupt what it opened has ended when that is raised (a second interrupt is raised at
     once): who tries again must not find the directory in use.
     """
     try:
@@ -166,7 +163,7 @@ def wait_for_those_that_end() -> bool:
 
 
 def nobody_was_told(failure: BaseException) -> None:
-    """Remember a loss that nobody can be told of any more: the program's exit reports it."""
+    """Remember a failure that nobody can be told any more: the program's exit reports it."""
     _untold.append((os.getpid(), f"{type(failure).__name__}: {failure}"))
     log_failure(failure, "what a dropped object had still to do has failed")
 
@@ -211,7 +208,7 @@ def _fail_status() -> None:
 
 
 class _FailsAtLast:
-    """A stream whose flush fails where the interpreter itself asks for it, and nobody else."""
+    """A stream whose flush fails if the interpreter itself asks for it, and nobody else."""
 
     closed = False
 

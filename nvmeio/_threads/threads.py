@@ -35,12 +35,6 @@ class Thread(threading.Thread):
     One that gets no memory for its first step (RLIMIT_AS, a container's limit) ends without a word,
     and `threading.Thread.start` would wait for its sign of life for ever. And an interrupt within
     that `start` leaves a thread that nobody knows of.
-
-    Args:
-        run: What it does.
-        name: Of the thread.
-        args: For `run`.
-        daemon: Whether the end of the program does not wait for it.
     """
 
     def __init__(
@@ -64,9 +58,8 @@ class Thread(threading.Thread):
     def start(self) -> None:
         """Begin it; in the main thread by another one, which no interrupt cuts short.
 
-        Raises:
-            RuntimeError: The process may have no more threads.
-            MemoryError: There is no memory for it.
+        Raises RuntimeError if the process may have no more threads, MemoryError if there is none
+        for it.
         """
         main = threading.main_thread().ident == threading.get_ident()
         if not main or sys.is_finalizing():
@@ -115,8 +108,8 @@ class Thread(threading.Thread):
 def unlist() -> None:
     """Take the calling thread out of `threading.enumerate()`, if it is one of ours.
 
-    For one that is about to say that all is done: whoever is told of that, and counts the threads
-    that there are, is to find none that has a moment to live.
+    For one that is about to say that all is done: whoever is told, and counts the threads that
+    there are, is to find none that has a moment to live.
     """
     # Not `current_thread`, which lists a thread that is none of `threading`'s.
     thread = vars(threading).get("_active", {}).get(_thread.get_ident())
@@ -148,14 +141,10 @@ def _await_birth(
 def start(run: Callable[[], object], name: str, failed: Callable[[BaseException], object]) -> None:
     """Have a daemon thread run `run`; one C call as far as an interrupt is concerned.
 
-    Args:
-        run: Must not raise.
-        name: Of the thread; "" for one that is not in `threading.enumerate()`: it may call nothing
-            that asks which thread it is in, such as `logging`.
-        failed: Called in its place where no thread can be had, with the reason.
-
-    Raises:
-        RuntimeError, MemoryError: Not even the thread that starts the others can be had.
+    `run` must not raise. `name` "" makes one that is not in `threading.enumerate()`: it may call
+    nothing that asks which thread it is in, such as `logging`. `failed` is called with the reason
+    if no thread can be had. Raises RuntimeError or MemoryError if not even the one that starts the
+    others can be had.
     """
     queue = _launches
     if queue is None:
