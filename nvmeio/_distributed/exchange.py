@@ -48,16 +48,9 @@ _PARTING_S = 5.0
 class Exchange:
     """Sends bytes between the ranks of one load. For one thread.
 
-    Args:
-        store: What they share; more than one rank.
-        timeout_s: How long a collective may take, in seconds.
-        check: Raises where another rank has told that it failed.
-        fail: Tells the others that this one has.
-        stop: Ends the waiting soon.
-
-    Raises:
-        TransferError: Not all ranks came.
-        BackendUnavailableError: torch is built without gloo.
+    A collective may take `timeout_s`. `check` raises if another rank has failed, `fail` tells the
+    others that this one has, `stop` ends the waiting soon. Raises TransferError if not all ranks
+    came, BackendUnavailableError if torch is built without gloo.
     """
 
     def __init__(
@@ -97,29 +90,25 @@ class Exchange:
             return making.result()
 
     def start(self, memory: torch.Tensor, root: int) -> Any:
-        """Begin to send bytes from one rank to all; the same call on all of them, in one order.
+        """Begin to send bytes from `root` to all; the same call on all ranks, in one order.
 
-        Args:
-            memory: Contiguous bytes in host memory, as many on each rank: at the root what is sent,
-                elsewhere where it comes to. To be left alone until `wait`.
-            root: Who sends.
+        `memory` is contiguous, in host memory, and as long on each rank: at the root what is sent,
+        elsewhere where it comes to. To be left alone until `wait`.
         """
         with self._naming():
             return self._group.broadcast(memory, root)
 
     def wait(self, work: Any) -> None:
-        """Wait until something that was started is there.
+        """Wait until what was started is done.
 
-        Raises:
-            TransferError: A rank died, hangs, or failed.
-            Cancelled: This rank was told to stop.
+        Raises TransferError if a rank died, hangs, or failed; Cancelled if this one was told to
+        stop.
         """
         self._until(work.is_completed, work)
         with self._naming():
             work.wait()
 
     def _until(self, done: Callable[[], bool], work: Any) -> None:
-        """Wait until something is done, or there is a reason not to wait for it."""
         until: float | None = None
         reason: BaseException | None = None
         looked = time.monotonic()
@@ -138,10 +127,9 @@ class Exchange:
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
-        """All ranks do the body, or none goes on, and nothing of this is under way.
+        """Have all ranks do the body, or none go on; then nothing of it is under way.
 
-        Raises:
-            BaseException: What the body raised; else a `TransferError` with what another rank told.
+        Raises what the body raised; else a `TransferError` with what another rank said.
         """
         failed: BaseException | None = None
         try:
@@ -177,12 +165,7 @@ class Exchange:
             return self._group.allreduce(flag, dist.ReduceOp.MAX)
 
     def share(self, data: bytes | None, root: int) -> bytes:
-        """Bytes of one rank, to all.
-
-        Args:
-            data: At the root what is sent; else None.
-            root: Who sends.
-        """
+        """Send bytes of `root` to all; `data` is None elsewhere."""
         size = torch.tensor([len(data or b"")], dtype=torch.int64, device="cpu")
         self.wait(self.start(size, root))
         memory = torch.empty(int(size.item()), dtype=torch.uint8, device="cpu")
@@ -195,10 +178,9 @@ class Exchange:
     # For a thread that does nothing else: it waits in gloo, and nothing but the time limit ends it
 
     def tell(self, told: dict[str, Any]) -> list[dict[str, Any]]:
-        """Tell all ranks a few hundred bytes of JSON, and return what each told, by rank.
+        """Tell all ranks a few hundred bytes of JSON, and return what each said, by rank.
 
-        Raises:
-            TransferError: A rank died, or hangs.
+        Raises TransferError if a rank died, or hangs.
         """
         text = json.dumps(told).encode().ljust(_TOLD_BYTES)
         if len(text) > _TOLD_BYTES:
@@ -214,14 +196,9 @@ class Exchange:
         sent: Sequence[tuple[int, torch.Tensor]],
         received: Sequence[tuple[int, torch.Tensor]],
     ) -> None:
-        """Send bytes to ranks, and receive others from them.
+        """Send contiguous bytes in host memory to ranks, and receive others from them.
 
-        Args:
-            sent: To whom, and contiguous bytes in host memory.
-            received: From whom, and where they come to.
-
-        Raises:
-            TransferError: A rank died, or hangs. Nobody touches the memory any more.
+        After TransferError (a rank died, or hangs) nobody touches the memory any more.
         """
         works: list[Any] = []
         failed: RuntimeError | None = None
@@ -244,8 +221,8 @@ class Exchange:
     def end(self, well: bool) -> None:
         """Give it back. Never raises.
 
-        Args:
-            well: All ranks come here: who leaves first must not end the others' connections.
+        If all went `well`, all ranks come here: who leaves first must not end the others'
+        connections.
         """
         group, self._group = self._group, None
         if group is None:
@@ -306,22 +283,20 @@ class NoExchange(Exchange):
         self.rank, self.size = 0, 1
 
     def start(self, memory: torch.Tensor, root: int) -> Any:
-        """Nothing is sent."""
+        """Do nothing."""
 
     def wait(self, work: Any) -> None:
-        """Nothing is under way."""
+        """Do nothing."""
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
-        """The body alone."""
         yield
 
     def share(self, data: bytes | None, root: int) -> bytes:
-        """The bytes that this rank has."""
         return data or b""
 
     def end(self, well: bool) -> None:
-        """Nothing is to be given back."""
+        """Do nothing."""
 
 
 def _no_thread(failed: BaseException) -> None:

@@ -30,14 +30,10 @@ _MOST_VALUE_BYTES = 1 << 20
 class Messages:
     """The messages of one thing that ranks do together; for a process alone, none are sent.
 
-    Args:
-        store: What the ranks share; what errors say of path and operation.
-        number: Of the save, load or stream: the same on all ranks.
-        timeout_s: How long a rank may go without progress, in seconds.
-        could_not: What one that fails could not do, as the others' errors say it; "" for the
-            store's operation.
-
-    Used by one thread at a time, but for `beat`, `fail` and `stop`, which may come from any.
+    `number` is that of the save, load or stream, the same on all ranks. `timeout_s` is how long a
+    rank may go without progress. `could_not` is what one that fails could not do, for the others'
+    errors; "" for the store's operation. Used by one thread at a time, but for `beat`, `fail` and
+    `stop`, which may come from any.
     """
 
     def __init__(
@@ -55,11 +51,7 @@ class Messages:
     # Sending
 
     def put(self, name: str, value: bytes) -> None:
-        """Tell all ranks something, once.
-
-        Raises:
-            TransferError: The store cannot be reached.
-        """
+        """Tell all ranks something, once; TransferError if the store cannot be reached."""
         if self._store.alone:
             return
         key = self._key(name, self.rank)
@@ -82,7 +74,7 @@ class Messages:
     def fail(self, failed: BaseException) -> None:
         """Tell all ranks that this one cannot go on. Never raises.
 
-        Where one has said so before, that stays: it is the cause.
+        If one has said so before, that stays: it is the cause.
         """
         if isinstance(failed, Cancelled):
             failed = Cancelled("it was cancelled")
@@ -104,11 +96,10 @@ class Messages:
     # Receiving
 
     def get(self, name: str, rank: int) -> bytes:
-        """Wait for what a rank tells, and return it.
+        """Wait for what a rank says, and return it.
 
-        Raises:
-            TransferError: A rank failed (with its errno), or made no progress (ETIMEDOUT).
-            Cancelled: `stop` was called.
+        Raises TransferError if a rank failed (with its errno), or made no progress (ETIMEDOUT);
+        Cancelled after `stop`.
         """
         key = self._key(name, rank)
         self._wait_for(key, rank)
@@ -130,21 +121,13 @@ class Messages:
         return [json.loads(each) for each in self.gather(name)]
 
     def agree(self, name: str, told: Any) -> list[Any]:
-        """`tell_all`, where one may have told it, and then failed: that is raised."""
+        """Do as `tell_all`, and raise the failure of a rank that answered and then failed."""
         heard = self.tell_all(name, told)
         self.check()
         return heard
 
     def exchange(self, stop: Cancellation) -> Exchange:
-        """Make the exchange through which ranks send bytes; the caller ends it.
-
-        Args:
-            stop: Ends the waiting soon.
-
-        Raises:
-            TransferError: A rank failed, or did not come.
-            BackendUnavailableError: torch is built without gloo.
-        """
+        """Make the exchange through which ranks send bytes; the caller ends it."""
         store = self._store
         name = f"exchange/{self._number}"
         return Exchange(
@@ -156,9 +139,9 @@ class Messages:
         )
 
     def has_told(self, name: str, value: bytes) -> bool:
-        """Whether a rank that has told something told just this.
+        """Whether a rank that has said something said just this.
 
-        Never raises and never waits: where the store cannot be reached, nothing is known of it.
+        Never raises and never waits: if the store cannot be reached, nothing is known of it.
         """
         if self._store.alone:
             return False

@@ -35,13 +35,8 @@ def several() -> bool:
 def checked_group(group: Any, otherwise: str) -> tuple[int, int, str]:
     """This process's rank in a group, its size, and a name for who its members are.
 
-    Args:
-        group: A `torch.distributed.ProcessGroup`, as a caller gave it.
-        otherwise: What a process does that is no member.
-
-    Raises:
-        TypeError: It is no process group.
-        ValueError: This process is no member of it.
+    Raises TypeError if it is no process group, ValueError if this process is no member of it, with
+    what to do `otherwise`.
     """
     import torch.distributed as dist
 
@@ -59,12 +54,8 @@ def checked_group(group: Any, otherwise: str) -> tuple[int, int, str]:
 class RankStore:
     """Keys and values that the ranks of a group share, under a name of their own.
 
-    Args:
-        store: Of torch.distributed; None for a process alone, which tells nobody anything.
-        rank: This process's number.
-        size: How many there are.
-        path: What errors name.
-        operation: What errors say was done.
+    `store` is torch.distributed's; None for a process alone, which tells nobody anything. Errors
+    name `path` and `operation`. Calls raise TransferError if the store cannot be reached.
     """
 
     def __init__(self, store: Any, rank: int, size: int, path: str, operation: str) -> None:
@@ -75,13 +66,9 @@ class RankStore:
 
     @classmethod
     def of_group(cls, group: Any, name: str, path: str, operation: str) -> RankStore:
-        """The store of a process group, on a connection of its own where torch has that.
+        """The store of a group that has this process, on a connection of its own if torch has that.
 
-        Args:
-            group: A `torch.distributed.ProcessGroup` that this process is a member of.
-            name: The same on all ranks, and used once.
-            path: What errors name.
-            operation: What errors say was done.
+        `name` is the same on all ranks, and used once.
         """
         import torch.distributed as dist
 
@@ -94,12 +81,10 @@ class RankStore:
 
     @classmethod
     def of_one(cls, path: str, operation: str) -> RankStore:
-        """The store of a process alone."""
         return cls(None, 0, 1, path, operation)
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to tell anything."""
         return self._store is None
 
     def within(self, name: str, path: str, operation: str) -> RankStore:
@@ -111,7 +96,7 @@ class RankStore:
         """The store under a name, for what torch itself asks it.
 
         torch waits within the store, which holds the connection: nothing could be asked meanwhile.
-        So it has one of its own, where torch can make another (from 2.9 on).
+        So it has one of its own, if torch can make another (from 2.9 on).
         """
         store = self._store
         with contextlib.suppress(AttributeError, RuntimeError):
@@ -124,15 +109,9 @@ class RankStore:
         return float(self._store.timeout.total_seconds())
 
     def set(self, key: str, value: bytes) -> None:
-        """Give a key its value.
-
-        Raises, as all of these do:
-            TransferError: The store cannot be reached.
-        """
         self._ask(self._store.set, key, value)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all these keys are there."""
         return bool(self._ask(self._store.check, list(keys)))
 
     def get(self, key: str) -> bytes:
@@ -141,14 +120,9 @@ class RankStore:
         return value
 
     def fail(self, key: str, failed: BaseException | str, **more: Any) -> None:
-        """Tell all ranks, under a key, why this one does not go on. Never raises.
+        """Tell all ranks, under a key that they look at, why this one does not go on. Never raises.
 
-        Where one has said so before, that stays: it is the cause.
-
-        Args:
-            key: That everybody looks at.
-            failed: What went wrong.
-            more: What else there is to say, for JSON.
+        If one has said so before, that stays: it is the cause. `more` goes with it, in JSON.
         """
         if self._store is None:
             return
@@ -162,11 +136,7 @@ class RankStore:
                 self._store.set(key, json.dumps(told).encode())
 
     def failure(self, key: str) -> dict[str, Any] | None:
-        """The failure that a rank told by `fail`; None if none has.
-
-        Raises:
-            TransferError: The store cannot be reached.
-        """
+        """The failure that a rank told by `fail`; None if none has."""
         return json.loads(self.get(key)) if self.check([key]) else None
 
     def add(self, key: str, number: int) -> int:
@@ -189,7 +159,6 @@ class RankStore:
             ) from failed
 
     def error(self, code: int, detail: str) -> TransferError:
-        """The error of what the ranks do here."""
         return TransferError(code, operation=self.operation, path=self.path, detail=detail)
 
 
@@ -200,10 +169,8 @@ class Calls:
     vain. The next one finds that out, and leaves those numbers out. So it does for calls of the
     same path without a group, which may have been meant for all ranks.
 
-    Args:
-        operation: What is done, as errors say it; a part of the keys' names.
-        failed: The keys, below the number, under which a rank tells all others (`RankStore.fail`)
-            that it does not go on: of whatever comes first.
+    `operation` is a part of the keys' names. `failed` are the keys, below the number, under which a
+    rank says (`RankStore.fail`) that it does not go on.
     """
 
     def __init__(self, operation: str, *failed: str) -> None:
@@ -215,11 +182,7 @@ class Calls:
 
     @contextlib.contextmanager
     def asked(self, group: Any) -> Iterator[None]:
-        """Surrounds all that can refuse a call, `begin` too: a refused call is counted.
-
-        Args:
-            group: As for `begin`.
-        """
+        """Surround all that can refuse a call, `begin` too: a refused call is counted."""
         before = self._refused
         try:
             yield
@@ -233,20 +196,9 @@ class Calls:
     ) -> tuple[RankStore, int] | None:
         """Begin one more call of all ranks; what can refuse it before is within `asked`.
 
-        Args:
-            group: As a caller gave it; None for a process alone.
-            otherwise: What a process does that is no member.
-            path: What errors name.
-            of: What is counted by itself, beside the group.
-
-        Returns:
-            The store that all calls of the group share, and the number of this one, from 1; None
-            where there is no other rank.
-
-        Raises:
-            TypeError: `group` is no process group.
-            ValueError: This process is no member of it.
-            TransferError: The store cannot be reached.
+        `group` is None for a process alone, `otherwise` what a process does that is no member. What
+        is `of` something is counted by itself. Returns the store that all calls of the group share,
+        and the number of this one, from 1; None if there is no other rank.
         """
         alone = self._alone[1] if self._alone[0] == path else 0
         if group is None:

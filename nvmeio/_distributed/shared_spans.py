@@ -59,14 +59,9 @@ class SharedPart(NamedTuple):
 
 
 class RankSpan(NamedTuple):
-    """Bytes [start, end) of what is read, in a file that one rank has; whole pages.
+    """Bytes [start, end) of what is read, in whole pages, in a file that one rank has.
 
-    Attributes:
-        start: The first of them.
-        end: The first behind them.
-        rank: Who has them.
-        file: Where they are, on that rank; None on others.
-        shift: Added to offsets of what is read they are those in the file.
+    `file` is None on other ranks. `shift` is added to offsets of what is read to have the file's.
     """
 
     start: int
@@ -84,7 +79,6 @@ class _Shared(NamedTuple):
     exchange: Exchange
 
     def label(self, run: Run, region: Region) -> str:
-        """What a read of the region is for."""
         names = [named(self.spans[index]) for index, _ in inside(run, region, self.spans)]
         return f"read for {', '.join(names[:3])}" + (" and more" if len(names) > 3 else "")
 
@@ -106,21 +100,14 @@ class _LocalFiles(NamedTuple):
 
 
 def _index_of(sources: Sequence[RankSpan], at: int) -> int:
-    """The index of the one that has a byte."""
     return bisect_right(sources, at, key=attrgetter("start")) - 1
 
 
 def rounds(sizes: Sequence[int], ranks: int, most: int) -> Iterator[list[SharedPart]]:
-    """Cut regions into rounds of even parts.
+    """Cut regions into rounds of even parts, in whole pages; `most` bytes of a rank in a round.
 
-    Args:
-        sizes: Of the regions, in whole pages.
-        ranks: How many read.
-        most: Bytes of a rank in a round, in whole pages.
-
-    Yields:
-        The parts of a round, in the order of the memory; of a rank several where it meets the end
-        of a region. All rounds together are all of the regions, once.
+    Yields the parts of a round, in the order of the memory; a rank has several if it meets the end
+    of a region. All rounds together are all of the regions, once.
     """
     total, at, region, begin = sum(sizes), 0, 0, 0
     while at < total:
@@ -142,17 +129,11 @@ def rounds(sizes: Sequence[int], ranks: int, most: int) -> Iterator[list[SharedP
 def rounds_by_source(
     regions: Sequence[Region], sources: Sequence[RankSpan], ranks: int, most: int
 ) -> Iterator[list[SharedPart]]:
-    """The same, where each rank can read only what it has.
+    """Cut regions into rounds if each rank can read only what it has.
 
-    Args:
-        regions: What is read.
-        sources: Who has what, in ascending order and without a gap; all of it once.
-        ranks: How many there are.
-        most: Bytes of a rank in a round, in whole pages.
-
-    Yields:
-        The parts of a round, one at most of each rank: each of them has something to do for as long
-        as it has bytes that are not read yet.
+    `sources` say who has what, in ascending order and without a gap; all of it once. Yields the
+    parts of a round, one at most of each rank: each has something to do for as long as it has bytes
+    that are not read yet.
     """
     queues: list[list[SharedPart]] = [[] for _ in range(ranks)]
     before = -1  # the source of the part that was last
@@ -184,22 +165,11 @@ def read_together(
     call: LongCall,
     sources: Sequence[RankSpan] = (),
 ) -> list[torch.Tensor]:
-    """Read spans of one file, each rank its parts; the same spans on all of them.
+    """Read spans of one file, each rank its parts; the same spans on all of them. As `spans.read`.
 
-    Args:
-        spans: As for `spans.read`.
-        device: Where this rank wants them; others may want them elsewhere.
-        exchange: Of the ranks.
-        handle: Moves this rank's bytes.
-        file: As this rank has it.
-        call: What it is the reading of: cancels it, and is told how far it is.
-        sources: Who has what of the file, where not all ranks have all of it.
-
-    Returns:
-        As `spans.read`.
-
-    Raises:
-        Exception: As `spans.read`, and `Exchange.agreeing`: all ranks raise if one does.
+    `device` is where this rank wants them; others may want them elsewhere. `file` is as this rank
+    has it. `sources` say who has what of the file, unless all ranks have all of it. All ranks raise
+    if one does.
     """
     flight = InFlight()
     call.then(flight.cancel)
@@ -284,7 +254,6 @@ def _new_places(shared: _Shared, device: torch.device, at_once: int) -> _InHost 
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether bytes are read to where they stay."""
     return device.type == "cpu"
 
 
@@ -318,7 +287,6 @@ class _InHost:
         self._prefault.__exit__(*raised)
 
     def to_read(self, part: SharedPart) -> torch.Tensor:
-        """The memory to read a part to."""
         mapping = self._mappings[part.region]
         return mapping.tensor(part.start, (part.end - part.start,), torch.uint8)
 
@@ -330,12 +298,11 @@ class _InHost:
         self._prefault.check()
 
     def finish(self) -> None:
-        """Until everything is there."""
+        """Wait until everything is there."""
         while self._works:
             self._exchange.wait(self._works.popleft())
 
     def found(self) -> list[torch.Tensor]:
-        """The spans."""
         return in_mappings(self._spans, self._regions, self._mappings)
 
 
@@ -384,13 +351,12 @@ class _OnDevice:
                 self._pass_on()
 
     def finish(self) -> None:
-        """Until everything is there."""
+        """Wait until everything is there."""
         while self._sent:
             self._pass_on()
         self._copies.finish()
 
     def found(self) -> list[torch.Tensor]:
-        """The spans."""
         return self._found
 
     def _taken(self, ring: Stagings) -> torch.Tensor:
