@@ -29,13 +29,7 @@ from nvmeio.errors import TransferError, errno_of
 
 
 class BlockPlace(NamedTuple):
-    """Where a block lies.
-
-    Attributes:
-        slot: Number of its slot.
-        nbytes: Its length.
-        crc: Its CRC-32.
-    """
+    """The slot of a block, its length and its CRC-32."""
 
     slot: int
     nbytes: int
@@ -45,8 +39,7 @@ class BlockPlace(NamedTuple):
 class Index:
     """Blocks by digest, least recently used first.
 
-    Args:
-        slots: How many slots there are room for; `limit` may be less while the file grows.
+    There is room for `slots`; `limit` may be less while the file grows.
     """
 
     def __init__(self, slots: int) -> None:
@@ -90,7 +83,7 @@ class Index:
         return slot
 
     def written(self, digest: bytes, place: BlockPlace) -> None:
-        """A slot that was taken holds a block now."""
+        """Note that a slot that was taken holds a block now."""
         self._writing.discard(place.slot)
         before = self.where.get(digest)
         if before is not None:
@@ -99,13 +92,12 @@ class Index:
         self._holds[place.slot] = digest
 
     def give_up(self, slot: int) -> None:
-        """A slot that was taken was not written; or was, and does not count."""
+        """Note that a slot that was taken was not written; or was, and does not count."""
         self._writing.discard(slot)
         self._free.append(slot)
 
     @property
     def has_free(self) -> bool:
-        """Whether there is a slot that holds nothing."""
         return bool(self._free)
 
     def touch(self, digest: bytes) -> BlockPlace | None:
@@ -128,7 +120,7 @@ class Index:
             self.give_up(slot)
 
     def forget_slot(self, slot: int) -> None:
-        """A block does not count any more; its slot is free once nobody reads it."""
+        """Note that a block does not count any more; its slot is free once nobody reads it."""
         if self._forget(slot) and slot not in self._pins and slot < self.limit:
             self.give_up(slot)
 
@@ -157,17 +149,7 @@ Value = TypeVar("Value")
 
 
 class Catalog:
-    """Names, slots and files of a store.
-
-    Args:
-        path: Of the file of blocks.
-        block_bytes: What a block has at most.
-        slot_bytes: Of its slot.
-        slots: How many there may be.
-        writer: False follows another process.
-
-    Raises:
-        TransferError, FileNotFoundError: As for the store.
+    """Names, slots and files of a store; raises as `BlockStore`.
 
     Attributes:
         index: Which slot holds which block; `index.where` may be read by anybody.
@@ -204,7 +186,7 @@ class Catalog:
             self.close = undo.pop_all().close
 
     def locked(self, change: Callable[..., Value], *args: Any) -> Value:
-        """`change(*args)`, and nobody else's beside it."""
+        """Call `change(*args)`, with nobody else's beside it."""
         with self._lock:
             return change(*args)
 
@@ -220,11 +202,10 @@ class Catalog:
 
     @property
     def signature(self) -> bytes:
-        """A number of the opening that writes the store."""
         return self._table.writer
 
     def sign(self, tag: bytes | None) -> None:
-        """Write into the table what later blocks are of; None: not known."""
+        """Write into the table what later blocks are of; None if that is not known."""
         before = self._table.tag
         if tag is not None and before != tag and len(self.index):
             logger.warning(
@@ -350,11 +331,7 @@ class Catalog:
         return True
 
     def _fitting(self, slots: int) -> int:
-        """How many slots the free space allows.
-
-        Raises:
-            TransferError: Not as many as these (ENOSPC).
-        """
+        """How many slots the free space allows; TransferError (ENOSPC) if not as many as these."""
         free, size = free_bytes(self._path.parent)
         floor = min(FLOOR_BYTES, size // _FLOOR_SHARE)
         fitting = self.index.limit + max(free - floor, 0) // self._slot_bytes
@@ -372,7 +349,7 @@ class Catalog:
     # Storing
 
     def reserve(self, digests: Sequence[bytes]) -> list[int | None]:
-        """A slot for each block that is not there; None too where there is no room."""
+        """Reserve a slot for each block that is not there; None also if there is no room."""
         slots: list[int | None] = []
         new: set[bytes] = set()
         self.touch(digests)  # before any of them makes room for another
@@ -464,7 +441,6 @@ class Catalog:
             logger.warning("%s: %d blocks are dropped: %s", self._path, dropped, what)
 
     def remove(self, digests: Sequence[bytes]) -> None:
-        """Forget blocks."""
         for digest in digests:
             place = self.index.where.get(digest)
             if place is not None:
@@ -472,7 +448,6 @@ class Catalog:
         self._announce()
 
     def clear(self) -> None:
-        """Forget all blocks."""
         self.remove(list(self.index.where))
 
     def _forget(self, digest: bytes, place: BlockPlace) -> None:

@@ -53,13 +53,9 @@ Value = TypeVar("Value")
 class Stats(NamedTuple):
     """What a store did since it was opened.
 
-    Attributes:
-        blocks: Those it holds now.
-        stored: Blocks written.
-        loaded: Blocks read.
-        evicted: Blocks that made room for others.
-        refused: Blocks that were not stored: no room, or the drive failed.
-        damaged: Blocks that were dropped when they were read, or for what the table says of them.
+    `blocks` are those it holds now, `evicted` those that made room for others, `refused` those that
+    were not stored (no room, or the drive failed), `damaged` those that were dropped when they were
+    read, or for what the table says of them.
     """
 
     blocks: int
@@ -78,20 +74,18 @@ class BlockStore(NotPickled, Closing):
         name: Of the store; one process at a time writes it.
         block_bytes: What a block has at most.
         capacity_bytes: What the blocks may take on the drive, rounded down to whole slots. With
-            another size than before, the files become larger or smaller; blocks that lay behind
-            the new end are gone, which the log says. A reader's is as its writer's.
+            another size than before, the files become larger or smaller; blocks that lay behind the
+            new end are gone, which the log says. A reader's is as its writer's.
         writer: False reads what another process stores; nothing can be stored or removed.
         handle: Moves the bytes and stays open; None makes one.
         identity: What the blocks are of besides their names, such as weights: what was stored with
-            another is not found, which the log says. None: nobody can tell, so that what is stored
-            is found until the store is closed.
+            another is not found, which the log says. None: nobody can tell, so what is stored is
+            found until the store is closed.
 
-    Raises:
-        ValueError: A size is not positive, or there is no room for one block; the name has a "/".
-        TransferError: The directory or the files cannot be made or read; there is no room for one
-            block (ENOSPC), beside what is left to others; another process writes this store
-            (EBUSY). Files that were not there before are gone again.
-        FileNotFoundError: `writer` is False, and nobody has made the store.
+    Raises ValueError for a size that is not positive, no room for one block, or a name with a "/";
+    FileNotFoundError for a reader, if nobody has made the store; TransferError if there is no room
+    for one block (ENOSPC), beside what is left to others, or another process writes it (EBUSY).
+    Files that were not there before are gone again.
 
     Every call may be made by any thread. An interrupted one raises that when its work has ended,
     and a second interrupt at once; then, and with `begin_load` and `begin_store`, the tensors are
@@ -140,7 +134,7 @@ class BlockStore(NotPickled, Closing):
             raise
 
     def _open(self, slots: int, handle: AioHandle | None) -> Ending:
-        """In the stores' thread."""
+        """Open the files; called in the stores' thread."""
         with contextlib.ExitStack() as undo:
             undo.callback(self._stores.close)
             undo.callback(self._loads.close)
@@ -167,7 +161,7 @@ class BlockStore(NotPickled, Closing):
     # Asking
 
     def contains(self, keys: Sequence[Key]) -> list[bool]:
-        """For each name, whether its block is there now. Costs a hash and a look in a dict each."""
+        """For each name, whether its block is there now; a hash and a look into a dict each."""
         self._check_open()
         if self._catalog.is_behind:
             self._change(self._loads, self._catalog.follow)
@@ -182,17 +176,14 @@ class BlockStore(NotPickled, Closing):
 
     @property
     def is_writer(self) -> bool:
-        """Whether this process writes the store."""
         return self._writer
 
     @property
     def generation(self) -> int:
-        """How often `new_generation` was called."""
         return self._names.generation
 
     @property
     def stats(self) -> Stats:
-        """What it did."""
         known = self._catalog
         evicted = known.index.evictions
         return Stats(len(self), known.stored, self._loaded, evicted, known.refused, known.damaged)
@@ -213,19 +204,12 @@ class BlockStore(NotPickled, Closing):
     # Storing
 
     def store(self, keys: Sequence[Key], blocks: Sequence[torch.Tensor]) -> list[bool]:
-        """Write blocks; those that are there already are left as they are.
+        """Write blocks, CPU tensors of 1 to `block_bytes` bytes; those that are there are left.
 
-        Args:
-            keys: Their names.
-            blocks: CPU tensors of `block_bytes` bytes at most and one at least.
-
-        Returns:
-            For each, whether it is there now. Not: there is no room (all slots are being read or
-            written), or the drive failed, which the log says.
-
-        Raises:
-            ValueError: A block is too large or empty, or there is not one for each name.
-            ClosedError: The store is closed, or open for reading.
+        Returns for each whether it is there now. It is not if there is no room (all slots are being
+        read or written), or the drive failed, which the log says. Raises ValueError for a block
+        that is too large or empty, or unequal numbers; ClosedError if the store is closed, or open
+        for reading.
         """
         return self._call(self._stores, self._store, *self._checked(keys, blocks))
 
@@ -235,7 +219,7 @@ class BlockStore(NotPickled, Closing):
         blocks: Sequence[torch.Tensor],
         done: Callable[[list[bool]], object],
     ) -> None:
-        """`store`, in the background; `done` is called with the answer, by another thread."""
+        """Do `store` in the background; `done` is called with the answer, by another thread."""
         self._begin(self._stores, self._store, self._checked(keys, blocks), done)
 
     def _checked(
@@ -256,7 +240,6 @@ class BlockStore(NotPickled, Closing):
                 )
 
     def _store(self, digests: list[bytes], blocks: list[torch.Tensor]) -> list[bool]:
-        """In its turn."""
         catalog = self._catalog
         slots = catalog.locked(catalog.reserve, digests)
         taken = [
@@ -284,19 +267,11 @@ class BlockStore(NotPickled, Closing):
     # Loading
 
     def load(self, keys: Sequence[Key], blocks: Sequence[torch.Tensor]) -> list[bool]:
-        """Read blocks into memory.
+        """Read blocks into contiguous CPU tensors, each with as many bytes as were stored.
 
-        Args:
-            keys: Their names.
-            blocks: Contiguous CPU tensors, each with as many bytes as were stored.
-
-        Returns:
-            For each, whether it is filled. Where not, its bytes are unknown: the block is not
-            there, has another length, or was damaged, which the log says.
-
-        Raises:
-            ValueError: A tensor is not contiguous, or there is not one for each name.
-            ClosedError: The store is closed.
+        Returns for each whether it is filled. If not, its bytes are unknown: the block is not
+        there, has another length, or was damaged, which the log says. Raises ValueError for a
+        tensor that is not contiguous, or unequal numbers.
         """
         return self._call(self._loads, self._load, *self._checked_targets(keys, blocks))
 
@@ -306,7 +281,7 @@ class BlockStore(NotPickled, Closing):
         blocks: Sequence[torch.Tensor],
         done: Callable[[list[bool]], object],
     ) -> None:
-        """`load`, in the background; `done` is called with the answer, by another thread."""
+        """Do `load` in the background; `done` is called with the answer, by another thread."""
         self._begin(self._loads, self._load, self._checked_targets(keys, blocks), done)
 
     def _checked_targets(
@@ -318,7 +293,6 @@ class BlockStore(NotPickled, Closing):
         return self._digests(keys), list(blocks)
 
     def _load(self, digests: list[bytes], blocks: list[torch.Tensor]) -> list[bool]:
-        """In its turn."""
         catalog = self._catalog
         places = catalog.locked(catalog.pin, digests)
         failed: dict[int, BaseException] = {}
@@ -351,7 +325,7 @@ class BlockStore(NotPickled, Closing):
     # Forgetting
 
     def remove(self, keys: Sequence[Key]) -> None:
-        """Forget blocks; the server evicts itself, then."""
+        """Forget blocks, for a server that evicts itself."""
         self._check_writer()
         # A load that failed says so before it answers; others wait for the stores before.
         digests = self._digests(keys)
@@ -428,8 +402,8 @@ class BlockStore(NotPickled, Closing):
     def close(self) -> None:
         """Refuse new work, finish what was begun, close the files.
 
-        Idempotent; one that was interrupted is gone on with by the next call. At the end of a
-        with statement that a second interrupt ends it waits for nothing: the rest is done later.
+        Idempotent; after an interrupt the next call goes on. At the end of a with statement that a
+        second interrupt ends it waits for nothing: the rest is done later.
         """
         if self._stores.owner.forked:
             return

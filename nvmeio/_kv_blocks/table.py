@@ -49,14 +49,9 @@ _WORDS = RECORD_BYTES // 8
 
 
 class SlotRecord(NamedTuple):
-    """A slot that holds a block.
+    """A slot that holds a block: the digest of its name, its length and its CRC-32.
 
-    Attributes:
-        slot: Its number.
-        digest: Of the block's name.
-        sequence: Grows with every record that is written.
-        nbytes: The block's length.
-        crc: CRC-32 of the block.
+    `sequence` grows with every record that is written.
     """
 
     slot: int
@@ -71,23 +66,12 @@ class NotATable(Exception):
 
 
 class Table:
-    """A table that is open.
+    """A table that is open; it owns the descriptor.
 
-    Args:
-        fd: The file, open for reading and, for its writer, for writing; the table owns it.
-        block_bytes: What a slot holds at most.
-        slots: How many there are.
-        new: Whether to write an empty table, whatever the file holds.
-        writer: Whether one of another number of slots gets this one, and keeps the records for
-            which there is room; a reader takes it as it is.
-
-    Attributes:
-        slots: How many there are.
-        slots_before: How many there were.
-
-    Raises:
-        NotATable: `new` is False, and the file is none, or another's.
-        OSError: It cannot be read or written.
+    With `new` it writes an empty table, whatever the file holds. A writer's table of another number
+    of slots gets this one, and keeps the records for which there is room; a reader takes it as it
+    is. `slots_before` is how many there were. Raises NotATable if not `new`, and the file is none,
+    or another's.
     """
 
     def __init__(
@@ -125,7 +109,6 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """The file's size."""
         return HEADER_BYTES + self.slots * RECORD_BYTES
 
     @property
@@ -141,7 +124,7 @@ class Table:
 
     @property
     def tag(self) -> bytes:
-        """What its blocks are of; zeros where that was never written."""
+        """What its blocks are of; zeros if that was never written."""
         return self._map[_TAG_AT : _TAG_AT + TAG_BYTES]
 
     def sign(self, writer: bytes, tag: bytes | None) -> None:
@@ -151,7 +134,6 @@ class Table:
             os.pwrite(self._file.fileno(), tag, _TAG_AT)
 
     def put(self, slot: int, digest: bytes, nbytes: int, crc: int) -> None:
-        """Say what a slot holds."""
         record = _RECORD.pack(digest, self._latest + 1, nbytes, crc, 0)[:-4]
         self._write(slot, record + struct.pack("<I", crc32.of_bytes(record)) + bytes(8))
 
@@ -234,11 +216,9 @@ Key = str | bytes
 class Names(NamedTuple):
     """How names become digests.
 
-    Attributes:
-        key: Goes into each digest; empty where names say all.
-        tag: What the table says that its blocks are of; None says nothing.
-        generation: How often it became another since the store was opened.
-        writer: The number of the process that writes the store, where that matters.
+    `key` goes into each digest; it is empty if names say all. `tag` is what the table says that its
+    blocks are of; None says nothing. `generation` says how often that changed since the store was
+    opened. `writer` is the number of the process that writes the store, if that matters.
     """
 
     key: bytes
@@ -251,7 +231,6 @@ class Names(NamedTuple):
         return self.writer is not None and self.writer != writer
 
     def digest(self, name: Key) -> bytes:
-        """The digest of a block's name."""
         data = name.encode() if isinstance(name, str) else name
         return hashlib.blake2b(data, digest_size=DIGEST_BYTES, key=self.key).digest()
 
@@ -259,12 +238,8 @@ class Names(NamedTuple):
 def names_of(identity: str | None, writer: bytes, generation: int) -> Names:
     """How the blocks of a store are named.
 
-    Args:
-        identity: What they are of. None is not known: of use to this opening alone; empty: their
-            names say it all.
-        writer: The number of the process that writes the store.
-        generation: How often it became another since the store was opened; 0 finds what earlier
-            openings stored.
+    `identity` is what they are of; None if that is not known: of use to this opening alone; empty
+    if their names say it all. `generation` 0 finds what earlier openings stored.
     """
     if generation or identity is None:
         text = f"{identity or ''}\0{generation}".encode() + writer

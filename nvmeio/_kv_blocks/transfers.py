@@ -42,12 +42,7 @@ _MOST_BLOCKS = 64
 
 
 class InPlace:
-    """Moves blocks of one file; of one thread at a time.
-
-    Args:
-        file: The slots.
-        slot_bytes: Of a slot; whole pages.
-    """
+    """Moves blocks of one file of slots, whole pages each; of one thread at a time."""
 
     def __init__(self, file: File, slot_bytes: int) -> None:
         self._file = file
@@ -55,12 +50,9 @@ class InPlace:
         self._room: torch.Tensor | None = None  # for memory that is not aligned
 
     def move(self, blocks: Sequence[torch.Tensor], first: int, writing: bool) -> bool:
-        """Move blocks; False where they have to go through the engine, which tells why.
+        """Move contiguous CPU memory to or from slots that follow one another.
 
-        Args:
-            blocks: Contiguous CPU memory, for slots that follow one another.
-            first: Number of the first slot.
-            writing: Whether to write them; else they are read.
+        False if they have to go through the engine, which tells why.
         """
         if len(blocks) > _MOST_BLOCKS or len(blocks) * self._slot_bytes > IN_PLACE_BYTES:
             return False
@@ -116,13 +108,7 @@ _GROUP_RUNS = 1024
 
 
 class SlotPiece(NamedTuple):
-    """A block of a batch.
-
-    Attributes:
-        number: Its own, in the batch.
-        block: Its memory.
-        slot: Where it lies, or is to lie.
-    """
+    """Block `number` of a batch, its memory, and its slot."""
 
     number: int
     block: torch.Tensor
@@ -132,11 +118,7 @@ class SlotPiece(NamedTuple):
 class Transfers:
     """Moves batches; a block may fail by itself, and all others are moved.
 
-    Args:
-        handle: Moves them.
-        file: The slots.
-        slot_bytes: Of a slot.
-        in_place: Moves a few slots in a row, if anybody else than the handle may.
+    `in_place` moves a few slots in a row, if anybody else than the handle may.
     """
 
     def __init__(
@@ -150,16 +132,10 @@ class Transfers:
     def move(
         self, pieces: Sequence[SlotPiece], writing: bool, note: Callable[[SlotPiece], object]
     ) -> dict[int, BaseException]:
-        """Write blocks, or read them.
+        """Write or read blocks; returns what failed, by number.
 
-        Args:
-            pieces: Which.
-            writing: Whether to write them.
-            note: Called with each: while it is being written, or when it has been read, while
-                others are moved.
-
-        Returns:
-            What failed, by number.
+        `note` is called with each: while it is being written, or when it has been read, while
+        others are moved.
         """
         if self._moved_in_place(pieces, writing):
             for piece in pieces:
@@ -268,7 +244,6 @@ def _groups(runs: Iterable[list[SlotPiece]]) -> Iterator[list[list[SlotPiece]]]:
 
 
 def _errors(operation: Operation, items: int) -> dict[int, BaseException]:
-    """What went wrong, by item, once it is over."""
     try:
         error = operation.exception()
     except concurrent.futures.CancelledError as cancelled:
@@ -284,11 +259,8 @@ Value = TypeVar("Value")
 class StoreWorker:
     """Does one thing after the other, whoever asks.
 
-    Args:
-        name: Of its thread.
-        closed: What a call after `close` is told.
-
-    Must not refer to what owns it: it ends when that is dropped.
+    It must not refer to what owns it: it ends when that is dropped. A call after `close` raises
+    ClosedError with the text `closed`.
     """
 
     def __init__(self, name: str, closed: str) -> None:
@@ -300,10 +272,7 @@ class StoreWorker:
     def call(self, check: Callable[[], object], work: Callable[..., Value], *args: Any) -> Value:
         """Do `work(*args)`, here or in the thread; an interrupt is raised when it has ended.
 
-        Args:
-            check: Raises where the store was closed meanwhile.
-            work: What is done.
-            args: Given to it.
+        `check` raises if the store was closed meanwhile.
         """
         if may_be_interrupted():
             self._count()
@@ -320,13 +289,9 @@ class StoreWorker:
         done: Callable[[Value], object],
         otherwise: Value,
     ) -> None:
-        """Do `work(*args)` in the background, and call `done` with what comes of it.
+        """Do `work(*args)` in the background, and have the thread call `done` with the result.
 
-        Args:
-            work: What is done.
-            args: Given to it.
-            done: Called by the worker's thread.
-            otherwise: Given to it where `work` raises, which is logged.
+        It gets `otherwise` if `work` raises, which is logged.
         """
         self._count()
         self.owner.post(self._answer, work, args, done, otherwise)
@@ -353,7 +318,6 @@ class StoreWorker:
             self._asked += 1
 
     def _in_turn(self, work: Callable[..., Value], args: tuple[Any, ...]) -> Value:
-        """In its thread."""
         try:
             with self._turn:
                 return work(*args)
@@ -370,13 +334,12 @@ class StoreWorker:
         self.owner.call(self.rest)
 
     def rest(self) -> None:
-        """`finish`, asked in its thread."""
+        """Do `finish`, in its thread."""
         with self._turn:
             pass
 
     @property
     def is_here(self) -> bool:
-        """Whether this is its thread."""
         return self.owner.is_here
 
     def close(self) -> None:
