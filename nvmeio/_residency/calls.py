@@ -57,19 +57,13 @@ def taking(
     origin_of: Callable[[int, int], Origin | None],
     finished: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
-    """What calls functions with something taken, of which autograd keeps places.
+    """Make what calls functions with something taken, of which autograd keeps places.
 
     A function that such a call checkpoints (`torch.utils.checkpoint`, either kind) runs again in
-    backward, outside of the call: then the same is taken once more.
-
-    Args:
-        take: Takes it; what it returns gives it back when it ends.
-        origin_of: As for `saving`.
-        finished: What becomes of a result, before what was taken is given back.
-
-    Returns:
-        To be called with whether autograd keeps what is saved meanwhile, a function and its
-        arguments.
+    backward, outside of the call: then the same is taken once more. What `take` returns gives it
+    back when it ends; `origin_of` is as for `saving`; `finished` changes a result before that. The
+    result is called with whether autograd keeps what is saved meanwhile, a function and its
+    arguments.
     """
 
     def again(saves: bool, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -297,7 +291,7 @@ class Kept:
     """A tensor, kept as autograd does without hooks.
 
     Without its history, which holds this object: a cycle through C++ is never freed. And torch
-    looks for changes only where there are no hooks, so `get` does.
+    looks for changes only if there are no hooks, so `get` does.
     """
 
     __slots__ = ("_tensor", "_version")
@@ -327,22 +321,14 @@ class _Foreign:
 
 
 def kept(tensor: torch.Tensor, around: Any) -> Kept | _Foreign:
-    """Keep a tensor as it would be kept without our hooks; `get` gives it back.
-
-    Args:
-        tensor: What autograd saves.
-        around: The hooks around ours; see `saved_tensors_hooks_around`.
-    """
+    """Keep a tensor as it would be kept without our hooks, by the hooks around ours, if any."""
     return Kept(tensor) if around is None else _Foreign(around, tensor)
 
 
 def check_unchanged(tensor: torch.Tensor, version: int, shape: tuple[int, ...]) -> None:
     """Raise if a tensor was changed in place since it was kept, as torch does without hooks.
 
-    Args:
-        tensor: The tensor, or one that shares its version counter.
-        version: Its version when it was kept.
-        shape: Of the kept tensor, for the message.
+    `tensor` may be one that shares its version counter; `shape` is the kept one's, for the message.
     """
     if tensor._version != version:
         raise RuntimeError(
@@ -357,9 +343,8 @@ def check_unchanged(tensor: torch.Tensor, version: int, shape: tuple[int, ...]) 
 def saving(origin_of: Callable[[int, int], Origin | None]) -> Undone:
     """Have autograd keep places instead of memory, for as long as the result lives.
 
-    Args:
-        origin_of: Called for each tensor with the address of its storage and its byte offset there.
-            None: the tensor is kept as it is.
+    `origin_of` is called for each tensor with the address of its storage and its byte offset there;
+    for None the tensor is kept as it is.
     """
     around = saved_tensors_hooks_around()
 
@@ -376,7 +361,7 @@ def saving(origin_of: Callable[[int, int], Origin | None]) -> Undone:
 
 
 def unpack(saved: Any) -> torch.Tensor:
-    """What backward gets for what was kept."""
+    """Give backward what was kept."""
     found: torch.Tensor = saved.get()
     return found
 

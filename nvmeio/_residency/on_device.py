@@ -50,11 +50,10 @@ _GPU_PAGE_BYTES = 64 << 10  # what cuFile registers begins on one
 
 
 class DeviceSlot(Slot[Unit]):
-    """A unit's memory on a device.
+    """A unit's memory on a device, and the streams that compute with it.
 
-    Attributes:
-        copied: When its bytes are there, for streams of the device; None before the copy was begun.
-        streams: Those that compute with it.
+    `copied` says when its bytes are there, for streams of the device; None before the copy was
+    begun.
     """
 
     def __init__(self, unit: Unit, memory: torch.Tensor) -> None:
@@ -68,15 +67,10 @@ class DevicePool:
 
     torch's allocator gives it to the next one then. So it is allocated on the stream that computes
     with it, which may have it again at once; other streams are recorded (`devices.record_use`). One
-    thread takes and copies.
+    thread takes and copies. `copies` fill it, if others than its own do.
 
     What cuFile reads into is to be registered with it, once: `reserve` has parts come from one
     arena. Its memory is the pool's until nobody has a part of it, and no allocator's meanwhile.
-
-    Args:
-        device: Whose.
-        budget_bytes: How much.
-        copies: Fill it, if others than its own do.
     """
 
     def __init__(
@@ -94,11 +88,7 @@ class DevicePool:
         self._sources: deque[tuple[Mark, torch.Tensor]] = deque()  # host memory under way
 
     def reserve(self, parts: Sequence[int]) -> torch.Tensor:
-        """Take an arena for parts of these lengths, or for as many as the budget allows.
-
-        Raises:
-            torch.OutOfMemoryError: The device has less.
-        """
+        """Take an arena for parts of these lengths, or for as many as the budget allows."""
         pages = sum(round_up(nbytes, PAGE_BYTES) for nbytes in parts)
         pages = min(pages, round_up(self.budget_bytes, PAGE_BYTES) + PAGE_BYTES * len(parts))
         memory = self._new(pages + _GPU_PAGE_BYTES)
@@ -107,7 +97,7 @@ class DevicePool:
         return self._arena
 
     def close(self) -> None:
-        """Nothing is taken any more; an arena goes with the last tensor over a part of it."""
+        """Take nothing any more; an arena goes with the last tensor over a part of it."""
         self._arena = None
 
     def take(self, nbytes: int) -> torch.Tensor | None:
@@ -189,7 +179,7 @@ class DevicePool:
                 devices.record_use(self._arena, stream)
 
     def record_use(self, memory: torch.Tensor, stream: Any) -> None:
-        """A stream works with memory that may go before it is done. From any thread."""
+        """Note that a stream works with memory that may go before it is done. From any thread."""
         arena = self._arena  # recorded as a whole
         if arena is None or not 0 <= memory.data_ptr() - arena.data_ptr() < arena.nbytes:
             devices.record_use(memory, stream)
@@ -205,11 +195,7 @@ class DevicePool:
             devices.come_after(stream, mark)
 
     def wait_for_one(self) -> bool:
-        """Wait for the oldest copy under way, and release its source.
-
-        Returns:
-            Whether there was one.
-        """
+        """Wait for the oldest copy under way, and release its source; False if there is none."""
         if not self._sources:
             return False
         self._sources[0][0].wait()
@@ -218,7 +204,6 @@ class DevicePool:
 
     @property
     def in_use_bytes(self) -> int:
-        """What tensors hold of it."""
         return sum(nbytes for _, nbytes, _, _ in self._lent)
 
 
@@ -230,7 +215,6 @@ class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
         self._units = units
 
     def fill(self, slot: DeviceSlot[Unit]) -> Fill:
-        """As the other says, like `explain`, `bind` and `unbind`."""
         return self._units.fill(slot)
 
     def explain(self, slot: DeviceSlot[Unit], error: BaseException) -> BaseException:
@@ -243,12 +227,11 @@ class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
         self._units.unbind(slot)
 
     def take(self, unit: Unit) -> DeviceSlot[Unit] | None:
-        """Memory of the budget."""
         memory = self._pool.take(unit.nbytes)
         return None if memory is None else DeviceSlot(unit, memory)
 
     def take_anyway(self, unit: Unit) -> DeviceSlot[Unit]:
-        """See `Keeper.take_anyway`; the error says which budget, or that the device has less."""
+        """Take it outside of an arena too; the error says what is too small, budget or device."""
         gc.collect()  # what looks free may be held by a tensor in a cycle
         nbytes, pool = unit.nbytes, self._pool
         pool.refused = None
@@ -270,7 +253,6 @@ class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
         )
 
     def give_back(self, slot: DeviceSlot[Unit]) -> None:
-        """See `Keeper.give_back`."""
         fill = slot.fill
         if fill is not None and fill.on_device and not fill.whole:
             self._pool.forget(slot.memory)
@@ -280,16 +262,7 @@ class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
 
 
 class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
-    """Units on a device.
-
-    Args:
-        reader: Brings the bytes; of a window of its own by `OrderedReads`.
-        pool: The memory.
-        order: Of their use.
-        units: How they are laid there, and come.
-        ahead_units: As for `Window`.
-        ahead_bytes: As for `Window`.
-    """
+    """Units on a device; a window of its own has a reader with `OrderedReads`."""
 
     def __init__(
         self,
@@ -304,7 +277,6 @@ class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
         self._pool = pool
 
     def let_compute(self, slots: Iterable[DeviceSlot[Unit]], stream: Any) -> None:
-        """See `Window.let_compute`."""
         self._pool.used_by(stream)
         for slot in slots:
             memory = slot.memory  # which may go meanwhile
@@ -315,7 +287,6 @@ class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
                 devices.come_after(stream, slot.copied)
 
     def to_write(self, slot: DeviceSlot[Unit], stream: Any) -> torch.Tensor:
-        """See `Window.to_write`."""
         devices.asked_of(stream).wait()
         return slot.memory
 
@@ -331,11 +302,7 @@ class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
 class WindowAbove(DeviceWindow[Unit]):
     """Units on a device that come from a window in host memory.
 
-    Args:
-        below: That window. Its order leaves out what is on the device.
-        pool: The memory.
-        order: Of their use; one of its own.
-        units: How they are laid there.
+    The order of the window below leaves out what is on the device; `order` is one of its own.
     """
 
     def __init__(
@@ -361,7 +328,6 @@ class WindowAbove(DeviceWindow[Unit]):
         return super().need(unit, computing, backward)
 
     def note(self, unit: Unit, backward: bool = False) -> None:
-        """See `Window.note`."""
         self._below.note(unit, backward)
         super().note(unit, backward)
 
@@ -373,7 +339,7 @@ class WindowAbove(DeviceWindow[Unit]):
         slot.copied = self._pool.upload(slot.memory, below)
 
     def read_now(self, slot: DeviceSlot[Unit]) -> int:
-        """Copy a unit again from the window below, where it has changed, into the same memory."""
+        """Copy a unit that has changed below again, into the same memory."""
         self._pool.after_compute()
         mark = self._pool.upload(slot.memory, self._below.need(slot.unit, computing=False).memory)
         slot.copied = mark
@@ -381,7 +347,7 @@ class WindowAbove(DeviceWindow[Unit]):
         return 0
 
     def to_write(self, slot: DeviceSlot[Unit], stream: Any) -> torch.Tensor:
-        """See `Window.to_write`: copied into the window below."""
+        """Copy it into the window below."""
         host = self._below.need(slot.unit, computing=False).host
         self._pool.download(host, slot.memory, stream)
         return host
@@ -391,11 +357,7 @@ class OrderedReads:
     """Reads that wait for no stream: whoever asks for them has waited.
 
     A handle orders a transfer after the work of the current stream. Here that is a stream without
-    any.
-
-    Args:
-        handle: Moves the bytes.
-        device: Whose memory they go into; host memory is as ever.
+    any. Host memory is as ever.
     """
 
     def __init__(self, handle: Reads, device: torch.device) -> None:
@@ -404,11 +366,10 @@ class OrderedReads:
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Transfers begun in this block wait for no stream either."""
+        """Begin transfers in the block that wait for no stream either."""
         with devices.on_stream(self._stream):
             yield
 
     def async_pread(self, memory: torch.Tensor, file: File, file_offset: int = 0, /) -> Operation:
-        """As `AioHandle.async_pread`."""
         with self.on_stream():
             return self._handle.async_pread(memory, file, file_offset)

@@ -22,36 +22,29 @@ _Used = tuple[Unit, "Phase"]
 class Order(Protocol[Unit]):
     """What a window asks about the order of use.
 
-    Attributes:
-        stays: Whether a unit keeps its memory after its use, until there is need of it.
+    `stays` says whether a unit keeps its memory after its use, until there is need of it.
     """
 
     stays: bool
 
     def note(self, unit: Unit, backward: bool) -> None:
-        """A unit is used now."""
+        """Note that a unit is used now."""
 
     def upcoming(self) -> Iterator[Unit]:
         """The units that are expected, the next first; finite."""
 
     def may_go(self, units: Iterable[Unit], expected: Unit | None) -> Sequence[Unit]:
-        """Which units may go to make room, the first to go first.
+        """Which of the units that nobody holds may go to make room, the first to go first.
 
-        Args:
-            units: Units that nobody holds.
-            expected: The unit that room is made for; None if that is needed now.
+        Room is made for `expected`; None if it is needed now.
         """
 
     def forget(self) -> None:
-        """The pass is over: what is used next does not follow from it."""
+        """Note that the pass is over: what is used next does not follow from it."""
 
 
 class Cyclic(Generic[Unit]):
-    """Round and round; after a unit comes what followed it the last time.
-
-    Args:
-        units: In the order that is assumed at first.
-    """
+    """Round and round, as given at first; after a unit comes what followed it the last time."""
 
     stays = False
 
@@ -62,7 +55,6 @@ class Cyclic(Generic[Unit]):
         self._last: Unit | None = None
 
     def note(self, unit: Unit, backward: bool = False) -> None:
-        """A unit is used now."""
         if self._last is not None and self._last is not unit:
             self._after[self._last] = unit
         self._last = unit
@@ -79,11 +71,10 @@ class Cyclic(Generic[Unit]):
             yield unit
 
     def may_go(self, units: Iterable[Unit], expected: Unit | None) -> Sequence[Unit]:
-        """Nothing: used units went at once, and expected ones are kept for their turn."""
+        """Let nothing go: used units went at once, and expected ones are kept for their turn."""
         return ()
 
     def forget(self) -> None:
-        """Nothing follows from the unit that was used last."""
         self._last = None
 
     def _following(self, unit: Unit) -> Unit:
@@ -96,9 +87,8 @@ class Cyclic(Generic[Unit]):
 class ThereAndBack(Generic[Unit]):
     """The order of the first pass, and back.
 
-    Args:
-        tells: Whether a unit has a single place in the order. One that comes at several (tied
-            weights) does not tell where the pass is.
+    `tells` says whether a unit has a single place in the order. One that comes at several (tied
+    weights) does not tell where the pass is.
     """
 
     stays = True
@@ -111,7 +101,6 @@ class ThereAndBack(Generic[Unit]):
         self._step = 1
 
     def note(self, unit: Unit, backward: bool = False) -> None:
-        """A unit is used now."""
         if unit not in self._at:
             self._at[unit] = len(self._order)
             self._order.append(unit)
@@ -120,7 +109,6 @@ class ThereAndBack(Generic[Unit]):
             self._here = self._at[unit]
 
     def upcoming(self) -> Iterator[Unit]:
-        """What lies ahead in this direction."""
         at = self._here + self._step
         while 0 <= at < len(self._order):
             yield self._order[at]
@@ -135,16 +123,11 @@ class ThereAndBack(Generic[Unit]):
         return behind + sorted((u for u in far if far[u] >= 0), key=lambda u: -far[u])
 
     def forget(self) -> None:
-        """Nothing: every pass begins at the front."""
+        """Do nothing: every pass begins at the front."""
 
 
 class Limited(Generic[Unit]):
-    """Another order that looks less far ahead.
-
-    Args:
-        order: The other one.
-        limit: Cuts short what the other expects.
-    """
+    """Another order that looks less far ahead: `limit` cuts short what it expects."""
 
     def __init__(
         self, order: Order[Unit], limit: Callable[[Iterator[Unit]], Iterator[Unit]]
@@ -155,7 +138,6 @@ class Limited(Generic[Unit]):
         self._limit = limit
 
     def upcoming(self) -> Iterator[Unit]:
-        """What the other expects, as far as the limit allows."""
         return self._limit(self._order.upcoming())
 
 
@@ -171,14 +153,8 @@ class Remembered(Generic[Unit]):
     """After two uses comes what followed them the last time; what is needed last goes first.
 
     A use is a unit and its phase, so that evaluation does not undo what training taught. Before
-    anything was seen: forward as given, backward in reverse, and round again.
-
-    Args:
-        units: In the order that is guessed before anything was seen.
-        may_go: Which of them may go at all.
-
-    Attributes:
-        recording: Whether autograd is on where the next use is noted.
+    anything was seen: forward as given, backward in reverse, and round again. `may_go` says which
+    units may go at all. `recording` is whether autograd is on where the next use is noted.
     """
 
     stays = True
@@ -193,7 +169,6 @@ class Remembered(Generic[Unit]):
         self.recording = False
 
     def note(self, unit: Unit, backward: bool = False) -> None:
-        """A unit is used now."""
         forward = Phase.FORWARD if self.recording else Phase.PLAIN
         used = (unit, Phase.BACKWARD if backward else forward)
         before, last = self._last
@@ -218,7 +193,6 @@ class Remembered(Generic[Unit]):
         return [unit for _, unit in sorted(later, key=lambda pair: -pair[0])]
 
     def forget(self) -> None:
-        """Nothing follows from the units that were used last."""
         self._last = (None, None)
         self._coming = None
 

@@ -66,14 +66,11 @@ class Reads(Protocol):
 
 
 class Fill:
-    """The reads of one unit.
+    """The reads of one unit, in order, of any length.
 
-    Args:
-        reads: In order, of any length.
-        arrived: Called with each chunk that has arrived, in order; for copies to a device.
-        finished: Called once all have arrived.
-        ended: Called when nothing is under way any more, also after a failure; must be brief.
-        after: The mark from which a device's memory is free.
+    `arrived` is called with each chunk that has arrived, in order, for copies to a device;
+    `finished` once all have. `ended` is called when nothing is under way any more, also after a
+    failure, and must be brief. `after` is the mark from which a device's memory is free.
     """
 
     def __init__(
@@ -122,13 +119,9 @@ class Fill:
 
 
 class Reader:
-    """Carries out fills in the order of `submit`.
+    """Carries out fills in the order of `submit`. The handle stays open.
 
-    Args:
-        handle: Moves the bytes; stays open.
-
-    Attributes:
-        served_bytes: Read for other ranks.
+    `served_bytes` were read for other ranks.
     """
 
     served_bytes = 0
@@ -273,7 +266,7 @@ class Reader:
                 self._conclude(fill)
 
     def _copy(self, fill: Fill, wanted: WantedBytes) -> BaseException | None:
-        """Copy a chunk from the page cache, or read it where that does not work."""
+        """Copy a chunk from the page cache, or read it if that does not work."""
         try:
             opened = wanted.file.acquire(False)
             try:
@@ -383,7 +376,6 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def _failed(operation: Operation) -> bool:
-    """Whether an operation that has ended failed."""
     return operation.cancelled() or operation.exception() is not None
 
 

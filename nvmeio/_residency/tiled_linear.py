@@ -23,12 +23,9 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 class LinearRows(NamedTuple):
-    """Some rows of a linear layer.
+    """Rows [first, last) of a linear layer.
 
-    Attributes:
-        first: The first row.
-        last: The one behind the last.
-        compute: Their part of the output, from the input: [..., last - first].
+    `compute` makes their part of the output, [..., last - first], from the input.
     """
 
     first: int
@@ -39,7 +36,7 @@ class LinearRows(NamedTuple):
 def can_be_tiled(module: nn.Module) -> bool:
     """Whether a module is a linear layer that computes as torch's own does, and has no more.
 
-    Of another parameter or buffer a hook may have need when the layer is called.
+    A hook may need another parameter or buffer when the layer is called.
     """
     names = {*module._parameters, *module._buffers}
     stock = type(module) is nn.Linear and "forward" not in module.__dict__
@@ -47,12 +44,9 @@ def can_be_tiled(module: nn.Module) -> bool:
 
 
 def row_bounds(count: int, row_nbytes: int, most: int) -> list[tuple[int, int]]:
-    """The [first, last) of tiles of about the same size.
+    """The [first, last) of tiles of about the same size, for `count` rows of a matrix.
 
-    Args:
-        count: LinearRows of the matrix.
-        row_nbytes: What each of them takes.
-        most: Bytes of a tile; at least `ROWS` rows are one all the same.
+    A tile has `most` bytes; at least `ROWS` rows are one all the same.
     """
     at_most = max(most // max(row_nbytes, 1) // ROWS, 1) * ROWS
     tiles = -(-count // at_most)
@@ -61,18 +55,11 @@ def row_bounds(count: int, row_nbytes: int, most: int) -> list[tuple[int, int]]:
 
 
 def compute(input: torch.Tensor, outputs: int, tiles: Iterable[LinearRows]) -> torch.Tensor:
-    """`torch.nn.functional.linear`, tile by tile.
+    """Compute `torch.nn.functional.linear`, tile by tile: [..., inputs] to [..., outputs].
 
-    Args:
-        input: [..., inputs].
-        outputs: LinearRows of the whole matrix.
-        tiles: They are computed in this order, and in backward in the other.
-
-    Returns:
-        [..., outputs].
-
-    Cost: the output, and once more what one tile adds to it. In backward the gradient of the input
-    is added up in float32, and rounded once.
+    The tiles are computed in this order, and in backward in the other. Cost: the output, and once
+    more what one tile adds to it. In backward the gradient of the input is added up in float32, and
+    rounded once.
     """
     input = _autocast(input)
     widened = None
@@ -101,7 +88,7 @@ def compute(input: torch.Tensor, outputs: int, tiles: Iterable[LinearRows]) -> t
 
 
 def _autocast(input: torch.Tensor) -> torch.Tensor:
-    """As autocast would convert it, once instead of for every tile."""
+    """Convert as autocast would, once instead of for every tile."""
     where = input.device.type
     if not torch.is_autocast_enabled(where) or input.dtype == torch.float64:
         return input

@@ -62,7 +62,7 @@ class Keeper(abc.ABC, Generic[Unit, SomeSlot]):
 
     @abc.abstractmethod
     def take(self, unit: Unit) -> SomeSlot | None:
-        """Memory for a unit; None where none is free now."""
+        """Memory for a unit; None if none is free now."""
 
     @abc.abstractmethod
     def take_anyway(self, unit: Unit) -> SomeSlot:
@@ -97,13 +97,8 @@ class Keeper(abc.ABC, Generic[Unit, SomeSlot]):
 class Window(Generic[Unit, SomeSlot]):
     """Units in memory.
 
-    Args:
-        reader: Brings the bytes.
-        keeper: Of its units.
-        order: Of their use.
-        ahead_units: Read at a time before they are needed at most, or `ahead_bytes` if that is
-            more. None: as many as find room.
-        ahead_bytes: See there.
+    At most `ahead_units` are read at a time before they are needed, or `ahead_bytes` if that is
+    more; None: as many as find room.
 
     Attributes:
         reader: What brings the bytes.
@@ -136,11 +131,8 @@ class Window(Generic[Unit, SomeSlot]):
     def need(self, unit: Unit, computing: bool = True, backward: bool = False) -> SomeSlot:
         """Have a unit in memory, whole and bound, and begin to read what comes next.
 
-        Args:
-            unit: Which one.
-            computing: The model computes with it now. False does not count for the order, and
-                begins nothing else.
-            backward: The use is in a backward pass.
+        The model computes with it now if `computing`; else that does not count for the order, and
+        begins nothing else.
         """
         slot = self._slots.get(unit)
         if computing:
@@ -170,7 +162,7 @@ class Window(Generic[Unit, SomeSlot]):
         return held
 
     def let_go(self, slots: Iterable[SomeSlot]) -> None:
-        """One that holds these does so no more."""
+        """Hold these no more."""
         for slot in slots:
             slot.holds -= 1
             if not slot.holds and self._slots.get(slot.unit) is slot:
@@ -196,7 +188,6 @@ class Window(Generic[Unit, SomeSlot]):
         return list(self._slots.values())
 
     def slot(self, unit: Unit) -> SomeSlot | None:
-        """The slot of a unit, if it has one."""
         return self._slots.get(unit)
 
     def arrived(self, unit: Unit) -> SomeSlot | None:
@@ -298,11 +289,7 @@ class Window(Generic[Unit, SomeSlot]):
         slot.fill = None
 
     def read_now(self, slot: SomeSlot) -> int:
-        """Read into a slot outside of the order: one that is held, or that is in no window.
-
-        Returns:
-            How many bytes.
-        """
+        """Read into a slot that is held, or that is in no window; returns how many bytes."""
         slot.fill = fill = self._fill(slot)
         self.reader.submit(fill)
         self.reader.wait(fill)
@@ -358,7 +345,6 @@ class Window(Generic[Unit, SomeSlot]):
             self.drop(unit)
 
     def drop_all(self) -> None:
-        """Drop all units."""
         self._order.forget()
         for unit in list(self._slots):
             self.drop(unit)
@@ -367,13 +353,10 @@ class Window(Generic[Unit, SomeSlot]):
 class LentPool:
     """A `PinnedPool` that lends storages: free again with the last tensor over `Slot.memory`.
 
-    Nothing is taken from under a tensor: autograd, a user, an error's traceback may still have
-    one. The end of a storage is told by a weak reference whose callback is `SimpleQueue.put`
-    itself, a C function, so that it is lost to no interrupt; what came back is looked at before
-    memory is given. One thread takes, or several in turn.
-
-    Args:
-        budget_bytes: Of the pool.
+    Nothing is taken from under a tensor: autograd, a user, an error's traceback may still have one.
+    The end of a storage is told by a weak reference whose callback is `SimpleQueue.put` itself, a C
+    function, so no interrupt loses it; what came back is looked at before memory is given. One
+    thread takes, or several in turn.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -384,7 +367,7 @@ class LentPool:
         self._apart_bytes = 0
 
     def take(self, unit: Unit, nbytes: int) -> Slot[Unit] | None:
-        """Memory for a unit, page-aligned; None where it is not free now."""
+        """Memory for a unit, page-aligned; None if none is free now."""
         self._take_back()
         if self._apart_bytes and self.in_use_bytes + nbytes > self.budget_bytes:
             return None
@@ -426,23 +409,20 @@ class LentPool:
 
     @property
     def budget_bytes(self) -> int:
-        """The budget of the pool."""
         return self._pool.budget_bytes
 
     @property
     def in_use_bytes(self) -> int:
-        """What tensors hold of it."""
         self._take_back()
         return self._pool.in_use_bytes + self._apart_bytes
 
     @property
     def locked(self) -> bool:
-        """Whether it is page-locked."""
         return self._pool.locked
 
 
 def lease_now(pool: PinnedPool, nbytes: int) -> tuple[Lease, torch.Tensor] | None:
-    """A lease that was entered, and its memory; None where it is not free now."""
+    """A lease that was entered, and its memory; None if none is free now."""
     if pool.in_use_bytes + nbytes > pool.budget_bytes:
         return None  # the usual case of a full window; to queue and fail takes six times as long
     lease = pool.take(nbytes, timeout=0)
