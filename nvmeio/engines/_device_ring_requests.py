@@ -39,13 +39,7 @@ _OFFSET_BYTES = 8
 
 
 class Chunks:
-    """The ring's memory, in chunks, some of them cut into cells.
-
-    Args:
-        ring: All of it.
-        chunk_bytes: Of each chunk.
-        cell_bytes: Of each cell; 0 where chunks are too small to be cut.
-    """
+    """The ring's memory, in chunks, some of them cut into cells; 0 `cell_bytes` cut none."""
 
     def __init__(self, ring: torch.Tensor, chunk_bytes: int, cell_bytes: int) -> None:
         self._base = ring.data_ptr()
@@ -56,7 +50,7 @@ class Chunks:
         self._cut: dict[int, tuple[torch.Tensor, list[torch.Tensor], int]] = {}
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """Memory for so many bytes, or a chunk for a part of them; None where none is free."""
+        """Memory for so many bytes, or a chunk for a part of them; None if none is free."""
         if nbytes > self._cell_bytes:
             if not self._whole:
                 self._join()
@@ -72,7 +66,6 @@ class Chunks:
         return cells.pop()
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """Give a chunk back."""
         if memory.nbytes == self._chunk_bytes:
             self._whole.append(memory)
         else:
@@ -107,12 +100,10 @@ class RingPart:
 
     @property
     def bytes(self) -> torch.Tensor:
-        """Its part of the chunk."""
         return self.chunk[self.shift : self.shift + self.nbytes]
 
     @property
     def on_device(self) -> torch.Tensor:
-        """Its part of the tensor."""
         device = self.request.transfer.memory.device
         assert device is not None
         return device[self.start : self.start + self.nbytes]
@@ -167,15 +158,7 @@ class RingRequest(DeviceRequest):
 
 
 class RingRowsRequest(RingRequest):
-    """A gather or scatter of device memory.
-
-    Args:
-        engine, token, transfer, cq: As for any.
-        rows: Where they lie.
-
-    Raises:
-        MemoryError: There is no room to sort the rows of a scatter.
-    """
+    """A gather or scatter of device memory; MemoryError if a scatter's rows cannot be sorted."""
 
     def __init__(
         self,
@@ -238,7 +221,7 @@ class RingRowsRequest(RingRequest):
 
     @property
     def wanted_bytes(self) -> int:
-        """As for any; a piece of a row begins somewhere in a page."""
+        """Memory for what is left; a piece of a row begins somewhere in a page."""
         return PAGE_BYTES + self.transfer.nbytes - self.next
 
     def cut(self, chunk: torch.Tensor) -> RingPart:
@@ -278,7 +261,7 @@ class RingRowsRequest(RingRequest):
             part.nbytes = 0
 
     def _piece_landed(self, part: RingPart, outcome: Outcome, row: int) -> None:
-        """A piece of a row that is larger than a chunk."""
+        """Note a piece of a row that is larger than a chunk."""
         row_bytes = self.rows.row_bytes
         if not outcome.error and outcome.transferred == part.nbytes:
             self.pieces += 1
@@ -313,7 +296,6 @@ class _Sorting:
         self.code = 0
 
     def begin(self) -> None:
-        """Have a thread sort them."""
         self.begun = True
         if self._few:
             self._sort()
@@ -328,9 +310,7 @@ class _Sorting:
         self.done = True
 
     def stop(self) -> None:
-        """Stop the sorting."""
         lib.nv_rows_stop(self._raw)
 
     def failure(self) -> BaseException | None:
-        """Why the rows cannot be written."""
         return planning_failure(self.code, self._raw)

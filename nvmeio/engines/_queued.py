@@ -32,11 +32,7 @@ from nvmeio.engines.base import (
 
 
 class EventfdQueue:
-    """A list of finished requests behind an eventfd.
-
-    Args:
-        lock: The engine's; `link` and `unlink` are called with it held.
-    """
+    """A list of finished requests behind an eventfd; `lock` is the engine's."""
 
     def __init__(self, lock: AbstractContextManager[bool]) -> None:
         self._lock = lock
@@ -68,7 +64,7 @@ class EventfdQueue:
             self._hush()
 
     def _hush(self) -> None:
-        """Not readable, with nothing to reap."""
+        """Make it not readable if there is nothing to reap."""
         if self._fd >= 0 and not self._finished:
             with suppress(BlockingIOError):
                 os.eventfd_read(self._fd)
@@ -108,10 +104,7 @@ class EventfdQueue:
 class Reported(ABC):
     """Something that ends once, and is reported at one completion queue after the other.
 
-    Args:
-        lock: The engine's; with it held, this ends.
-        cq: Where its end is reported.
-        token: Its name there.
+    It ends with the engine's `lock` held. `token` is its name at `cq`.
     """
 
     def __init__(self, lock: AbstractContextManager[bool], cq: CompletionQueue, token: int) -> None:
@@ -123,7 +116,6 @@ class Reported(ABC):
 
     @property
     def done(self) -> bool:
-        """Whether it is over."""
         return self._finished.done
 
     def wait(self, timeout_s: float) -> bool:
@@ -199,11 +191,10 @@ class QueuedRequest(Reported):
 
     @property
     def transferred(self) -> int:
-        """Bytes that got through."""
         return self.direct + self.bounced + self.buffered
 
     def fail(self, code: int, cause: BaseException | None = None) -> None:
-        """The first failure counts; no further part begins."""
+        """Note a failure; the first counts, and no further part begins."""
         if not self.error:
             self.error, self.cause = code, cause
         self.stop = True
@@ -221,7 +212,7 @@ class DeviceRequest(QueuedRequest):
         super().__init__(engine, token, transfer, cq)
 
     def reached(self, mark: Mark | None) -> bool:
-        """Whether the device is done with what was asked before; it fails of the device's error."""
+        """Whether the device is done with what was asked before; fails with the device's error."""
         try:
             return mark is None or mark.done()
         except Exception as failed:
@@ -250,15 +241,7 @@ class _Landing(EventfdQueue):
 
 
 class QueuedBatch(Reported):
-    """Many transfers as one request.
-
-    Args:
-        lock: The engine's; with it held, transfers end.
-        cq: Where its end is reported.
-        token: Its name there.
-        prepare: The engine's.
-        transfers: What it moves.
-    """
+    """Many transfers as one request; they end with the engine's `lock` held."""
 
     def __init__(
         self,
@@ -302,8 +285,8 @@ RequestT = TypeVar("RequestT", bound=QueuedRequest)
 class QueuedEngine(ABC, Generic[RequestT]):
     """An engine whose work is done by Python threads that look into a queue.
 
-    Subclasses bring the threads, which ask for what was `admitted`; they override `nudge` where one
-    of them is enough, or sleeps elsewhere than on the condition.
+    Subclasses bring the threads, which ask for what was `admitted`; they override `nudge` if one of
+    them is enough, or sleeps elsewhere than on the condition.
     """
 
     def __init__(self) -> None:
@@ -316,7 +299,6 @@ class QueuedEngine(ABC, Generic[RequestT]):
         self._counters = Counters()
 
     def open_completion_queue(self) -> CompletionQueue:
-        """A list with an eventfd."""
         return EventfdQueue(self.lock)
 
     @abstractmethod
@@ -326,11 +308,10 @@ class QueuedEngine(ABC, Generic[RequestT]):
     def prepare_batch(
         self, cq: CompletionQueue, token: int, transfers: Sequence[Transfer]
     ) -> BatchRequest:
-        """A request for each, and one for all of them."""
         return QueuedBatch(self.lock, cq, token, self.prepare, transfers)
 
     def enqueue(self, request: RequestT) -> None:
-        """For `QueuedRequest.start`: the engine's threads take it from here.
+        """Hand a request to the engine's threads, for `QueuedRequest.start`.
 
         An interrupt may come before, or after it is handed over, but not between.
         """
@@ -353,7 +334,6 @@ class QueuedEngine(ABC, Generic[RequestT]):
             self.condition.notify_all()
 
     def counters(self) -> Counters:
-        """Counted as requests finish."""
         with self.lock:
             return self._counters._replace(in_flight=self.in_flight + len(self.arrivals))
 
@@ -370,7 +350,6 @@ class QueuedEngine(ABC, Generic[RequestT]):
 
 
 def counted(counters: Counters, opcode: int, nbytes: int, outcome: Outcome) -> Counters:
-    """The counters after one more transfer."""
     moved = "bytes_read" if opcode == Opcode.READ else "bytes_written"
     cancelled = outcome.error == errno.ECANCELED
     added = {

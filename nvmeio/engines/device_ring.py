@@ -166,7 +166,7 @@ class RingEngine(QueuedEngine[RingRequest]):
 
 @dataclass(eq=False)
 class _Pump:
-    """The ring and what is in it; everything here is the pump thread's alone."""
+    """The ring and what is in it; all of it belongs to the pump's thread."""
 
     engine: RingEngine
     host: base.Engine
@@ -182,7 +182,7 @@ class _Pump:
     broken: DeviceTimeoutError | None = None
 
     def run(self) -> None:
-        """Until the engine is stopped and nothing is in flight."""
+        """Run until the engine is stopped and nothing is in flight."""
         poller = select.poll()
         poller.register(self.engine.wake_fd, select.POLLIN)
         poller.register(self.cq.fileno(), select.POLLIN)
@@ -217,7 +217,7 @@ class _Pump:
         return self._begin_parts() or moved
 
     def _look_at_unready(self) -> bool:
-        """Transfers whose memory the device is done with may begin; cancelled ones are over."""
+        """Begin transfers whose memory the device is done with; end cancelled ones."""
         moved = False
         for request in list(self.unready):
             ready = request.transfer.memory.ready
@@ -287,7 +287,7 @@ class _Pump:
     # --- parts -----------------------------------------------------------------------------
 
     def _chunk_for(self, request: RingRequest) -> torch.Tensor | None:
-        """A chunk, or a cell of one where that is enough; None where none is free."""
+        """A chunk, or a cell of one if that is enough; None if none is free."""
         engine = self.engine
         if self.broken is not None:
             request.fail(errno.EIO, self.broken)
@@ -304,7 +304,7 @@ class _Pump:
         return self.chunks.take(request.wanted_bytes)
 
     def _cut(self, request: RingRequest, chunk: torch.Tensor) -> RingPart | None:
-        """The next part; None where there can be none, and the transfer is over with it."""
+        """The next part; None if there can be none, and the transfer is over with it."""
         try:
             part = request.cut(chunk)
         except ValueError as failed:
@@ -374,7 +374,7 @@ class _Pump:
             self._to_drive(part)
 
     def _drop(self, part: RingPart) -> None:
-        """Its chunk is free, and it may have been its transfer's last."""
+        """Free the chunk of a part, which may have been its transfer's last."""
         if isinstance(part.request.cause, DeviceTimeoutError):
             self.broken = part.request.cause  # the device may write to the chunk even now
         else:
@@ -395,7 +395,7 @@ class _Pump:
     # --- the device's errors ------------------------------------------------------------------
 
     def _guard(self, part: RingPart, step: Callable[[RingPart], None]) -> None:
-        """A step whose failure (torch's, say) is its transfer's, not the pump's end."""
+        """Do a step whose failure (torch's, say) is its transfer's, not the pump's end."""
         try:
             step(part)
         except Exception as failed:

@@ -268,8 +268,8 @@ class _BatchRequest(_NativeRequest):
 def _owned(prepare: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """The request that `prepare` makes, given back with the last reference to it; or NULL.
 
-    Made and owned within one C call: Ctrl-C comes between two steps of Python, and a request that
-    nobody owns keeps its engine for ever.
+    It is made and owned within one C call: Ctrl-C comes between two steps of Python, and a request
+    that nobody owns keeps its engine for ever.
     """
     return next(map(ffi.gc, itertools.starmap(prepare, (arguments,)), (lib.nv_request_free,)))
 

@@ -298,7 +298,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
             self._pending[0].request.fail(errno.EAGAIN)
 
     def _retire(self, block: Block) -> bool:
-        """A block less; whether it was the request's last."""
+        """Count a block less; whether it was the request's last."""
         request = block.request
         request.parts_out -= 1
         if request.parts_out or (request.next < request.end and not request.stop):
@@ -346,7 +346,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
                     self._finish(block.request)
 
     def _go_on(self, block: Block) -> None:
-        """The rows are sorted: their blocks take turns with others."""
+        """Queue the blocks of sorted rows, which take turns with others."""
         request = block.request
         if block.rows is None and request.next < request.end and not request.stop:
             self._turns.append(request)
@@ -404,7 +404,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
 
     @staticmethod
     def _copy(transfer: base.Transfer, bounce: memoryview, mine: memoryview) -> None:
-        """Between a bounce block and the caller's memory; EFAULT where that is not there."""
+        """Copy between a bounce block and the caller's memory; EFAULT if that is not there."""
         into = transfer.opcode == base.Opcode.READ
         if transfer.foreign:
             address = ctypes.addressof(ctypes.c_char.from_buffer(mine)) if len(mine) else 0

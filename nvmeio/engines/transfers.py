@@ -167,7 +167,7 @@ def _transfer(
     span: tuple[int, int, int, int],
     preallocate: bool = False,
 ) -> Transfer:
-    """One that needs no bounce memory, through a direct and a plain descriptor.
+    """A transfer that needs no bounce memory, through a direct and a plain descriptor.
 
     `span` is its start and end in the file, and the alignments of offsets and of memory.
     """

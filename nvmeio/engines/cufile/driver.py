@@ -160,9 +160,8 @@ class _Driver:
     def acquire(self, settings: DriverSettings) -> Library:
         """The library with its driver open; `release` it once.
 
-        Raises:
-            BackendUnavailableError: It cannot be opened; says why, and how to fix it.
-            ValueError: It is open with other settings.
+        Raises BackendUnavailableError, which says why and how to fix it; ValueError if it is open
+        with other settings.
         """
         with self._lock:
             self._check_process()
@@ -210,7 +209,7 @@ class _Driver:
         self._hanging.append(what)
 
     def returned(self) -> None:
-        """One of those calls is back after all."""
+        """Note that one of those calls has come back after all."""
         self._hanging.pop()
 
     def mode(self, settings: DriverSettings) -> str:

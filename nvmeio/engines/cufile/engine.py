@@ -519,12 +519,12 @@ class _Worker:
         self.thread = Thread(self._run, f"nvmeio-cufile-{index}")
 
     def begin(self, task: CuFileTask) -> None:
-        """With the condition held."""
+        """Begin a call; with the condition held."""
         self.task = task
         self._since = time.monotonic()
 
     def end(self) -> bool:
-        """With the condition held; whether the task had been given up."""
+        """End a call, with the condition held; whether the task had been given up."""
         lost, self.lost, self.task = self.lost, False, None
         return lost
 

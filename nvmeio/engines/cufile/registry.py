@@ -208,7 +208,7 @@ class _File:
         self.handle: Any = None
 
     def unregister(self, library: Library) -> None:
-        """Nobody uses it, and nobody will meanwhile."""
+        """Unregister it; nobody uses it, and nobody will meanwhile."""
         handle, self.handle = self.handle, None
         if handle is not None:
             library.unregister_file(handle)
