@@ -94,13 +94,7 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class HowToLoad:
-    """How one call loads its files.
-
-    Attributes:
-        options: The caller's.
-        handle: Moves the bytes; None makes one for each file.
-        call: Cancels it, and is told how far it is.
-    """
+    """How one call loads its files; without a handle it makes one for each file."""
 
     options: LoadOptions
     handle: AioHandle | None
@@ -143,7 +137,7 @@ def load_through_torch(path: str | os.PathLike[str], options: LoadOptions) -> An
 
 
 def load_older(file: File, options: LoadOptions) -> Any:
-    """A file from before torch's zip files: torch's errors do not name it."""
+    """Load a file from before torch's zip files, and name it: torch's errors do not."""
     try:
         with same_file(file) as same:
             return load_through_torch(same, replace(options, mmap=False))
@@ -192,11 +186,7 @@ def is_usual(options: LoadOptions) -> bool:
 
 
 def _unpickle_plain(reader: MemoryReader, options: LoadOptions) -> Any:
-    """Unpickle a plain pickle, faster than torch itself.
-
-    Raises:
-        UnknownTorchError: torch has to do it.
-    """
+    """Unpickle a plain pickle, faster than torch; UnknownTorchError if torch has to."""
     settings = getattr(torch.serialization, "_serialization_tls", None)
     restoring = getattr(torch.serialization, "_get_restore_location", None)
     if restoring is None or getattr(settings, "skip_data", False):  # wants storages without bytes

@@ -218,11 +218,9 @@ class _NamedFile(SaveJob):
 
     @property
     def path(self) -> str:
-        """Where the file will be."""
         return self._path
 
     def write(self) -> bool | None:
-        """Write the file and put it into its place."""
         layout = self.layout()
         end = padded_nbytes(layout)
         try:
@@ -254,7 +252,6 @@ class _OwnHandle:
         return self._own
 
     def close(self) -> None:
-        """Close its own."""
         own, self._own = self._own, None
         if own is not None:
             own.close()
@@ -271,7 +268,7 @@ def _nobody_asked(future: concurrent.futures.Future[Any]) -> None:
 
 
 def _at_exit() -> None:
-    """All that was begun is finished; what failed, and nobody was told of, is raised."""
+    """Finish all that was begun; raises a failure that nobody has seen."""
 
     def end(saver: BackgroundSaver) -> None:
         try:

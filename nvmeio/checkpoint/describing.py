@@ -146,7 +146,7 @@ def _record(entry: ZipEntry, summed: bool) -> RecordFacts:
 def _is_summed(archive: Archive, file: File) -> bool:
     """Whether the records have CRC-32s.
 
-    Where all are 0, the bytes of the smallest tell, if they are few: their sum may be 0.
+    If all are 0, the bytes of the smallest tell, if they are few: their sum may be 0.
     """
     if archive.is_summed:
         return True

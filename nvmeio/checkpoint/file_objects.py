@@ -97,11 +97,7 @@ class FastFileWriter(NotPickled, Discarding):
         return written
 
     def _enter(self) -> None:
-        """Begin a call; refused after an interrupted one, because nobody knows how far that came.
-
-        Raises:
-            ClosedError: It was; what was written is given up.
-        """
+        """Begin a call; ClosedError after an interrupted one: nobody knows how far it came."""
         if self._inside:
             self._ending.close()
             raise ClosedError(
@@ -111,9 +107,10 @@ class FastFileWriter(NotPickled, Discarding):
         self._inside = True
 
     def _after_failure(self, data: Any) -> int:
-        """Torch closes its archive after a failure, fails at that, and raises nothing else.
+        """Take to nowhere what torch writes after a failure.
 
-        So what it writes then is taken, to nowhere, and the failure raised by the `flush` behind.
+        Torch closes its archive then, fails at that, and raises nothing else: `flush` raises the
+        failure.
         """
         assert self._failed is not None
         ours = isinstance(self._failed, TransferError) and self._archive.is_save()

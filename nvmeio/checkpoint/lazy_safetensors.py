@@ -310,8 +310,7 @@ _WHOLE = "read it with get_tensor and index the array, or open the file with fra
 def _for_numpy(index: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
     """An index of an array, as integers, slices, ``...`` and None within its bounds.
 
-    Raises:
-        IndexError: It is of another kind, or reaches beyond the array; in the package's words.
+    Raises IndexError, in the package's words, for other kinds, or beyond the array.
     """
     if isinstance(index, list):
         if index:
@@ -384,12 +383,9 @@ def _refused(told: str, remedy: str) -> IndexError:
 
 
 class _Rows(NamedTuple):
-    """A strided part as rows of a file.
+    """A strided part as rows of a file; offsets are in bytes from the tensor's first one.
 
-    Attributes:
-        offsets: Where each begins, in bytes from the tensor's first one.
-        nbytes: The length of a row.
-        dims: How many of the part's dimensions, the first ones, number the rows.
+    The first `dims` of the part's dimensions number the rows.
     """
 
     offsets: torch.Tensor

@@ -216,7 +216,6 @@ class Loaded:
 
 
 def _ranks_of(group: ProcessGroup | None, timeout_s: float, path: Any) -> LoadingRanks | None:
-    """The ranks of a load; None for a process alone."""
     if group is None:
         return None
     from nvmeio.checkpoint._multi_rank.loading_ranks import LoadingRanks
@@ -380,11 +379,7 @@ def _is_registered(location: str) -> bool:
 
 
 def _check_locations(scan: Scan, file: File, where: MapLocation) -> None:
-    """Refuse devices that there cannot be; torch's own error names no file.
-
-    Raises:
-        IntegrityError: A storage was saved from one.
-    """
+    """Refuse devices that there cannot be, with IntegrityError; torch's own error names no file."""
     if not (where is None or isinstance(where, Mapping)):
         return
     for location in dict.fromkeys(ref.location for ref in scan.storages.values()):
@@ -407,8 +402,8 @@ def _check_locations(scan: Scan, file: File, where: MapLocation) -> None:
 def _devices(scan: Scan, checkpoint: TorchFile, where: MapLocation) -> dict[str, torch.device]:
     """The device that storages are read to, by the location that they were saved from.
 
-    torch tells, given a storage of no bytes: so a device that is not there is refused by it,
-    and in its words, before anything is read.
+    torch tells, given a storage of no bytes: so a device that is not there is refused by it, and in
+    its words, before anything is read.
     """
     on_host = callable(where) or unpickling.is_swapped(checkpoint)
     locations = dict.fromkeys(ref.location for ref in scan.storages.values())

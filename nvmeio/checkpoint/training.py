@@ -82,7 +82,7 @@ class Training:
 
 
 def _random() -> dict[str, Any]:
-    """The states of torch's, Python's and numpy's generators; of CUDA's where it is in use."""
+    """The states of torch's, Python's and numpy's generators; of CUDA's if it is in use."""
     version, numbers, gauss = random.getstate()
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),

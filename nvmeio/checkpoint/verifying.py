@@ -223,13 +223,10 @@ def _packed_shares(prefix: bytes, header: Header, path: str) -> list[Share] | No
 
 
 class _Stretch(NamedTuple):
-    """A part of the file with one meaning.
+    """A part of the file, [start, end), with one meaning.
 
-    Attributes:
-        start: Its first byte.
-        end: Behind its last.
-        conclude: Called at its end, with the CRC-32 of its bytes, or with the bytes if `kept`.
-        kept: The bytes are a few, and wanted as they are.
+    `conclude` is called at its end, with the CRC-32 of its bytes, or with the bytes if `kept`: they
+    are a few, and wanted as they are.
     """
 
     start: int
@@ -248,7 +245,7 @@ class _Walk:
         self._part = bytearray()
 
     def feed(self, address: int, nbytes: int) -> None:
-        """The next bytes of the file."""
+        """Look at the next bytes of the file."""
         begin, end = self._position, self._position + nbytes
         self._position = end
         while self._left:

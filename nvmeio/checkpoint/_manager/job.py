@@ -123,8 +123,8 @@ class Setup(NamedTuple):
         get_handle: Gives the handle that moves the bytes.
         claim: Makes the directory, and takes its lock; for whoever gives names in it.
         writers: Which ranks write a file that all have; see `agreement.chosen_writers`.
-        drives: This rank's own, where the ranks share no directory.
-        lineage: Whether saves go on from what is there; None where the caller says what to replace.
+        drives: This rank's own, if the ranks share no directory.
+        lineage: Whether saves go on from what is there; None if the caller says what to replace.
     """
 
     directory: str
@@ -150,11 +150,7 @@ Plan = Callable[[], FileLayout]
 
 
 def pickled_state(state: object) -> Plan:
-    """Pickle a state, in the thread whose modes its own code must see; what goes on with that.
-
-    Raises:
-        Exception: What pickling it raises.
-    """
+    """Pickle a state, in the thread whose modes its own code must see."""
     try:
         pickling = pickled(state)
     except UnknownWriterError as unknown:
@@ -179,14 +175,7 @@ def _saved_by_torch(state: object, unknown: UnknownWriterError) -> FileLayout:
 
 
 class SaveJob(ABC):
-    """One save.
-
-    Args:
-        setup: What it shares with others.
-        step: The number of the checkpoint.
-        number: Of the save: the same on all ranks.
-        progress: Told how far the writing is.
-    """
+    """One save; `number` is the same on all ranks. `progress` is told how far writing is."""
 
     LAYOUT = ""
 
@@ -217,7 +206,7 @@ class SaveJob(ABC):
         """Where the checkpoint will be."""
 
     def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
-        """The [start, end) of the file that each rank writes: all of it, where each has its own.
+        """The [start, end) of the file that each rank writes: all of it, if each has its own.
 
         Of one file, even parts of whole pages, of the ranks that write; nothing of the others.
         """
@@ -242,12 +231,12 @@ class SaveJob(ABC):
             self.setup.claim()
 
     def plan(self) -> dict[str, Any]:
-        """What this kind of save tells the other ranks, beside its layout."""
+        """What this kind of save says to the other ranks, beside its layout."""
         lineage, directory = self.setup.lineage, self.setup.directory
         return {"shared": True, **({} if lineage is None else lineage.plan(directory))}
 
     def settle(self, plans: Sequence[dict[str, Any]]) -> None:
-        """All ranks have told what they save, and it is the same."""
+        """Check the plans of all ranks, which save the same."""
         if self.setup.lineage is not None:
             self.setup.lineage.check(plans, plans[0]["latest"], self.step, self.path)
 
@@ -265,18 +254,14 @@ class SaveJob(ABC):
     def take(self, plan: Plan, began: float, pickled_s: float = 0.0) -> SaveReport:
         """Take the snapshot, and let the background go on with it.
 
-        Args:
-            plan: Makes the layout of what is saved.
-            began: When the caller called (`time.perf_counter`).
-            pickled_s: How long the pickling took before, in seconds.
+        `began` is when the caller called (`time.perf_counter`); the pickling took `pickled_s`
+        before. After an error nothing is in flight, and no checkpoint has changed.
 
         Raises:
             ValueError: The ranks do not save the same.
             TransferError: Another rank failed; or writing did, while the snapshot streamed.
             MemoryError: There is no room for the snapshot.
             Cancelled: `cancel` was called.
-
-        After an error nothing is in flight, and no checkpoint has changed.
         """
         times = [time.perf_counter()]
         self._began = times[0]
@@ -346,7 +331,7 @@ class SaveJob(ABC):
         return self.snapshot.layout
 
     def write_bytes(self, file: File, start: int, end: int) -> list[Crc]:
-        """Write [start, end) of what is saved; on with another handle, where this one is closed."""
+        """Write [start, end) of what is saved; another handle goes on if this one is closed."""
         self._call.expect(end - start)
         return write_part(
             self.setup.get_handle(),
@@ -368,7 +353,7 @@ class SaveJob(ABC):
         self._call.moved(operation.nbytes)
 
     def _abandon(self, failed: BaseException) -> BaseException:
-        """End all of it; what is to be raised."""
+        """End all of it, and return what is to be raised."""
         self.cancel()
         if not self.going_on:
             if not isinstance(failed, Disagreement):
@@ -383,7 +368,6 @@ class SaveJob(ABC):
         return failed
 
     def check_cancelled(self) -> None:
-        """Raise Cancelled if `cancel` was called."""
         if self._cancelled:
             raise Cancelled
 
@@ -448,7 +432,7 @@ class SaveJob(ABC):
                 traceback.print_exc()
 
     def _cause_of(self, failed: BaseException) -> BaseException:
-        """A file that is gone because rank 0 has given up is not what went wrong."""
+        """Find what went wrong: not a file that is gone because rank 0 has given up."""
         if isinstance(failed, FileNotFoundError):
             try:
                 self.messages.check()
@@ -458,7 +442,6 @@ class SaveJob(ABC):
         return failed
 
     def _forget(self) -> None:
-        """Let go of the snapshot's memory."""
         snapshot, self.snapshot = self.snapshot, None
         if snapshot is not None:
             snapshot.over()
@@ -469,7 +452,6 @@ class SaveJob(ABC):
     # What became of it
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
         return self.over.done
 
     def failed(self) -> bool:
@@ -478,15 +460,10 @@ class SaveJob(ABC):
         return failed is not None and not isinstance(failed, Cancelled)
 
     def wait(self, timeout: float | None) -> bool:
-        """Block until it is over; False if it is not in time."""
         return self.over.wait(timeout)
 
     def result(self) -> SaveReport | None:
-        """Block until it is over; its report, or None if it was cancelled.
-
-        Raises:
-            Exception: Why it failed.
-        """
+        """Block until it is over; its report, or None if it was cancelled. Raises why it failed."""
         self.over.wait()
         failed = self.over.error
         if isinstance(failed, Cancelled):

@@ -43,17 +43,15 @@ class OneFile(SaveJob):
 
     @property
     def path(self) -> str:
-        """Where the checkpoint will be."""
         return retention.file_path(self.setup.directory, self.step)
 
     def pages_beside(self, layout: FileLayout) -> list[int]:
-        """Rank 0 writes the CRCs that no part knows alone, and what else is in their pages."""
+        """The pages with CRCs that no part knows alone: rank 0 writes these."""
         if self.messages.rank or self.messages.size == 1 or not self.setup.checksum:
             return []
         return unfinished_pages(layout, self.parts(layout))
 
     def write(self) -> bool | None:
-        """Write this rank's part, and commit all of them."""
         if self.messages.rank == 0:
             return self._write_and_commit()
         if self.messages.rank in self.writing:
@@ -108,11 +106,9 @@ class FileOfEachRank(SaveJob):
 
     @property
     def path(self) -> str:
-        """Where the directory will be."""
         return retention.ranks_path(self.setup.directory, self.step)
 
     def write(self) -> bool | None:
-        """Write this rank's file, and commit all of them."""
         if self.messages.rank:
             recycled = self._write_file(_place_of_first(self))
             _wait_for_end(self)
@@ -270,7 +266,7 @@ def _make_room(job: SaveJob) -> str | None:
 
 
 def _trim(job: SaveJob) -> None:
-    """After the commit: without recycling, nothing beyond `keep` stays."""
+    """Remove what is beyond `keep`, without recycling; after the commit."""
     setup = job.setup
     if not setup.recycle:
         for each in retention.surplus(setup.directory, setup.keep, job.path):

@@ -68,7 +68,7 @@ class PartOfEachRank(SaveJob):
 
     @property
     def path(self) -> str:
-        """Where this rank's part will be; before the ranks have agreed, what it begins with."""
+        """Where this rank's part will be; before the ranks agree, what its name begins with."""
         directory = self._drives.directories[0]
         if self._decision is None:
             return os.path.join(directory, f"step-{self.step:08d}")
@@ -83,7 +83,7 @@ class PartOfEachRank(SaveJob):
         return drives
 
     def pages_beside(self, layout: FileLayout) -> list[int]:
-        """Offsets of pages of this part with CRCs that it does not know alone: written twice."""
+        """The pages of this part with CRCs that it does not know alone: they are written twice."""
         if not self.setup.checksum:
             return []
         parts = self.parts(layout)
@@ -92,7 +92,6 @@ class PartOfEachRank(SaveJob):
     # Agreeing
 
     def take(self, *arguments: Any) -> SaveReport:
-        """Take the snapshot; see `SaveJob.take`."""
         try:
             return super().take(*arguments)
         finally:
@@ -152,7 +151,6 @@ class PartOfEachRank(SaveJob):
             self.messages.gather("agreed")
 
     def write(self) -> bool | None:
-        """Write this rank's part, and commit it with the others."""
         try:
             if self._number is None:
                 recycled = None

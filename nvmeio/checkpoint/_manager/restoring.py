@@ -38,11 +38,9 @@ _ATTEMPTS = 5
 class Wanted(Generic[Ranks]):
     """What is to be restored; as for `Checkpointer.restore`.
 
-    Attributes:
-        directory: Of the Checkpointer; with drives of their own, the first of this rank's.
-        size: How many ranks there are now.
-        own: Which of them this is.
-        new_ranks: Those that restore it together; `ALONE` where this one does so by itself.
+    `directory` is the Checkpointer's, or the first of this rank's drives. `size` is how many ranks
+    there are now, and `own` which this is. `new_ranks` makes those that restore it together;
+    `ALONE` if this one does so by itself.
     """
 
     directory: str
@@ -56,7 +54,7 @@ class Wanted(Generic[Ranks]):
 def until_there(
     call: LongCall, load: Callable[[], Loaded], is_gone: Callable[[OSError], bool]
 ) -> Loaded:
-    """Look and load; look once more, a few times, where what was found is gone by then."""
+    """Look and load; look again, a few times, if what was found is gone by then."""
     for _ in range(_ATTEMPTS - 1):
         call.again()
         try:
@@ -69,7 +67,6 @@ def until_there(
 
 
 def restore(wanted: Wanted[LoadingRanks], how: HowToLoad) -> Loaded:
-    """Read the state, or a list of states."""
     load = _Loading(wanted, how)
     return until_there(how.call, load.found, load.is_gone)
 
@@ -84,7 +81,6 @@ class _Loading:
         self._path = ""  # what was found
 
     def found(self) -> Loaded:
-        """Look for it, and load it."""
         ranks = self._ranks = self.wanted.new_ranks()
         self._path = ""
         ranks.listen(self._how.call)
@@ -104,7 +100,7 @@ class _Loading:
         return failed.errno == errno.ESTALE and (ranks.is_alone or not os.path.isdir(path))
 
     def load(self, path: str) -> Loaded:
-        """Load a file; with the other ranks, where they restore together."""
+        """Load a file; with the other ranks, if they restore together."""
         ranks = self._ranks
         if ranks.is_over and not ranks.is_alone:  # of a file before
             ranks = self.wanted.new_ranks()
@@ -192,11 +188,7 @@ def _load_ranks(path: str, loading: _Loading) -> Loaded:
 
 
 def _files_of(path: str) -> list[str]:
-    """The files of a directory of ranks, by rank.
-
-    Raises:
-        IntegrityError: The index is damaged, or a file has another size than it says.
-    """
+    """The files of a directory of ranks, by rank; IntegrityError if its index is wrong."""
     index_path = os.path.join(path, retention.INDEX)
     try:
         index = json.loads(read_small(index_path, INDEX_BYTES))
@@ -245,7 +237,6 @@ class _LoadingParts:
     how: HowToLoad
 
     def found(self) -> Loaded:
-        """Look what is whole, and load it."""
         wanted = self.wanted
         ranks = wanted.new_ranks()
         ranks.listen(self.how.call)

@@ -41,13 +41,9 @@ _MOST_POINTER_BYTES = 255
 
 
 class Generation(NamedTuple):
-    """A complete checkpoint. They sort in the order in which they were completed.
+    """A complete checkpoint: a file, or a directory of one file per rank.
 
-    Attributes:
-        mtime_ns: When it was completed.
-        step: Its number.
-        path: The file, or the directory of one file per rank.
-        of_ranks: Whether it is a directory.
+    They sort in the order in which they were completed.
     """
 
     mtime_ns: int
@@ -60,20 +56,15 @@ class Lineage:
     """Whether a Checkpointer goes on from what is in its directory, or begins anew in it.
 
     A new run counts its steps from 0. In the directory of an old one each of its saves would
-    overwrite a checkpoint that nobody has asked for yet, so the first of them is refused.
-
-    Args:
-        overwrite: The caller has said that they may.
-
-    Attributes:
-        goes_on: One was restored, or saved, or `overwrite` was said.
+    overwrite a checkpoint that nobody has asked for yet, so the first of them is refused, unless
+    the caller has said `overwrite`. `goes_on` says that one was restored or saved, or that.
     """
 
     def __init__(self, overwrite: bool) -> None:
         self.goes_on = overwrite
 
     def plan(self, directory: str) -> dict[str, Any]:
-        """What this rank tells the others before a save."""
+        """What this rank says to the others before a save."""
         there = [] if self.goes_on else generations(directory)
         found = latest(directory, there) or (there[-1] if there else None)
         return {"goes_on": self.goes_on, "latest": None if found is None else found.step}
@@ -81,16 +72,10 @@ class Lineage:
     def check(
         self, plans: Sequence[dict[str, Any]], newest: int | None, step: int, path: str
     ) -> None:
-        """Whether a step may be saved; the same on all ranks.
+        """Check that a step may be saved, from what all ranks said; the same on all.
 
-        Args:
-            plans: What each of them has told.
-            newest: The step that `restore` would load.
-            step: The one to save.
-            path: Where it will be.
-
-        Raises:
-            TransferError: It would begin anew over what is there (EEXIST).
+        `newest` is the step that `restore` would load. Raises TransferError (EEXIST) if the save
+        would begin anew over what is there.
         """
         if newest is not None and step <= newest and not any(each["goes_on"] for each in plans):
             raise TransferError(
@@ -106,21 +91,15 @@ class Lineage:
 
 
 def file_path(directory: str, step: int) -> str:
-    """Where a step of one file lies."""
     return os.path.join(directory, f"step-{step:08d}.pt")
 
 
 def ranks_path(directory: str, step: int) -> str:
-    """Where a step of one file per rank lies."""
     return os.path.join(directory, f"step-{step:08d}")
 
 
 def generations(directory: str) -> list[Generation]:
-    """All complete checkpoints of a directory, the oldest first; [] if there is no directory.
-
-    Raises:
-        TransferError: The directory cannot be read.
-    """
+    """All complete checkpoints of a directory, the oldest first; [] if there is no directory."""
     found: list[Generation] = []
     try:
         with os.scandir(directory) as entries:
@@ -144,7 +123,7 @@ def generations(directory: str) -> list[Generation]:
 
 
 def latest(directory: str, there: list[Generation]) -> Generation | None:
-    """The checkpoint that the pointer names; None where that is missing or leads nowhere."""
+    """The checkpoint that the pointer names; None if that is missing or leads nowhere."""
     path = os.path.normpath(os.path.join(directory, _pointer(directory)))
     return next((each for each in there if os.path.normpath(each.path) == path), None)
 
@@ -152,7 +131,7 @@ def latest(directory: str, there: list[Generation]) -> Generation | None:
 def newest(directory: str) -> Generation | None:
     """The checkpoint to go on from: the latest, or the one that was completed last.
 
-    A pointer that leads nowhere is told in the log.
+    The log says so if the pointer leads nowhere.
     """
     there = generations(directory)
     if not there:
@@ -173,12 +152,9 @@ def newest(directory: str) -> Generation | None:
 
 
 def surplus(directory: str, keep: int, path: str) -> list[Generation]:
-    """What may go before a new checkpoint is complete, the oldest first.
+    """What may go before a new checkpoint is complete at `path`, the oldest first.
 
-    Args:
-        directory: Where they are.
-        keep: How many must stay whole.
-        path: Where the new one will be; what is there is replaced, and not in the list.
+    `keep` of them must stay whole. What is at `path` is replaced, and not in the list.
     """
     there = generations(directory)
     pinned = latest(directory, there)
@@ -251,11 +227,7 @@ def stamp(fd: int, directory: str) -> None:
 
 
 def set_latest(directory: str, name: str) -> None:
-    """Let the pointer lead to a checkpoint, atomically and durably.
-
-    Raises:
-        TransferError: It could not be replaced; it is as it was.
-    """
+    """Let the pointer lead to a checkpoint, atomically and durably; an error leaves it."""
     pointer = os.path.join(directory, LATEST)
     temporary = temporary_name(directory, LATEST)
     try:

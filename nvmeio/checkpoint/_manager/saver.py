@@ -56,12 +56,7 @@ JOBS_ON_OWN_DRIVES: dict[str, type[SaveJob]] = {
 
 
 class Saver:
-    """What saves.
-
-    Args:
-        new_setup: Makes the setup, of what is this one's own.
-        handle: As for `Checkpointer`, and the others.
-    """
+    """Saves, one after another; `new_setup` makes the setup from what is this one's own."""
 
     def __init__(
         self,
@@ -93,7 +88,7 @@ class Saver:
     # Saving
 
     def begin(self, state: object, call: SaveCall) -> Future[SaveReport]:
-        """`save`, begun in a thread; those before it, which nobody may wait for, come first."""
+        """Begin `save` in a thread; those before it, which nobody may wait for, come first."""
         self.check_open()
         before = self.under_way
         self.under_way = [each for each in before if not (each.done and each.seen)]
@@ -109,7 +104,7 @@ class Saver:
         return begun
 
     def tell_interrupt(self, call: SaveCall | None, interrupt: KeyboardInterrupt) -> None:
-        """Tell the other ranks, who wait for this one; not where a thread saves already."""
+        """Tell the other ranks, who wait for this one; not if a thread saves already."""
         size, before = self.setup.store.size, self.under_way
 
         def tell() -> None:
@@ -160,11 +155,7 @@ class Saver:
             self._turn.release()
 
     def result(self, job: SaveJob | None) -> SaveReport | None:
-        """The report of a save that is over; whoever waited for it has seen its failure.
-
-        Raises:
-            Exception: Why it failed.
-        """
+        """The report of a save that is over, or its failure, which the caller has seen then."""
         if job is None:
             return None
         try:
@@ -192,7 +183,7 @@ class Saver:
         return self._job
 
     def check_open(self) -> None:
-        """Raise `ClosedError` where nothing can be saved."""
+        """Raise `ClosedError` if nothing can be saved."""
         self.check_process()
         if self.closed:
             raise ClosedError(f"the Checkpointer of {self.directory} is closed; make a new one")
@@ -236,10 +227,10 @@ class Saver:
         return kind(store, self._loads, self.setup.timeout_s)
 
     def open(self) -> None:
-        """Take the directory: what would refuse the first save is told now, to all ranks.
+        """Take the directory: all ranks hear now what would refuse the first save.
 
-        Raises:
-            TransferError: It cannot be made, or written in; another Checkpointer saves there.
+        Raises TransferError if it cannot be made or written in, or another Checkpointer saves
+        there.
         """
         setup = self.setup
         try:
@@ -312,11 +303,7 @@ class Saver:
             self._close()
 
     def take_unseen(self) -> None:
-        """Wait for saves that nobody awaits.
-
-        Raises:
-            Exception: One has failed, and nobody has been told.
-        """
+        """Wait for saves that nobody awaits; raises a failure that nobody has seen."""
         for each in self.under_way:
             each.wait()
         do_all(each.result for each in self.under_way if not each.seen)
@@ -333,7 +320,7 @@ class Saver:
         self.result(job)
 
     def abandon(self) -> None:
-        """Nobody has this any more: what is being written is finished, then all is given back."""
+        """Finish what is being written, then give all back, because nobody has this any more."""
         if self.forked or self.closed:
             return
         self.closed = True
@@ -372,7 +359,6 @@ class Saver:
 
     @property
     def released(self) -> bool:
-        """Whether it has ended, with all that was begun."""
         return self._released
 
     @property
@@ -385,13 +371,9 @@ class Saver:
 
 
 class SaveCall:
-    """One call of `save`, which another thread may cancel.
+    """One call of `save` by so many ranks, which another thread may cancel.
 
-    Args:
-        step: Of the checkpoint.
-        progress: As for `Checkpointer.save`.
-        ranks: How many save together.
-        refused: Why there is none; told to the other ranks in its turn, and raised.
+    `refused` is why there is none; it is told to the other ranks in its turn, and raised.
     """
 
     def __init__(
@@ -434,7 +416,6 @@ class SaveCall:
             job.cancel()
 
     def check(self) -> None:
-        """Raise Cancelled if it was cancelled."""
         if self.cancelled:
             raise Cancelled
 
@@ -454,7 +435,7 @@ def _no_thread(failed: BaseException) -> None:
 
 
 def _at_exit() -> None:
-    """All that was begun is finished; what failed, and nobody was told of, is raised."""
+    """Finish all that was begun; raises a failure that nobody has seen."""
     do_all(partial(_close_at_exit, saver) for saver in _known() if not saver.released)
 
 

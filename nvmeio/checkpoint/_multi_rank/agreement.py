@@ -33,11 +33,7 @@ _made = Calls("save", "1/failed", "restore/1/failed")
 
 
 def being_made(group: Any) -> AbstractContextManager[None]:
-    """Around the making of a Checkpointer, `store_of` at its end: one that is refused is counted.
-
-    Args:
-        group: As for `store_of`.
-    """
+    """Surround the making of a Checkpointer, `store_of` at its end: a refused one is counted."""
     return _made.asked(group)
 
 
@@ -47,16 +43,10 @@ def ranks_of(group: Any) -> int:
 
 
 def store_of(group: Any, directory: str) -> RankStore:
-    """What the ranks that save into a directory share.
+    """The store of the ranks that save into a directory; `group` None is a process alone.
 
-    Args:
-        group: A `torch.distributed.ProcessGroup`, of any backend; None for a process alone.
-        directory: Where this one saves, for errors. Not part of the keys' names: ranks that take
-            directories of their own for a shared one are to find that out from each other.
-
-    Raises:
-        TypeError: `group` is no process group.
-        ValueError: This process is no member of it.
+    The directory is not part of the keys' names: ranks that take directories of their own for a
+    shared one are to find that out from each other. Raises as `checked_group`.
     """
     found = _made.begin(group, _NO_MEMBER, directory)
     if found is None:
@@ -81,17 +71,10 @@ class Disagreement(ValueError):
 def agree(
     messages: Messages, before: Messages, path: str, plan: Mapping[str, Any], layout: FileLayout
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Tell what this rank saves, and hear of the others.
+    """Say what this rank saves, and hear the others; forget the messages of the save `before`.
 
-    Args:
-        messages: Of this save.
-        before: Of the one before, which are forgotten.
-        path: Of the checkpoint, for errors.
-        plan: What the ranks are to have in common, and what each tells of itself.
-        layout: Of what is saved.
-
-    Returns:
-        What each of them saves, and whether all but the storages is the same to the last byte.
+    `plan` is what the ranks are to have in common, and what each says of itself. Returns what each
+    of them saves, and whether all but the storages is the same to the last byte.
 
     Raises:
         Disagreement: They do not save the same; says what differs.
@@ -123,10 +106,9 @@ _LOCATION = re.compile(rb"(?:X.\x00\x00\x00|\x8c.)([a-z]+):\d+", re.DOTALL)
 def fingerprint(layout: FileLayout) -> dict[str, Any]:
     """What must be the same on all ranks that write one file, and small.
 
-    Returns:
-        "pieces": of all bytes but the storages'; "state": of the storages' number, order and sizes
-        and of the pickle, whatever device each tensor was on; "sizes": of the storages alone;
-        "records" and "nbytes": how many storages, and of how many bytes.
+    "pieces" is a digest of all bytes but the storages'; "state" one of the storages' number, order
+    and sizes and of the pickle, whatever device each tensor was on; "sizes" one of the storages
+    alone; "records" and "nbytes" say how many storages there are, and of how many bytes.
     """
     pieces = sha256()
     for piece in layout.pieces:
@@ -224,16 +206,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def checked_writers(writers: str | int, layout: str, ranks: int) -> str | int:
-    """Writers that there can be.
-
-    Args:
-        writers: "all", "per_node" or a number, as for `Checkpointer`.
-        layout: Of the Checkpointer.
-        ranks: How many there are.
-
-    Raises:
-        TypeError, ValueError: It is none of these, or there are not so many ranks.
-    """
+    """Check `writers` of `Checkpointer`: "all", "per_node", or not more than the ranks."""
     if isinstance(writers, bool) or not isinstance(writers, (str, int)):
         raise TypeError(
             f"writers must be 'all', 'per_node' or a number of ranks, not {writers!r:.80}"
@@ -263,12 +236,7 @@ def this_node() -> str:
 
 
 def chosen_writers(writers: str | int, nodes: Sequence[str]) -> list[int]:
-    """The ranks that write, ascending; rank 0 is one of them.
-
-    Args:
-        writers: As `checked_writers` returned it.
-        nodes: Of each rank, by rank.
-    """
+    """The ranks that write, ascending, given the node of each; rank 0 is one of them."""
     ranks = len(nodes)
     if writers == "per_node":
         return [rank for rank, each in enumerate(nodes) if each not in nodes[:rank]]

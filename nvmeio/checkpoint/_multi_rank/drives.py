@@ -37,14 +37,9 @@ _FEW = 8
 
 
 class Save(NamedTuple):
-    """One save. They sort in the order in which they were made.
+    """One save. They sort in the order in which they were made: `order` is how many were before.
 
-    Attributes:
-        order: How many were before it.
-        token: Its own.
-        step: Of the checkpoint.
-        kind: "part" or "rank"; see `PartHead`.
-        parts: How many parts it has.
+    `kind` is "part" or "rank"; see `PartHead`. `parts` is how many it has.
     """
 
     order: int
@@ -59,7 +54,6 @@ class Save(NamedTuple):
         return f"step-{self.step:08d}.{self.order:08d}-{self.token}"
 
     def part_name(self, number: int) -> str:
-        """The name of one of its parts."""
         return f"{self.name}.{self.kind}-{number:05d}-of-{self.parts:05d}"
 
 
@@ -74,11 +68,7 @@ def parsed(name: str) -> tuple[Save, int] | None:
 
 
 def parts_in(directories: Iterable[str]) -> list[str]:
-    """The paths of all parts; a directory that is missing has none.
-
-    Raises:
-        TransferError: A directory cannot be read.
-    """
+    """The paths of all parts; a directory that is missing has none."""
     found: list[str] = []
     for directory in directories:
         try:
@@ -93,11 +83,9 @@ def parts_in(directories: Iterable[str]) -> list[str]:
 
 
 class OwnDrives:
-    """The directories of one rank.
+    """The directories of one rank, which saves into the first.
 
-    Attributes:
-        directories: Where it looks; it saves into the first.
-        apart: Whether they were found to be no other rank's.
+    `apart` says whether they were found to be no other rank's.
     """
 
     def __init__(self, directories: Sequence[str]) -> None:
@@ -130,11 +118,7 @@ class OwnDrives:
 class DriveMark:
     """A file of no bytes by which other ranks see whether a directory is theirs, too.
 
-    Args:
-        directory: Made if it is missing.
-
-    Raises:
-        TransferError: It cannot be made there.
+    The directory is made if it is missing.
     """
 
     def __init__(self, directory: str) -> None:
@@ -146,11 +130,9 @@ class DriveMark:
 
     @property
     def name(self) -> str:
-        """Its name, which no other file has."""
         return os.path.basename(self._path)
 
     def remove(self) -> None:
-        """Remove it. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
@@ -159,7 +141,7 @@ class DriveMark:
 
 
 class Survey:
-    """What all ranks have, from what each of them has told (`OwnDrives.has`); the same on all."""
+    """What all ranks have, from what each said (`OwnDrives.has`); the same on all."""
 
     def __init__(self, told: Sequence[dict[str, Any]]) -> None:
         self._where = [str(each["where"]) for each in told]
@@ -193,13 +175,9 @@ class Survey:
         return whole[: len(whole) - len(stay)], remains
 
     def chosen(self, step: int | None) -> tuple[Save, str]:
-        """The save to restore, and what there is to say of a newer one that is not whole.
+        """The save to restore (`step` None is the newest), and a warning of a newer one not whole.
 
-        Args:
-            step: Which; None for the newest.
-
-        Raises:
-            TransferError: There is none; says what is missing, and what can be restored.
+        Raises TransferError if there is none; says what is missing, and what can be restored.
         """
         whole = self.whole()
         found = [save for save in whole if step in (None, save.step)]
@@ -226,7 +204,7 @@ class Survey:
         raise TransferError(errno.ENOENT, operation="open", path=where, detail=what)
 
     def missing(self, save: Save) -> str:
-        """The parts that are on no drive, and the ranks that have none of them."""
+        """Say which parts are on no drive, and which ranks have none of them."""
         parts = self.saves[save]
         lost = [number for number in range(save.parts) if number not in parts]
         numbers = ", ".join(map(str, lost[:_FEW])) + (" and more" if len(lost) > _FEW else "")
@@ -249,11 +227,8 @@ class Survey:
 class Decision(NamedTuple):
     """What becomes of the saves that are there; the same on all ranks.
 
-    Attributes:
-        save: The new one.
-        recycled: Whose blocks are overwritten, or None.
-        removed: What is deleted before.
-        replaced: What is deleted after: of the same step, and without recycling beyond `keep`.
+    The blocks of `recycled` are overwritten, unless it is None. `removed` are deleted before the
+    save, `replaced` after it: those of the same step, and without recycling beyond `keep`.
     """
 
     save: Save
@@ -263,7 +238,7 @@ class Decision(NamedTuple):
 
 
 def decide(survey: Survey, new: Save, keep: int, recycle: bool) -> Decision:
-    """What becomes of what is there, and of a new save once it is whole."""
+    """Decide what becomes of what is there, and of a new save once it is whole."""
     new = new._replace(order=survey.next_order())
     going, remains = survey.surplus(keep)
     recycled = going[0] if going and recycle else None

@@ -46,10 +46,8 @@ _loads = Calls("load", "failed")
 class LoadingRanks:
     """The ranks of one load, or a process alone, for which all of this does nothing.
 
-    Args:
-        store: What they share.
-        number: Of the load: the same on all ranks, one more each time.
-        timeout_s: How long one may make no progress, in seconds.
+    `number` is the load's: the same on all ranks, one more each time. `timeout_s` is how long a
+    rank may make no progress.
     """
 
     _sources: Sequence[RankSpan] = ()  # who has what, where not all ranks have all of it
@@ -66,18 +64,12 @@ class LoadingRanks:
 
     @classmethod
     def of_group(cls, group: Any, timeout_s: float, path: Any) -> LoadingRanks:
-        """The ranks of a process group; `ALONE` for a process alone.
-
-        Raises:
-            TypeError: `group` is no process group.
-            ValueError: This process is no member of it.
-        """
+        """The ranks of a process group; `ALONE` for a process alone. Raises as `checked_group`."""
         found = _loads.begin(group, "call load without it", str(path))
         return ALONE if found is None else cls(*found, timeout_s)
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other rank."""
         return self._store.alone
 
     @property
@@ -86,12 +78,7 @@ class LoadingRanks:
         return self._is_over
 
     def choose(self, find: Callable[[], Generation], directory: str) -> Generation:
-        """The checkpoint that rank 0 finds, as this rank sees it.
-
-        Args:
-            find: Looks for it.
-            directory: Where this rank has it.
-        """
+        """The checkpoint that rank 0 finds, as this rank sees it in its own directory."""
         if self.is_alone:
             return find()
         if self._messages.rank == 0:
@@ -114,7 +101,6 @@ class LoadingRanks:
 
     @property
     def together(self) -> bool:
-        """Whether bytes are shared."""
         return self._exchange is not None
 
     @contextlib.contextmanager
@@ -128,13 +114,12 @@ class LoadingRanks:
             raise
 
     def listen(self, call: Cancellation) -> None:
-        """Stop when this is cancelled."""
         if not self.is_alone:
             call.then(self._stop.cancel)
 
     @contextlib.contextmanager
     def loading(self, call: Cancellation) -> Iterator[None]:
-        """The load itself, in the thread that does it."""
+        """Surround the load itself, in the thread that does it."""
         self.listen(call)
         try:
             with self.telling():
@@ -143,11 +128,7 @@ class LoadingRanks:
             self._end(False)
 
     def meet(self, file: File, together: bool) -> None:
-        """See that all have come, and have the same file.
-
-        Args:
-            file: As this rank sees it.
-            together: Whether it can be read together; else each rank reads for itself.
+        """See that all have come, and have the same file; `together` if it can be read together.
 
         Raises:
             IntegrityError: They have not the same.
@@ -169,11 +150,11 @@ class LoadingRanks:
         self._exchange = self._messages.exchange(self._stop)
 
     def _forget_last(self) -> None:
-        """All ranks have come to this load, so they have left the one before."""
+        """Forget the load before, which all ranks have left, because they have come to this one."""
         Messages(self._store, self._number - 1, self._messages.timeout_s).forget(_MESSAGES)
 
     def _compare(self, path: str, told: Sequence[dict[str, Any]]) -> None:
-        """All ranks find the same, so nobody has to tell."""
+        """Compare the files; all ranks find the same, so nobody has to tell."""
         for rank, each in enumerate(told):
             if each["nbytes"] == told[0]["nbytes"] and each["tail"] == told[0]["tail"]:
                 continue
@@ -197,8 +178,7 @@ class LoadingRanks:
     def open(self, new: Callable[..., TorchFile]) -> TorchFile:
         """The checkpoint, whose directory and pickle rank 0 reads for all.
 
-        Args:
-            new: Makes it, of what rank 0 has told (``told=``).
+        `new` makes it, of what rank 0 has said (``told=``).
         """
         exchange = self._exchange
         if exchange is None:
@@ -214,7 +194,6 @@ class LoadingRanks:
         return found[0]
 
     def agreeing(self) -> AbstractContextManager[None]:
-        """See `Exchange.agreeing`."""
         return contextlib.nullcontext() if self._exchange is None else self._exchange.agreeing()
 
     def read(
@@ -241,7 +220,7 @@ class LoadingRanks:
         )
 
     def part(self) -> None:
-        """All ranks have all bytes: from here on nobody needs another one."""
+        """Note that all ranks have all bytes: from here on nobody needs another one."""
         self._is_over = True
         self._end(True)
 
@@ -257,10 +236,7 @@ Ranks = TypeVar("Ranks", bound=LoadingRanks)
 class Attempts(Generic[Ranks]):
     """One load after the other by the ranks, of which the first is begun at once.
 
-    So what its caller is refused can be told to those that wait for this rank.
-
-    Args:
-        new: Begins the next one.
+    So those that wait for this rank can be told what its caller is refused.
     """
 
     def __init__(self, new: Callable[[], Ranks]) -> None:
@@ -269,7 +245,6 @@ class Attempts(Generic[Ranks]):
         self._begun = False
 
     def telling(self) -> AbstractContextManager[None]:
-        """Around the call; see `LoadingRanks.telling`."""
         return self._first.telling()
 
     def next(self) -> Ranks:

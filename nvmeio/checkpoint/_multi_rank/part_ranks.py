@@ -44,20 +44,14 @@ _PARTING_S = 5.0
 
 
 class OpenPart(NamedTuple):
-    """A part that this rank has open."""
-
     head: PartHead
     file: File
 
 
 class Cut(NamedTuple):
-    """Bytes of the archive that lie in one part.
+    """Bytes of the archive that lie in one part, from `offset` in the archive on.
 
-    Attributes:
-        number: Of the range that they are of.
-        offset: In the archive.
-        nbytes: How many.
-        source: Where they lie.
+    `number` is that of the range that they are of.
     """
 
     number: int
@@ -67,13 +61,11 @@ class Cut(NamedTuple):
 
     @property
     def file(self) -> File:
-        """The part, on the rank that has it."""
         assert self.source.file is not None
         return self.source.file
 
     @property
     def file_offset(self) -> int:
-        """Where they lie in the part."""
         return self.offset + self.source.shift
 
 
@@ -81,15 +73,7 @@ class PartRanks(LoadingRanks):
     """The ranks of one load from drives of their own; arguments as for `LoadingRanks`."""
 
     def survey(self, drives: OwnDrives, **wanted: Any) -> Survey:
-        """The parts that all ranks have.
-
-        Args:
-            drives: This rank's.
-            wanted: What it is asked for; the same on all ranks.
-
-        Raises:
-            ValueError: The ranks want different things.
-        """
+        """The parts that all ranks have; ValueError if the ranks want different things."""
         told = self._agree("which", drives.has() | {"wanted": wanted})
         self._is_over = True  # from here to `resume`, all ranks find the same
         if self._messages.rank:
@@ -106,7 +90,7 @@ class PartRanks(LoadingRanks):
         return Survey(told)
 
     def resume(self) -> None:
-        """All ranks have found that they can go on, and wait for each other again."""
+        """Wait for each other again, because all ranks have found that they can go on."""
         self._is_over = self.is_alone
 
     def _agree(self, name: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
@@ -116,19 +100,11 @@ class PartRanks(LoadingRanks):
         return told
 
     def connect(self, mine: Sequence[OpenPart], path: str, nothing: bool) -> int:
-        """See that all parts are there, and who reads which.
+        """See that all parts are there, and who reads which; returns the size of the archive.
 
-        Args:
-            mine: Those of this rank, of one archive.
-            path: What errors name.
-            nothing: Whether this rank wants no bytes.
-
-        Returns:
-            The size of the archive.
-
-        Raises:
-            IntegrityError: Parts contradict each other.
-            ValueError: Some ranks want no bytes, and others do.
+        `mine` are this rank's parts of one archive; it wants no bytes if `nothing`. Raises
+        IntegrityError if parts contradict each other, ValueError if some ranks want no bytes and
+        others do.
         """
         heads = [part.head for part in mine]
         told = self._agree("file", {"heads": heads, "nothing": nothing})
@@ -215,11 +191,7 @@ def _sources_of(
 ) -> list[RankSpan]:
     """Which rank reads which part; of several that have it, the one with the least to read.
 
-    Args:
-        told: The heads of the parts that each rank has.
-        mine: Those of this one, open.
-        own: Which rank this is.
-        path: What errors name.
+    `told` has the heads of the parts that each rank has, `mine` those of this one (`own`).
     """
     here = {part.head: part.file for part in mine}
     having: dict[PartHead, list[int]] = {}
@@ -251,12 +223,7 @@ def _sources_of(
 
 
 class Image(File):
-    """An archive in memory, of which nothing is there but what was put.
-
-    Args:
-        nbytes: The size of the archive.
-        name: What errors call it.
-    """
+    """An archive in memory, of which nothing is there but what was put; errors call it `name`."""
 
     def __init__(self, nbytes: int, name: str) -> None:
         self._fd = os.memfd_create("nvmeio-archive", os.MFD_CLOEXEC)
@@ -267,17 +234,14 @@ class Image(File):
 
     @property
     def path(self) -> str:
-        """The archive that it is an image of."""
         return self._name
 
     def put(self, offset: int, data: bytes) -> None:
-        """Put bytes into their place."""
         while data:
             written = os.pwrite(self._fd, data, offset)
             offset, data = offset + written, data[written:]
 
     def close(self) -> None:
-        """Give its memory back. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -288,7 +252,7 @@ def open_part(path: str, save: Save, number: int, opened: contextlib.ExitStack) 
     """Open a part that will not be recycled meanwhile, and see what it says of itself.
 
     Raises:
-        TransferError: It cannot be opened; ESTALE where it was recycled or deleted just now.
+        TransferError: It cannot be opened; ESTALE if it was recycled or deleted just now.
         IntegrityError: It is damaged, or another part than its name says.
     """
     try:
@@ -314,5 +278,5 @@ def open_part(path: str, save: Save, number: int, opened: contextlib.ExitStack) 
 
 
 def of_one() -> PartRanks:
-    """The ranks of parts that this rank has itself: no other one is asked."""
+    """The ranks of parts that this rank has itself: it asks no other one."""
     return PartRanks(RankStore.of_one("", "restore"), 0, 1.0)

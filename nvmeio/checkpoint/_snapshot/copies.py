@@ -68,9 +68,8 @@ _MOST_THREADS = 8
 class SnapshotMemory:
     """The arena of one Checkpointer; grows up to a budget, and is reused.
 
-    Args:
-        budget_bytes: What it may take at most; at least `LEAST_BYTES` is used. None: as much as
-            the state, but no more than half of what the machine has available then.
+    At least `LEAST_BYTES` are used. Without a budget it takes as much as the state, but no more
+    than half of what the machine has available then.
     """
 
     def __init__(self, budget_bytes: int | None) -> None:
@@ -81,14 +80,8 @@ class SnapshotMemory:
     def arena(self, nbytes: int, device: torch.device = _CPU) -> torch.Tensor:
         """Memory for `nbytes` bytes, or as much as the budget allows, in whole pages.
 
-        That of the snapshot before, where it is large enough.
-
-        Args:
-            nbytes: How much would be best.
-            device: What is copied to it. That for a GPU is page-locked by `lock`.
-
-        Raises:
-            MemoryError: There is not even the least.
+        It is that of the snapshot before, if it is large enough. What is copied from a GPU is
+        page-locked by `lock`. Raises MemoryError if there is not even the least.
         """
         nbytes = round_up(max(nbytes, 1), PAGE_BYTES)
         wanted = self._allowed(nbytes)
@@ -137,7 +130,6 @@ class SnapshotMemory:
 
     @property
     def nbytes(self) -> int:
-        """What is held."""
         return 0 if self._arena is None else self._arena.nbytes
 
     def release(self) -> None:
@@ -146,13 +138,10 @@ class SnapshotMemory:
 
 
 class SnapshotPart(NamedTuple):
-    """What of a file one snapshot is for.
+    """What of a file one snapshot is for: [start, end), from a multiple of 4096 on.
 
-    Attributes:
-        source: The file's layout, with the storages themselves.
-        start: First byte of the part; a multiple of 4096.
-        end: First byte behind it.
-        also: Pages (their offsets) outside of the part whose storages' bytes are wanted too.
+    `source` is the file's layout, with the storages themselves. `also` are pages (their offsets)
+    outside of the part whose storages' bytes are wanted too.
     """
 
     source: FileLayout
@@ -185,7 +174,7 @@ Aside = Sequence[tuple[int, torch.Tensor]]
 
 
 def with_aside(read: ReadBytes, aside: Aside) -> ReadBytes:
-    """Read from what was copied aside where it has all of what is wanted."""
+    """Read from what was copied aside if it has all of what is wanted."""
     if not aside:
         return read
 
@@ -205,8 +194,7 @@ RecordSpan = tuple[StorageRecord, int, int]
 class Spans:
     """Pieces of a file, one after the other: each on the same place of its page as in the file.
 
-    Args:
-        spans: (start, end) in the file, in its order, disjoint.
+    They are (start, end), in the file's order, disjoint.
     """
 
     def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
@@ -220,7 +208,7 @@ class Spans:
             self.end = place + end - start
 
     def reached(self, position: int) -> int:
-        """How far one is here who has come to a position in the file."""
+        """The place here that belongs to a position in the file."""
         index = bisect_left(self._starts, position) - 1
         if index < 0:
             return 0
@@ -231,16 +219,8 @@ class Spans:
 class Copies(ABC):
     """Spans of records in host memory, as they are now.
 
-    One thread calls `take`; another reads, and tells by `written` how far it is.
-
-    Args:
-        records: Each with its span of the file.
-        arena: Where they are copied to.
-
-    Attributes:
-        spans: How they lie there.
-        nbytes: How much they have.
-        stalled_s: How long `take` waited for memory, in seconds.
+    One thread calls `take`, which waits `stalled_s` for memory; another reads, and says by
+    `written` how far it is.
     """
 
     def __init__(self, records: Sequence[RecordSpan], arena: torch.Tensor) -> None:
@@ -264,17 +244,13 @@ class Copies(ABC):
 
     @abstractmethod
     def take(self, progress: Callable[[], None] = lambda: None) -> None:
-        """Copy all of it; waits for memory where not everything fits.
+        """Copy all of it; waits for memory if not everything fits. Raises Cancelled after `stop`.
 
-        Args:
-            progress: Called now and then.
-
-        Raises:
-            Cancelled: `stop` was called.
+        `progress` is called now and then.
         """
 
     def _wait_for_room(self) -> int:
-        """Up to where it can be copied now."""
+        """Wait until something can be copied; the place up to which it can."""
         copied, end = self._copied, self.spans.end
         wanted = min(end - copied, STEP_BYTES)
         with self._changed:
@@ -312,7 +288,7 @@ class Copies(ABC):
     # The writing side
 
     def written(self, position: int) -> None:
-        """All before a position of the file is in the file: its memory is free again."""
+        """Note that all before a position of the file is in the file: its memory is free again."""
         with self._changed:
             self._written = max(self._written, self.spans.reached(position))
             self._changed.notify_all()
@@ -323,11 +299,7 @@ class Copies(ABC):
         return MOST_BYTES if self.fits else min(self._size // 2, MOST_BYTES)
 
     def read(self, number: int, offset: int, nbytes: int) -> torch.Tensor:
-        """Bytes of a record, by its number here; waits until they are there.
-
-        Raises:
-            Cancelled: `stop` was called.
-        """
+        """Bytes of a record, by its number here; waits for them, or raises Cancelled."""
         low, high = self.spans.spans[number]
         first = self._offsets[number] + offset
         if not low <= first <= first + nbytes <= high:
@@ -349,22 +321,13 @@ class Copies(ABC):
 
 
 class HostCopies(Copies):
-    """Copies of host memory.
-
-    Args:
-        records: Each with its span of the file.
-        memory: Where they may live.
-
-    Raises:
-        MemoryError: There is no room for it.
-    """
+    """Copies of host memory."""
 
     def __init__(self, records: Sequence[RecordSpan], memory: SnapshotMemory) -> None:
         end = Spans([(low, high) for _, low, high in records]).end
         super().__init__(records, memory.arena(end))
 
     def take(self, progress: Callable[[], None] = lambda: None) -> None:
-        """Copy all of it; waits for memory where not everything fits."""
         while self._copied < self.spans.end:
             until = self._wait_for_room()
             copy_all(list(self._tasks(self._copied, until)), lambda: self._stopped)
@@ -376,15 +339,9 @@ class HostCopies(Copies):
 
 
 class DeviceCopies(Copies):
-    """Copies of device memory.
+    """Copies of device memory, to at most `most_bytes`; None for what the memory allows.
 
-    Args:
-        records: Each with its span of the file.
-        memory: Where they are copied to.
-        most_bytes: What may be used of that; None for what it allows.
-
-    Raises:
-        MemoryError: There is no room.
+    Raises MemoryError if there is no room.
     """
 
     def __init__(
@@ -405,7 +362,7 @@ class DeviceCopies(Copies):
     def take(self, progress: Callable[[], None] = lambda: None) -> None:
         """Begin all copies, behind what the calling thread's stream was asked; it waits for them.
 
-        Waits for room where the window does not hold all of it.
+        Waits for room if the window does not hold all of it.
         """
         for stream in self._streams.values():
             stream.follow()
@@ -427,7 +384,7 @@ class DeviceCopies(Copies):
             mark.wait()
 
     def over(self) -> None:
-        """Nobody reads it any more; waits for what is on the bus: the memory is the next one's.
+        """Wait for what is on the bus: the memory is the next one's. Nobody reads it any more.
 
         A device that has failed copies no more. Whoever reads what it had not copied has its error.
         """
@@ -465,7 +422,6 @@ Streams = Mapping[torch.device, devices_module.Beside]
 
 
 def copy_all(tasks: Sequence[Copy], stopped: Callable[[], bool]) -> None:
-    """Run copies in a few threads."""
     queue = iter(tasks)
     taking = threading.Lock()
 
@@ -505,13 +461,12 @@ def device_of(record: StorageRecord) -> torch.device:
 
 
 def _streams_of(records: Iterable[StorageRecord]) -> Streams:
-    """What copies from each device that has any of these."""
     devices = {device_of(record) for record in records}
     return {device: devices_module.Beside(device, "snapshot") for device in devices - {_CPU}}
 
 
 def _locked_for(streams: Streams) -> torch.device:
-    """The device for whose copies memory is to be page-locked; the CPU where for none."""
+    """The device for whose copies memory is to be page-locked; the CPU if for none."""
     return next((device for device in streams if device.type == "cuda"), _CPU)
 
 

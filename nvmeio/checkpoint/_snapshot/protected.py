@@ -32,7 +32,7 @@ from nvmeio.errors import naming
 class AsideMemory:
     """Where a Checkpointer's protected bytes are copied to when somebody writes; kept for the next.
 
-    Its pages come when they are used: where nobody writes before the drive has the bytes, none do.
+    Its pages come when they are used: if nobody writes before the drive has the bytes, none do.
     """
 
     def __init__(self) -> None:
@@ -41,9 +41,7 @@ class AsideMemory:
     def take(self, nbytes: int, most_bytes: int | None) -> Mapping | None:
         """Memory for so much, or as much as there may be; None for none.
 
-        Args:
-            nbytes: What might have to be copied aside.
-            most_bytes: The most that may be used; None for half of what the machine has available.
+        `most_bytes` None is half of what the machine has available.
         """
         mapping, held = self._mapping, 0 if self._mapping is None else self._mapping.nbytes
         if most_bytes is None:
@@ -67,13 +65,8 @@ class AsideMemory:
 class Protected:
     """Records that are left where they lie.
 
-    Args:
-        spans: Those that might be. Which are, `taken` says; the others have to be copied.
-        directory: Where what finds no memory aside goes, in a file without a name.
-
-    Attributes:
-        taken: The indices of `spans` that are protected from `begin` on.
-        nbytes: Of these.
+    `taken` has the indices of `spans` that are protected from `begin` on; the others have to be
+    copied. What finds no memory aside goes into a file without a name in `directory`.
     """
 
     def __init__(self, spans: Sequence[RecordSpan], directory: str) -> None:
@@ -96,11 +89,9 @@ class Protected:
         self.nbytes = sum(spans[index][2] - spans[index][1] for index in self.taken)
 
     def begin(self, memory: AsideMemory, most_bytes: int | None) -> bool:
-        """From now on the bytes are those of this moment; False where the kernel refuses.
+        """Keep the bytes of this moment, copied to `memory` when somebody writes.
 
-        Args:
-            memory: Where they are copied when somebody writes.
-            most_bytes: The most that may be used of it; None for what the machine allows.
+        False if the kernel refuses. `most_bytes` None is what the machine allows.
         """
         if self._protection.protect(memory.take(self.nbytes, most_bytes)):
             return True
@@ -108,11 +99,7 @@ class Protected:
         return False
 
     def read(self, address: int, nbytes: int, to: int, crc: int | None) -> int:
-        """See `WriteProtection.read`.
-
-        Raises:
-            TransferError: There was no room for what had to be copied aside.
-        """
+        """See `WriteProtection.read`; TransferError if there was no room to copy bytes aside."""
         with self._naming():
             return self._protection.read(address, nbytes, to, crc)
 
@@ -131,7 +118,7 @@ class Protected:
         )
 
     def end(self) -> None:
-        """Nobody reads it any more: its owner may do with it what he likes. Idempotent."""
+        """Give the memory back to its owner, because nobody reads it any more. Idempotent."""
         self._protection.end()
         self._storages = {}
         held, self._held = self._held, None
@@ -139,12 +126,10 @@ class Protected:
 
     @property
     def aside_bytes(self) -> int:
-        """What was copied aside, because somebody wrote there."""
         return self._protection.aside_bytes
 
     @property
     def held_s(self) -> float:
-        """How long those who wrote were stopped, together, in seconds."""
         return self._protection.held_s
 
     def uses(self, cdata: int) -> bool:
@@ -158,14 +143,10 @@ class Protected:
 class ProtectedBytes:
     """The bytes of one record that is protected; see `torch_layout.ReadOnce`.
 
-    Args:
-        protected: What protects it.
-        record: The record.
-        aside: Bytes of it that are wanted a second time.
-
-    On huge pages they are written from where they lie, if that is on the same place of its page as
-    in the file: 0.16 s of CPU time for 1.6 GB in place of 0.24. On small pages the kernel needs as
-    much to find them one by one as the copy does.
+    `aside` are bytes of it that are wanted a second time. On huge pages they are written from where
+    they lie, if that is on the same place of its page as in the file: 0.16 s of CPU time for 1.6 GB
+    in place of 0.24. On small pages the kernel needs as much to find them one by one as the copy
+    does.
     """
 
     def __init__(self, protected: Protected, record: StorageRecord, aside: Aside) -> None:
@@ -177,16 +158,13 @@ class ProtectedBytes:
         self.in_place = data if may and (address - record.offset) % PAGE_BYTES == 0 else None
 
     def sum(self, offset: int, nbytes: int, crc: int) -> int:
-        """The CRC-32 of bytes that are not read yet; nothing is copied."""
         return self._protected.read(self._address + offset, nbytes, 0, crc)
 
     def settle(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
-        """These were written from where they lie: which of them have to be written again."""
         again = self._protected.settle(self._address + offset, nbytes)
         return [(address - self._address, size) for address, size in again]
 
     def read(self, offset: int, nbytes: int, to: int, crc: int | None) -> int:
-        """Copy bytes to an address, and give their CRC-32."""
         for low, data in self._aside:
             if low <= offset and offset + nbytes <= low + data.nbytes:
                 return crc32.copy(to, data.data_ptr() + offset - low, nbytes, crc or 0)
@@ -211,7 +189,6 @@ def _may_be_protected(span: RecordSpan) -> bool:
 
 
 def _memory_of(span: RecordSpan) -> tuple[int, int]:
-    """The address and the size of a span's bytes."""
     record, low, high = span
     return tensor_of(record).data_ptr() + low - record.offset, high - low
 

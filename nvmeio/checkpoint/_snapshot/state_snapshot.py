@@ -37,11 +37,9 @@ WAYS = ("auto", "protect", "copy")
 
 
 def checked_way(way: object) -> str:
-    """How snapshots are to be taken, where that is possible here.
+    """Check how snapshots are to be taken, and that it is possible here.
 
-    Raises:
-        ValueError: It is none of `WAYS`.
-        BackendUnavailableError: "protect", where the kernel protects no memory for this process.
+    Raises BackendUnavailableError for "protect" if the kernel protects no memory for this process.
     """
     if not isinstance(way, str) or way not in WAYS:
         raise ValueError(f"snapshot must be 'auto', 'protect' or 'copy', not {way!r:.80}")
@@ -57,10 +55,7 @@ def checked_way(way: object) -> str:
 class Snapshots:
     """How one Checkpointer takes its snapshots, and the memory that is kept between them.
 
-    Args:
-        memory_bytes: As for `Checkpointer`.
-        way: One of `WAYS`; "auto" protects memory where all writes are seen.
-        directory: Where it saves.
+    `way` is one of `WAYS`; "auto" protects memory if all writes are seen.
     """
 
     def __init__(self, memory_bytes: int | None, way: str, directory: str) -> None:
@@ -73,7 +68,7 @@ class Snapshots:
 
     @property
     def why_copied(self) -> str | None:
-        """Why host memory is copied; None where it is protected."""
+        """Why host memory is copied; None if it is protected."""
         kind = support().kind
         if self.way == "copy":
             return "snapshot='copy'"
@@ -82,7 +77,6 @@ class Snapshots:
         return f"no write protection: {support().reason}; {HOW_TO_ALLOW}"
 
     def release(self) -> None:
-        """Give the memory back."""
         self.copies.release()
         self.staging.release()
         self.aside.release()
@@ -93,17 +87,8 @@ class StateSnapshot:
     """The bytes of a layout's storages within a part of the file.
 
     One thread makes it and calls `take`; the state must not change before that returns. Another
-    writes `layout`, and tells by `written` how far it is.
-
-    Args:
-        part: What of the file.
-        memories: Where copies go, and whether memory is protected.
-
-    Attributes:
-        layout: The same layout on the snapshot's memory.
-
-    Raises:
-        MemoryError: There is no room for what has to be copied.
+    writes `layout`, the same on the snapshot's memory, and says by `written` how far it is. Raises
+    MemoryError if there is no room for what has to be copied.
     """
 
     def __init__(self, part: SnapshotPart, memories: Snapshots) -> None:
@@ -198,12 +183,10 @@ class StateSnapshot:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that `take` has copied."""
         return self._copied.nbytes
 
     @property
     def stalled_s(self) -> float:
-        """How long `take` waited for memory, in seconds."""
         return sum(copies.stalled_s for copies in self._copies)
 
     @property
@@ -213,7 +196,6 @@ class StateSnapshot:
 
     @property
     def most_in_flight_bytes(self) -> int:
-        """What may be in flight at once."""
         return min(copies.most_in_flight_bytes for copies in self._copies)
 
     # Its life
@@ -237,7 +219,7 @@ class StateSnapshot:
             beside.result()
 
     def written(self, end: int) -> None:
-        """All of the file's bytes before `end` are in the file."""
+        """Note that all of the file's bytes before `end` are in the file."""
         for copies in self._copies:
             copies.written(end)
 
@@ -251,15 +233,13 @@ class StateSnapshot:
             self._protected.end()
 
     def over(self) -> None:
-        """Nobody reads it any more: the caller's memory is the caller's again."""
+        """Give the caller's memory back, because nobody reads it any more."""
         self._end_protection()
         if self._device is not None:
             self._device.over()
 
 
 def _outside(name: str) -> ReadBytes:
-    """Refuses to read a record of which nothing is in the part."""
-
     def refuse(at: int, nbytes: int) -> torch.Tensor:
         raise ValueError(f"{name} is not of this part of the file")
 
