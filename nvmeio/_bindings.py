@@ -38,10 +38,8 @@ _LIBAIO_NAMES = ("libaio.so.1", "libaio.so.1t64")
 class KernelAio(NamedTuple):
     """The way to the kernel's AIO calls.
 
-    Attributes:
-        source: "libaio", or "syscalls" where it is missing: the same calls, made directly.
-        path: The file libaio was loaded from, or None.
-        reason: Why libaio is not used, or "".
+    `source` is "libaio", loaded from `path`, or, if it is missing for a `reason`, "syscalls": the
+    same calls, made directly.
     """
 
     source: str
@@ -51,12 +49,10 @@ class KernelAio(NamedTuple):
 
 @functools.cache
 def open_kernel_aio() -> tuple[Any, KernelAio]:
-    """Load libaio, or fall back to the system calls; the table and what it is.
+    """Load libaio, or fall back to the system calls; the table of calls, and what it is.
 
-    ``NVMEIO_LIBAIO`` names the library to load instead; "none" asks for the system calls.
-
-    Raises:
-        BackendUnavailableError: ``NVMEIO_LIBAIO`` names something that cannot be loaded.
+    ``NVMEIO_LIBAIO`` names the library to load instead, or BackendUnavailableError says that it
+    cannot be loaded; "none" asks for the system calls.
     """
     wanted = os.environ.get("NVMEIO_LIBAIO", "")
     if wanted == "none":
@@ -94,14 +90,7 @@ def load_libaio(path: str) -> Any:
 def copy_foreign(ours: Any, theirs: int, nbytes: int, into: bool) -> None:
     """Copy between a buffer and an address that may be read-only, or not there at all.
 
-    Args:
-        ours: The buffer, `nbytes` long.
-        theirs: The address.
-        nbytes: How much.
-        into: Whether to copy to the address; else from it.
-
-    Raises:
-        OSError: EFAULT: the kernel may not touch it either.
+    It goes to the address if `into`, else from it. OSError (EFAULT): the kernel may not touch it.
     """
     here = ffi.from_buffer("char[]", ours, require_writable=not into)
     _checked(lib.nv_copy_foreign(here, ffi.cast("char *", theirs), nbytes, into))
@@ -159,7 +148,7 @@ class OwnFds:
         return _checked(lib.nv_fds_duplicate(self._raw, fd))
 
     def demote(self) -> None:
-        """The direct one is the other from now on."""
+        """Make the direct descriptor the other one."""
         raw = self._raw
         raw.buffered = raw.direct
         raw.direct = -1
@@ -176,7 +165,7 @@ def _checked(answer: int) -> int:
 
 
 class FileFacts(NamedTuple):
-    """What statx(2) tells of an open file; alignments are None where the kernel does not know."""
+    """What statx(2) says of an open file; alignments are None if the kernel does not know."""
 
     mode: int
     block_size: int
@@ -188,11 +177,7 @@ class FileFacts(NamedTuple):
 
 
 def file_facts(fd: int) -> FileFacts:
-    """statx(2) on a descriptor.
-
-    Raises:
-        OSError: EBADF and friends.
-    """
+    """Ask statx(2) about a descriptor."""
     facts = ffi.new(_FACTS)
     _checked(lib.nv_file_facts(fd, facts))
     mode, block_size, size, device, inode, known, memory, offset = ffi.unpack(facts, lib.NV_FACTS)

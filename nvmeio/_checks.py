@@ -25,12 +25,7 @@ _SWITCHES = {"true": True, "false": False}
 
 
 def integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """An integer within bounds; whatever has ``__index__`` counts as one, a bool does not.
-
-    Raises:
-        TypeError: It is none.
-        ValueError: It is out of bounds.
-    """
+    """An integer within bounds; whatever has ``__index__`` counts as one, a bool does not."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an int, not {type(value).__name__}: {value!r:.80}")
     number = operator.index(value)
@@ -44,12 +39,7 @@ def integer(name: str, value: Any, least: int | None = None, most: int | None = 
 
 
 def file_offset(name: str, value: Any, nbytes: int) -> int:
-    """Where in a file so many bytes may begin.
-
-    Raises:
-        TypeError: It is no integer.
-        ValueError: They would lie outside of any file.
-    """
+    """Where so many bytes may begin in a file; ValueError if they would lie outside of any."""
     number = value if type(value) is int else integer(name, value)
     if not 0 <= number <= OFFSET_MAX - nbytes:
         raise ValueError(
@@ -59,13 +49,7 @@ def file_offset(name: str, value: Any, nbytes: int) -> int:
 
 
 def pages(name: str, value: Any, most: int) -> None:
-    """Check that a size is whole pages, as direct I/O needs.
-
-    Raises:
-        TypeError: It is no integer.
-        ValueError: It is out of bounds.
-        AlignmentError: It is no multiple of 4096.
-    """
+    """Check that a size is in bounds, and whole pages as direct I/O needs (AlignmentError)."""
     integer(name, value, 1, most)
     if value % 4096:
         raise AlignmentError(
@@ -78,8 +62,7 @@ def pages(name: str, value: Any, most: int) -> None:
 def parse_size(text: str) -> int:
     """Bytes from "1048576", "64K", "1.5G" or "1MiB": binary, 1K is 1024.
 
-    Raises:
-        ValueError: It is none, or not a whole number of bytes, or not positive.
+    Raises ValueError if it is no size, not a whole number of bytes, or not positive.
     """
     found = _SIZE.fullmatch(text.strip())
     if not found:
@@ -95,11 +78,9 @@ def size(name: str, value: int | str, least: int | None = None) -> int: ...
 @overload
 def size(name: str, value: int | str | None) -> int | None: ...
 def size(name: str, value: int | str | None, least: int | None = None) -> int | None:
-    """A number of bytes that may be given as text, such as "24G"; what is none is as it was.
+    """A number of bytes that may be given as text, such as "24G"; what is no text is as it was.
 
-    Raises:
-        TypeError: It is no integer, where there is a least one.
-        ValueError: It is text, and no size; or less than the least.
+    With a `least`, it is checked as by `integer`.
     """
     if isinstance(value, str):
         try:
@@ -110,11 +91,7 @@ def size(name: str, value: int | str | None, least: int | None = None) -> int | 
 
 
 def timeout(value: float) -> None:
-    """How long a rank may make no progress, in seconds.
-
-    Raises:
-        ValueError: It is not positive.
-    """
+    """Check the seconds that a rank may make no progress; ValueError if not positive."""
     if not value > 0:
         raise ValueError(f"timeout_s must be more than 0 seconds, not {value!r}")
 
@@ -124,12 +101,7 @@ def dtype(name: str, value: torch.dtype | str) -> torch.dtype: ...
 @overload
 def dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None: ...
 def dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype that may be given by its name: "bfloat16", "torch.bfloat16" or "bf16".
-
-    Raises:
-        TypeError: It is neither a dtype nor text.
-        ValueError: It is text, and no name that this torch knows.
-    """
+    """A dtype that may be given by its name: "bfloat16", "torch.bfloat16" or "bf16"."""
     import torch  # errors and checks are there before torch is
 
     if value is None or isinstance(value, torch.dtype):
@@ -144,11 +116,10 @@ def dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def device(name: str, value: str | int | torch.device) -> torch.device:
-    """A device that is there, of CUDA with its number: other threads are on others.
+    """A device that is there, a CUDA device with its number: other threads are on others.
 
-    Raises:
-        BackendUnavailableError: It is a CUDA device, and there is no such one here.
-        RuntimeError: It is no device.
+    Raises BackendUnavailableError if it is a CUDA device that is not here, RuntimeError if it is
+    none.
     """
     import torch
 
@@ -177,9 +148,6 @@ def switch(name: str, value: Any) -> bool:
     """A setting that is on or off: a bool, 0 or 1, or one of the strings "true" and "false".
 
     Configuration files and DeepSpeed's tuner give strings, of which "false" is true to Python.
-
-    Raises:
-        TypeError: It is none of these.
     """
     if value is True or value is False:
         return bool(value)
@@ -209,11 +177,7 @@ class NotPickled:
 
 
 def directory_path(what: str, value: str | os.PathLike[str]) -> str:
-    """A directory that a user names.
-
-    Raises:
-        TypeError: It is no path, or bytes.
-    """
+    """Check a directory that a user names; TypeError if it is no path, or bytes."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{what} must be a path, not {type(value).__name__}: {value!r:.80}")
     path = os.fspath(value)
@@ -223,12 +187,7 @@ def directory_path(what: str, value: str | os.PathLike[str]) -> str:
 
 
 def directory_paths(what: str, value: Paths) -> list[str]:
-    """Directories that a user names: one, or several.
-
-    Raises:
-        TypeError: One is no path, or bytes.
-        ValueError: There are none, or one of them twice.
-    """
+    """Check directories that a user names: one, or several, none of them twice."""
     if not isinstance(value, (list, tuple)):
         return [directory_path(what, value)]  # type: ignore[arg-type]
     paths = [directory_path(f"{what}[{number}]", each) for number, each in enumerate(value)]

@@ -17,10 +17,9 @@ _TELLERS = ("_interpreters", "_xxsubinterpreters")
 def check() -> None:
     """Refuse Pythons in which nvmeio, or torch below it, would hang or go wrong.
 
-    Raises:
-        BackendUnavailableError: This is a subinterpreter (torch's import never returns in one, and
-            its operators and the shim exist once a process), or a free-threaded Python whose GIL
-            is off (nvmeio's threads share state under the GIL's rules, and were never run without).
+    Those are subinterpreters (torch's import never returns in one, and its operators and the shim
+    exist once a process), and a free-threaded Python whose GIL is off (nvmeio's threads share state
+    under the GIL's rules, and were never run without).
     """
     if is_subinterpreter():
         raise BackendUnavailableError(

@@ -136,16 +136,9 @@ class _ShortWay:
 
     @classmethod
     def of(cls, core: Core, opcode: Opcode, opened: Descriptors, most: int) -> _ShortWay | None:
-        """The way, where there is one.
+        """The way, or None if there is none; more than `most` bytes are not short.
 
-        Args:
-            core: Whose.
-            opcode: The direction.
-            opened: The file, to be kept open for as long as this is used.
-            most: More bytes than that are not short.
-
-        Raises:
-            TransferError: The file's second descriptor is needed and cannot be opened.
+        The file is to be kept open for as long as this is used.
         """
         known = holds.FLAG_OFFSET is not None and core.planner is transfers.plan
         if not known or getattr(core.engine, "short_place", None) is None:
@@ -154,14 +147,7 @@ class _ShortWay:
 
 
 class _ShortRecord(Record):
-    """One short transfer of a core's.
-
-    Args:
-        token: Its name in completion queues.
-        way: What is the same for all of the file's.
-        file_offset: Where in the file it begins, in bytes.
-        storage: The memory's, to be kept until the kernel is done.
-    """
+    """One short transfer of a core; it keeps the storage until the kernel is done."""
 
     address = nbytes = 0
     holder: ShortRequest | None = None
@@ -183,7 +169,7 @@ class _ShortRecord(Record):
         return moved == -errno.EINVAL and self.direct
 
     def go_on(self) -> tuple[Transfer | list[Transfer] | None, dict[str, int]]:
-        """Again through the page cache; what was refused holds the storage still."""
+        """Do it again through the page cache; what was refused still holds the storage."""
         storage, holder = self.storage, self._holder()
         assert storage is not None
         assert holder is not None
@@ -229,7 +215,7 @@ make_room(
 def _start_short(
     core: Core | None, way: _ShortWay | None, tensor: Data, file_offset: int
 ) -> Operation | None:
-    """Start a short read or write of a tensor's own memory; None where that way is not for it."""
+    """Start a short read or write of a tensor's own memory; None if that way is not for it."""
     if (
         way is None
         or core is None

@@ -127,11 +127,10 @@ class AioHandle(HandleSettings, ClosingWork):
         return cls(*(found.aio if found else Options()), engine=engine)
 
     def _device_maker(self, ring_bytes: int) -> Callable[[Core], Core]:
-        """Makes the core of device memory from the host's."""
         return functools.partial(ring_core, self._copier, ring_bytes, self._options)
 
     def _rows_maker(self, ring_bytes: int) -> Callable[[Core], Core] | None:
-        """The same for its rows, where that one moves none."""
+        """What makes the core of rows in device memory; None if the device's core moves them."""
         return None
 
     def open(self, path: str | os.PathLike[str], mode: str = "r") -> BoundFile:

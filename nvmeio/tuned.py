@@ -179,7 +179,7 @@ def _uuid_from_links(directory: Path) -> str | None:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    """The settings in a file by file system; nothing where there is no such file."""
+    """The settings in a file by file system; nothing if there is no such file."""
     try:
         text = read_small(file, SETTINGS_BYTES)
     except (FileNotFoundError, NotADirectoryError):
