@@ -1,7 +1,6 @@
 """An operation: one transfer that has been started, as an awaitable and as a future.
 
-What is known of it is in `_core.records`, who changes that in `_core.reaping`, who is told in
-`_core.reaping`.
+What is known of it is in `_core.records`; `_core.reaping` changes that, and tells who waits for it.
 """
 
 from __future__ import annotations

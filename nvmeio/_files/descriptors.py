@@ -253,7 +253,6 @@ class Descriptors:
 
     @property
     def users(self) -> int:
-        """How many transfers (and files) hold this open."""
         return self._users + len(self.holders)
 
 

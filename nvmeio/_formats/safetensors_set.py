@@ -126,7 +126,7 @@ class SafetensorsSet:
         return self._dealt(start, end)
 
     def check(self, index: int, what: str) -> None:
-        """Raise IntegrityError, which names `what`, if a file was written to since it was open."""
+        """Raise IntegrityError, which names `what`, if a file was changed after it was opened."""
         self._unchanged[index].check(what)
 
     def close(self) -> None:

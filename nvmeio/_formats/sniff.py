@@ -27,7 +27,7 @@ _LEGACY = re.compile(
 
 
 class NoCheckpointError(NvmeioError, ValueError, pickle.UnpicklingError):
-    """A file that is neither torch's nor safetensors'; an `UnpicklingError` too, as torch's."""
+    """A file that is neither torch's nor safetensors'; also torch.load's `UnpicklingError`."""
 
 
 class EmptyFileError(NoCheckpointError, EOFError):

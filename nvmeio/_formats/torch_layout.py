@@ -55,7 +55,7 @@ class ReadOnce(Protocol):
         ...
 
     def read(self, offset: int, nbytes: int, to: int, crc: int | None) -> int:
-        """Copy bytes to an address; returns the CRC-32 going on from `crc`, anything if None."""
+        """Copy bytes to an address; the CRC-32 going on from `crc`, or anything for None."""
         ...
 
 

@@ -323,7 +323,7 @@ class _Writer:
     def _sum(
         self, index: int, record: StorageRecord, start: int, data: torch.Tensor, to: int = 0
     ) -> None:
-        """Take the next bytes of a record into its CRC, and copy them to an address but 0."""
+        """Extend a record's CRC by its next bytes, and copy them to `to`, unless that is 0."""
         address, nbytes = data.data_ptr(), data.nbytes
         if not self._checksum or self._known:
             if to:

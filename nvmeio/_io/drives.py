@@ -135,7 +135,6 @@ class StripedFile:
         self._striping = striping
 
     def spans(self, offset: int, nbytes: int) -> list[FileSpan]:
-        """Where bytes lie, in order."""
         return [
             FileSpan(self.files[drive], *rest)
             for drive, *rest in self._striping.spans(offset, nbytes)

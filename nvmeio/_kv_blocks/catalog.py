@@ -112,7 +112,6 @@ class Index:
         self._pins[slot] = self._pins.get(slot, 0) + 1
 
     def unpin(self, slot: int) -> None:
-        """Undo one `pin`."""
         count = self._pins.pop(slot) - 1
         if count:
             self._pins[slot] = count
@@ -409,7 +408,6 @@ class Catalog:
         return places
 
     def unpin(self, places: Sequence[BlockPlace | None]) -> None:
-        """Undo one `pin`."""
         for place in places:
             if place is not None:
                 self.index.unpin(place.slot)

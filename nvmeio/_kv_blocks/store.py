@@ -169,7 +169,6 @@ class BlockStore(NotPickled, Closing):
         return [digest in where for digest in self._digests(keys)]
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Have blocks count as used just now."""
         if keys:
             digests = self._digests(keys)
             self._change(self._stores, self._catalog.touch, digests, wait=False)

@@ -42,7 +42,6 @@ class Cancellation:
             tell()
 
     def check(self) -> None:
-        """Raise `Cancelled` if it was."""
         if self.cancelled:
             raise Cancelled
 
@@ -105,7 +104,6 @@ def begun(
     cancel: Callable[[], object] | None = None,
     closes: bool = False,
 ) -> Job[Value]:
-    """A `Job` that has begun."""
     job = Job(work, name, cancel, closes)
     job.start()
     return job

@@ -170,7 +170,6 @@ class OwnerThread:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the owner's thread."""
         return self._state.ident == _thread.get_ident()
 
     @property

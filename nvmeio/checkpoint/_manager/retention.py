@@ -227,7 +227,7 @@ def stamp(fd: int, directory: str) -> None:
 
 
 def set_latest(directory: str, name: str) -> None:
-    """Let the pointer lead to a checkpoint, atomically and durably; an error leaves it."""
+    """Let the pointer lead to a checkpoint, atomically and durably; an error changes nothing."""
     pointer = os.path.join(directory, LATEST)
     temporary = temporary_name(directory, LATEST)
     try:

@@ -206,7 +206,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def checked_writers(writers: str | int, layout: str, ranks: int) -> str | int:
-    """Check `writers` of `Checkpointer`: "all", "per_node", or not more than the ranks."""
+    """Check `writers`: "all", "per_node", or a number, of at most as many as there are."""
     if isinstance(writers, bool) or not isinstance(writers, (str, int)):
         raise TypeError(
             f"writers must be 'all', 'per_node' or a number of ranks, not {writers!r:.80}"
