@@ -190,10 +190,7 @@ def wake(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
 
 
 class QueueThread:
-    """A thread that calls `work`, which must not raise, with each item handed to it, in order.
-
-    The first item starts the thread.
-    """
+    """A thread, begun with the first item, that calls `work` with each; `work` must not raise."""
 
     def __init__(self, name: str, work: Callable[[Any], None]) -> None:
         self._name = name

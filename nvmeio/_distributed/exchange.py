@@ -178,10 +178,7 @@ class Exchange:
     # For a thread that does nothing else: it waits in gloo, and nothing but the time limit ends it
 
     def tell(self, told: dict[str, Any]) -> list[dict[str, Any]]:
-        """Tell all ranks a few hundred bytes of JSON, and return what each said, by rank.
-
-        Raises TransferError if a rank died, or hangs.
-        """
+        """Tell all ranks a few hundred bytes of JSON; what each said, by rank."""
         text = json.dumps(told).encode().ljust(_TOLD_BYTES)
         if len(text) > _TOLD_BYTES:
             raise ValueError(f"a message of {len(text)} bytes is too long")

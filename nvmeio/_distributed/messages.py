@@ -72,10 +72,7 @@ class Messages:
             self._store.add(self._key("beat", self.rank), 1)
 
     def fail(self, failed: BaseException) -> None:
-        """Tell all ranks that this one cannot go on. Never raises.
-
-        If one has said so before, that stays: it is the cause.
-        """
+        """Say that this rank cannot go on. Never raises; a failure told before stays the cause."""
         if isinstance(failed, Cancelled):
             failed = Cancelled("it was cancelled")
         self._store.fail(self._failed, failed)

@@ -100,10 +100,7 @@ class Descriptors:
 
     @classmethod
     def open(cls, path: str, flags: int) -> Descriptors:
-        """Open a path, with O_DIRECT if the file system takes it.
-
-        Raises TransferError, also if the path is no regular file or block device.
-        """
+        """Open a regular file or block device, with O_DIRECT if the file system takes it."""
         # O_NONBLOCK: opening a FIFO without a peer would block for ever. Regular files ignore it.
         flags |= os.O_CLOEXEC | os.O_NONBLOCK
         fds = OwnFds()

@@ -63,10 +63,7 @@ def read(text: str) -> dict[str, Any]:
 def sums_in(
     index: Mapping[str, Any], entries: Mapping[str, TensorEntry]
 ) -> dict[str, tuple[int, ...]] | None:
-    """The checksums of each tensor's shares; None if the index has none.
-
-    Raises ValueError, KeyError or TypeError if they are malformed, or not those of these tensors.
-    """
+    """The checksums of each tensor's shares, or None; raises as `read`, also for other tensors."""
     given = index.get("crc32")
     if given is None:
         return None
@@ -108,10 +105,7 @@ def describe_part(
 
 
 def read_part(text: str) -> PackedPart | DrivePart:
-    """Parse what `describe_part` or `Dealing.describe` wrote.
-
-    Raises ValueError, KeyError or TypeError if it is neither.
-    """
+    """Parse what `describe_part` or `Dealing.describe` wrote; raises as `read`."""
     told = json.loads(text)
     of_drive = drive_part(told)
     if of_drive is not None:
@@ -275,10 +269,7 @@ class DrivePart(NamedTuple):
 
 
 def drive_part(told: dict[str, Any]) -> DrivePart | None:
-    """Interpret what `Dealing.describe` wrote; None if it describes no drive.
-
-    Raises ValueError, KeyError or TypeError if it is damaged.
-    """
+    """Interpret what `Dealing.describe` wrote; None if that is no drive's. Raises as `read`."""
     if "drive" not in told:
         return None
     dealing = Dealing(told["weights"], [(start, end, more) for start, end, more in told["records"]])

@@ -96,10 +96,7 @@ class TensorEntry(NamedTuple):
         return self.end - self.start
 
     def for_torch(self) -> tuple[torch.dtype, tuple[int, ...]]:
-        """The dtype and shape that torch has for it.
-
-        Raises TypeError if torch has no such dtype, or the shape does not fit a packed one.
-        """
+        """Its dtype and shape in torch; TypeError if torch has no such dtype or packed shape."""
         dtype = DTYPES.get(self.dtype)
         if dtype is None:
             raise as_package(TypeError)(

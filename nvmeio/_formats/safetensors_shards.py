@@ -62,10 +62,7 @@ def is_index(path: Path) -> bool:
 
 
 def read_index(path: Path) -> dict[Path, list[str]]:
-    """For each shard, the names of its tensors.
-
-    Raises IntegrityError if it is no index, or names a file outside of its directory.
-    """
+    """For each shard, the names of its tensors; IntegrityError if it names files elsewhere."""
     try:
         text = read_small(path, INDEX_BYTES)
     except OSError as failed:

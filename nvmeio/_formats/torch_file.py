@@ -62,10 +62,7 @@ class TorchFile:
         self.records = self.archive.records()
 
     def told(self) -> bytes:
-        """All but the storages, as bytes for another rank.
-
-        They are not a pickle: what comes over the network makes no objects.
-        """
+        """All but the storages, for another rank; no pickle, which could make objects there."""
         archive, texts = self.archive, self.texts()
         lengths = [(name, len(text)) for name, text in texts.items()]
         places = json.dumps([archive.nbytes, archive.directory_offset, archive.entries, lengths])
@@ -135,10 +132,7 @@ def is_asked_for(name: str, nbytes: int) -> bool:
 
 
 def scan_pickle(checkpoint: TorchFile) -> Scan:
-    """What the checkpoint's pickle refers to, found without running any of it.
-
-    Raises IntegrityError if there is none, or it is damaged.
-    """
+    """What the pickle refers to, found without running it; IntegrityError if it is damaged."""
     try:
         return torch_unpickler.scan(checkpoint.read(_PICKLE))
     except pickle_values.PickleError as wrong:

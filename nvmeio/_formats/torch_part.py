@@ -72,10 +72,7 @@ def pack(head: PartHead) -> bytes:
 
 
 def unpack(page: bytes, file_nbytes: int, path: str) -> PartHead:
-    """Parse a part's first page: `HEAD_BYTES` bytes, or all of a shorter file.
-
-    Raises IntegrityError if it is damaged, or the file has another size than it says.
-    """
+    """Parse a part's first page (or all of a shorter file); IntegrityError if it is damaged."""
     at = len(MAGIC) + _SUM_AND_LENGTH.size
     wrong = "its first page is not that of a part"
     try:

@@ -162,10 +162,7 @@ def finish(
 
 
 def join_crcs(layout: FileLayout, crcs: Sequence[Crc]) -> list[int]:
-    """The CRC of every record from those of its pieces; [] if there are none at all.
-
-    Raises ValueError if a record's pieces do not make up the whole of it.
-    """
+    """The CRC of every record from all of its pieces, else ValueError; [] if there are none."""
     if not crcs:
         return []
     joined = [0] * len(layout.records)
@@ -333,10 +330,7 @@ class _Writer:
         self._extend(index, start - record.offset, nbytes, partial(crc_of, address, nbytes))
 
     def _extend(self, index: int, offset: int, nbytes: int, crc_of: Callable[[int], int]) -> None:
-        """Take the next bytes of a record into its CRC.
-
-        `crc_of` makes, from the CRC of what lies before them, the CRC with them.
-        """
+        """Extend a record's CRC: `crc_of` makes it from that of the bytes before."""
         before = self._crcs.get(index) or Crc(index, offset, 0, 0)
         crc = crc_of(before.crc)
         self._crcs[index] = before._replace(nbytes=before.nbytes + nbytes, crc=crc)

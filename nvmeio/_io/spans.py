@@ -67,10 +67,7 @@ CHUNKS = 4
 
 
 class Span(NamedTuple):
-    """A part of a file, of any alignment; `name` is what it is to the user, for messages.
-
-    A `nvmeio.File` is open for reading, and stays open.
-    """
+    """A part of an open or named file, of any alignment; `name` is for messages."""
 
     file: str | os.PathLike[str] | File
     offset: int
@@ -248,10 +245,7 @@ def read(
 
 
 class Load:
-    """One `read`, for callers that may have to cancel it before they know the spans.
-
-    `call` is what it reads for: cancels it, and is told how far it is.
-    """
+    """One `read` for `call`, which may cancel it before the spans are known."""
 
     def __init__(self, call: LongCall | None = None) -> None:
         self._spans: Sequence[Span] = ()

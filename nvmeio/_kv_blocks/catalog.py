@@ -37,10 +37,7 @@ class BlockPlace(NamedTuple):
 
 
 class Index:
-    """Blocks by digest, least recently used first.
-
-    There is room for `slots`; `limit` may be less while the file grows.
-    """
+    """Blocks by digest, least recently used first; slots up to a `limit`, as the file grows."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots

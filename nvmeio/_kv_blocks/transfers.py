@@ -50,10 +50,7 @@ class InPlace:
         self._room: torch.Tensor | None = None  # for memory that is not aligned
 
     def move(self, blocks: Sequence[torch.Tensor], first: int, writing: bool) -> bool:
-        """Move contiguous CPU memory to or from slots that follow one another.
-
-        False if they have to go through the engine, which tells why.
-        """
+        """Move contiguous CPU memory to or from slots in a row; False: the engine has to."""
         if len(blocks) > _MOST_BLOCKS or len(blocks) * self._slot_bytes > IN_PLACE_BYTES:
             return False
         opened = self._file.acquire(writing)
@@ -289,10 +286,7 @@ class StoreWorker:
         done: Callable[[Value], object],
         otherwise: Value,
     ) -> None:
-        """Do `work(*args)` in the background, and have the thread call `done` with the result.
-
-        It gets `otherwise` if `work` raises, which is logged.
-        """
+        """Do `work` in the background, then `done` in the thread, with `otherwise` if it failed."""
         self._count()
         self.owner.post(self._answer, work, args, done, otherwise)
 

@@ -126,10 +126,7 @@ def end(held: Any) -> None:
 
 
 def is_torchs(storage: torch.UntypedStorage, held: Any) -> bool:
-    """Whether torch's allocator made the memory, given the storage's hold.
-
-    Other memory may be read-only, or end early.
-    """
+    """Whether torch's allocator made the memory; other memory may be read-only, or end early."""
     return held is not None or storage.resizable()
 
 

@@ -82,10 +82,7 @@ class Memory(NamedTuple):
         holds.end(self.held)
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """Some bytes as they are now; device memory once the device is done with it.
-
-        Raises OSError (EFAULT) if the memory is not there any more.
-        """
+        """Bytes as they are once the device is done; OSError (EFAULT) if they are gone."""
         if self.device is None:
             if not self.foreign:
                 return ctypes.string_at(self.address + start, nbytes)
@@ -179,10 +176,7 @@ def _in_place(tensor: torch.Tensor, changed: torch.Tensor | None) -> Memory:
 
 
 def in_place(tensors: Sequence[Data], reading: bool) -> tuple[list[Memory | None], Any]:
-    """The memory of those of many tensors that are used where they lie, and one hold for it.
-
-    It is None for each of the others.
-    """
+    """The memory of each tensor that is used where it lies, else None; and one hold for all."""
     # For thousands: no call that can be spared. What is not asked here of a plain tensor is not
     # needed: torch reports the bytes of all but quantized ones right.
     found: list[Memory | None] = [None] * len(tensors)
@@ -320,10 +314,7 @@ def _staged(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, C
 
 
 def _check_access(tensor: torch.Tensor, writing: bool) -> None:
-    """Check that a CPU tensor's memory may be touched, if torch did not allocate it.
-
-    Raises OSError (EFAULT) if it is read-only, or the file behind it was cut short.
-    """
+    """Raise OSError (EFAULT) if foreign CPU memory is read-only, or its file was cut short."""
     if tensor.device.type != "cpu":
         return
     storage = tensor.untyped_storage()

@@ -242,10 +242,7 @@ class Origin(Protocol):
     """The owner of the memory that a saved tensor lies over."""
 
     def memory(self) -> torch.Tensor:
-        """The memory with its bytes, read again if need be.
-
-        They do not change for as long as its storage lives.
-        """
+        """The memory, read again if need be; it stays the same while its storage lives."""
 
 
 class Place:

@@ -142,10 +142,7 @@ class DevicePool:
             self._sources.popleft()
 
     def forget(self, memory: torch.Tensor) -> None:
-        """Stop counting memory that only a read has used, which has ended.
-
-        An exception's traceback may refer to it for a while.
-        """
+        """Stop counting what only an ended read used; a traceback may refer to it still."""
         self._free_lent(_End(memory.untyped_storage()).__eq__)
 
     def _free_lent(self, goes: Callable[[Any], bool]) -> None:

@@ -119,10 +119,7 @@ class Fill:
 
 
 class Reader:
-    """Carries out fills in the order of `submit`. The handle stays open.
-
-    `served_bytes` were read for other ranks.
-    """
+    """Carries out fills in the order of `submit`; `served_bytes` were read for other ranks."""
 
     served_bytes = 0
 

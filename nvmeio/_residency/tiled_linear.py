@@ -44,10 +44,7 @@ def can_be_tiled(module: nn.Module) -> bool:
 
 
 def row_bounds(count: int, row_nbytes: int, most: int) -> list[tuple[int, int]]:
-    """The [first, last) of tiles of about the same size, for `count` rows of a matrix.
-
-    A tile has `most` bytes; at least `ROWS` rows are one all the same.
-    """
+    """The [first, last) of even tiles of at most `most` bytes, or of `ROWS` rows."""
     at_most = max(most // max(row_nbytes, 1) // ROWS, 1) * ROWS
     tiles = -(-count // at_most)
     rows = round_up(-(-count // tiles), ROWS)

@@ -270,20 +270,14 @@ class Replacement:
 
 
 def replace_file(path: str | os.PathLike[str], data: bytes, durable: bool = True) -> None:
-    """Replace a small file at once, as `Replacement` and its `commit`.
-
-    After TransferError, as from a full disk, `path` is as it was.
-    """
+    """Replace a small file at once; after TransferError, as from a full disk, it is as it was."""
     with Replacement(path) as replacement:
         replacement.write(data)
         replacement.commit(durable)
 
 
 def check_writable(directory: str, otherwise: str) -> None:
-    """Try to make a file of no bytes in a directory that is there, and remove it.
-
-    Raises TransferError (EROFS, EACCES, ENOSPC, …), which says to do `otherwise`.
-    """
+    """Make and remove an empty file in a directory; TransferError says what to do `otherwise`."""
     path = temporary_name(directory, "writable")
     try:
         os.close(create(path, 0o600))
@@ -296,10 +290,7 @@ def check_writable(directory: str, otherwise: str) -> None:
 
 
 def remove_leftovers(directory: str) -> list[str]:
-    """Remove the temporary files of dead writers, and return their names; one listing.
-
-    What cannot be read or removed is left.
-    """
+    """Remove the temporary files of dead writers, as far as possible; returns their names."""
     removed: list[str] = []
     try:
         with os.scandir(directory) as entries:

@@ -73,10 +73,7 @@ def _made_or_found(name: str) -> tuple[bool, int]:
 
 
 def create(path: str | os.PathLike[str], mode: int = FILE_MODE) -> int:
-    """Make a file that is not there yet, and open it for reading and writing.
-
-    Raises TransferError also if anything has that name, a dangling link included (EEXIST).
-    """
+    """Make a file, for reading and writing; EEXIST also if a dangling link has its name."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with naming("open", path):
         return os.open(path, flags, mode)

@@ -143,10 +143,7 @@ class Future(Begun[Value]):
     # By who waits for it
 
     def then(self, call: Callable[[], object]) -> None:
-        """Call this when it has ended, in the thread that ends it; at once if it has.
-
-        It must not raise.
-        """
+        """Call this, which must not raise, in the thread that ends it; at once if it ended."""
         self._calls.append(call)
         if self.done:
             do_all(self._taken())

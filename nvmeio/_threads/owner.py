@@ -117,10 +117,7 @@ class OwnerThread:
         return request
 
     def answer(self, begun: Future[Value]) -> Value:
-        """Wait for what was begun, and return its value, once.
-
-        Raises ClosedError if the thread has ended before it.
-        """
+        """Wait for what was begun; its value, once. ClosedError if the thread ended before."""
         try:
             wait_s = 0.0 if self._state.ended else SLICE_S
             while not begun.wait(wait_s):

@@ -239,10 +239,7 @@ def _local_of(shard: Any) -> torch.Tensor:
 
 
 def _with_local(shard: Any, local: torch.Tensor) -> torch.Tensor:
-    """A DTensor as another one, of the same mesh, around another local tensor.
-
-    deepcopy would copy that twice, and the mesh.
-    """
+    """A DTensor around another local tensor; deepcopy would copy that twice, and the mesh."""
     names, kind = shard.__tensor_flatten__()
     inner = {name: getattr(shard, name) for name in names} | {"_local_tensor": local}
     rebuilt: torch.Tensor = type(shard).__tensor_unflatten__(

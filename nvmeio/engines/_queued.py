@@ -148,10 +148,7 @@ class Reported(ABC):
 
 
 class QueuedRequest(Reported):
-    """A transfer in the hands of a `QueuedEngine`.
-
-    The engine's threads change it with the engine's lock held; `stop` alone is read without.
-    """
+    """A transfer of a `QueuedEngine`, changed with its lock held; `stop` is read without."""
 
     def __init__(
         self, engine: QueuedEngine[Any], token: int, transfer: Transfer, cq: CompletionQueue

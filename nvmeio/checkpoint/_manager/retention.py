@@ -41,10 +41,7 @@ _MOST_POINTER_BYTES = 255
 
 
 class Generation(NamedTuple):
-    """A complete checkpoint: a file, or a directory of one file per rank.
-
-    They sort in the order in which they were completed.
-    """
+    """A complete checkpoint, a file or a directory of ranks; they sort by their completion."""
 
     mtime_ns: int
     step: int
@@ -129,10 +126,7 @@ def latest(directory: str, there: list[Generation]) -> Generation | None:
 
 
 def newest(directory: str) -> Generation | None:
-    """The checkpoint to go on from: the latest, or the one that was completed last.
-
-    The log says so if the pointer leads nowhere.
-    """
+    """The checkpoint to go on from: the latest, or, with a warning, the one completed last."""
     there = generations(directory)
     if not there:
         return None

@@ -83,10 +83,7 @@ def parts_in(directories: Iterable[str]) -> list[str]:
 
 
 class OwnDrives:
-    """The directories of one rank, which saves into the first.
-
-    `apart` says whether they were found to be no other rank's.
-    """
+    """The directories of one rank; it saves into the first. `apart`: no other rank has them."""
 
     def __init__(self, directories: Sequence[str]) -> None:
         self.directories = list(directories)
@@ -116,10 +113,7 @@ class OwnDrives:
 
 
 class DriveMark:
-    """A file of no bytes by which other ranks see whether a directory is theirs, too.
-
-    The directory is made if it is missing.
-    """
+    """An empty file by which other ranks see whether a directory, made if missing, is theirs."""
 
     def __init__(self, directory: str) -> None:
         make_directory(directory)

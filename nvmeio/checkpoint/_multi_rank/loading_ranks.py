@@ -176,10 +176,7 @@ class LoadingRanks:
             )
 
     def open(self, new: Callable[..., TorchFile]) -> TorchFile:
-        """The checkpoint, whose directory and pickle rank 0 reads for all.
-
-        `new` makes it, of what rank 0 has said (``told=``).
-        """
+        """The checkpoint, made by `new` from what rank 0 reads for all (``told=``)."""
         exchange = self._exchange
         if exchange is None:
             return new()

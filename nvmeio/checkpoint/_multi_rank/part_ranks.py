@@ -49,10 +49,7 @@ class OpenPart(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Bytes of the archive that lie in one part, from `offset` in the archive on.
-
-    `number` is that of the range that they are of.
-    """
+    """Bytes of the archive, from `offset` on, that lie in one part; `number` is their range's."""
 
     number: int
     offset: int

@@ -192,10 +192,7 @@ RecordSpan = tuple[StorageRecord, int, int]
 
 
 class Spans:
-    """Pieces of a file, one after the other: each on the same place of its page as in the file.
-
-    They are (start, end), in the file's order, disjoint.
-    """
+    """Disjoint (start, end) of a file, packed: each on the same place of its page."""
 
     def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
         self.spans = spans
@@ -244,10 +241,7 @@ class Copies(ABC):
 
     @abstractmethod
     def take(self, progress: Callable[[], None] = lambda: None) -> None:
-        """Copy all of it; waits for memory if not everything fits. Raises Cancelled after `stop`.
-
-        `progress` is called now and then.
-        """
+        """Copy all of it as there is room, calling `progress`; Cancelled after `stop`."""
 
     def _wait_for_room(self) -> int:
         """Wait until something can be copied; the place up to which it can."""
@@ -339,10 +333,7 @@ class HostCopies(Copies):
 
 
 class DeviceCopies(Copies):
-    """Copies of device memory, to at most `most_bytes`; None for what the memory allows.
-
-    Raises MemoryError if there is no room.
-    """
+    """Copies of device memory, to at most `most_bytes`; MemoryError if there is no room."""
 
     def __init__(
         self, records: Sequence[RecordSpan], memory: SnapshotMemory, most_bytes: int | None
