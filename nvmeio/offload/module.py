@@ -412,9 +412,8 @@ def _materialised(
 ) -> tuple[dict[int, torch.nn.Module], dict[int, tuple[int, ...]]]:
     """Replace parameters on the meta device by such on the CPU, without memory yet.
 
-    Returns:
-        For each of these, by id, the module that has it, in the order of `modules()`; and the
-        strides that it is to have.
+    Returns, by their id, the module that has each, in the order of `modules()`, and the strides
+    that it is to have.
     """
     made: dict[int, torch.nn.Parameter] = {}
     owners: dict[int, torch.nn.Module] = {}
@@ -437,7 +436,7 @@ def _make(
     made_by: dict[int, torch.nn.Module],
     init: Callable[[torch.nn.Module], object] | None,
 ) -> None:
-    """Give those parameters of a unit their first values that were on the meta device."""
+    """Give a unit's parameters that were on the meta device their first values."""
     modules = dict.fromkeys(made_by[id(p)] for p in unit.parameters if id(p) in made_by)
     for module in modules:
         if init is not None:

@@ -300,7 +300,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
             await self._transactions.async_run(work)
 
     def _inputs(self) -> StepInputs:
-        """What a step works with, as it is now."""
+        """The inputs of a step, as they are now."""
         params, on_disk = self._opened().params, self._settings.on_disk
         check_groups(self.param_groups, params)
         if self._scheduled is not None and scheduled(self):

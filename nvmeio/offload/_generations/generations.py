@@ -36,12 +36,8 @@ _PieceFacts = tuple[int, bool, dict[str, int], dict[str, SlotSpan]]  # current, 
 class Change:
     """What has changed since a generation, by the numbers of the pieces.
 
-    Attributes:
-        moved: Those that were written to their other place.
-        begun: Of those whose state exists now, or does not, which it is.
-        small: What changed of the state outside of the files.
-        sums: The checksums of what was written.
-        strides: The order of state elements where it changes, by name too.
+    `moved` pieces were written to their other place; `begun` says whether state exists now, where
+    that changed; `strides` are by name too, where the order of elements changes.
     """
 
     moved: set[int] = field(default_factory=set)
@@ -59,14 +55,13 @@ class Generations:
         handles: For fsync.
         durable: Make each generation survive a power cut, beside what comes next.
         checksum: Sum what is written, and compare what is read.
-        ranks: What several ranks tell each other of that.
-        helper: Makes generations durable; None: `commit` waits for that.
+        ranks: Tells other ranks what is durable.
+        helper: Makes generations durable; without it `commit` does.
 
     Attributes:
-        files: Where the pieces lie, and what moves them.
         small: For each piece, the state that is not in the files.
-        generation: Of the last complete step.
-        made_of: In words, by their names, what the layout of the files follows from.
+        generation: The number of the last complete step.
+        made_of: As in `Manifest`.
     """
 
     def __init__(
@@ -98,21 +93,15 @@ class Generations:
         self._small_before: list[dict[str, Any]] = []
 
     def place(self, subgroups: Sequence[Subgroup]) -> None:
-        """Give further subgroups their places; `open` makes the files that long."""
         self.files.place(subgroups)
         self.small += [{} for subgroup in subgroups for _ in subgroup.pieces]
 
     def forget(self, subgroups: Sequence[Subgroup], nbytes: int) -> None:
-        """Take back what `place` did last; the files stay as long as they are."""
         self.files.forget(subgroups, nbytes)
         del self.small[len(self.files.pieces) :]
 
     def open(self) -> None:
-        """Open the files, and reserve their space.
-
-        Raises:
-            TransferError: There is no space; the files that were open still are.
-        """
+        """Open the files, and reserve their space. On failure, files that were open still are."""
         self._join()
         self.files.open()
         self._unsynced = {0, 1}  # their lengths
@@ -125,13 +114,9 @@ class Generations:
     def prepare(self) -> None:
         """Give up the generation before the current one; called before anything is written.
 
-        First every rank makes the current one durable; then the manifest of the other one goes,
-        durably. So no manifest speaks of what is about to be written, also after a loss of power or
-        a commit that was interrupted.
-
-        Raises:
-            TransferError: The drive of this or of another rank lost the last generation, or
-                refuses; nothing has changed.
+        First every rank makes the current one durable, then the other manifest goes, durably. So no
+        manifest speaks of what is about to be written, even after a power cut or an interrupted
+        commit. If this rank's drive or another's refuses, nothing has changed.
         """
         self.settle()
         if self._ranks is not None:
@@ -139,15 +124,7 @@ class Generations:
         manifests.drop(self._directory.path, self.generation + 1, durable=self._durable)
 
     def commit(self, change: Change, groups: list[dict[str, Any]]) -> None:
-        """Make what was written since `prepare` current.
-
-        Args:
-            change: What that is.
-            groups: The options of the parameter groups.
-
-        Raises:
-            TransferError: The manifest could not be written: the generation before is current.
-        """
+        """Make what was written since `prepare` current. On failure the generation before is."""
         pieces, moved = self.files.pieces, change.moved
         current = [piece.current ^ (piece.number in moved) for piece in pieces]
         begun = [int(change.begun.get(piece.number, piece.begun)) for piece in pieces]
@@ -200,11 +177,7 @@ class Generations:
             self._ranks.undo_stay()
 
     def revert(self) -> None:
-        """Undo the last commit; once, and only before the next `prepare`.
-
-        Raises:
-            TransferError: The drive refuses; the commit stands.
-        """
+        """Undo the last commit, once and before the next `prepare`. On failure it stands."""
         self.settle()
         manifests.drop(self._directory.path, self.generation, durable=self._durable)
         self.generation -= 1
@@ -226,14 +199,9 @@ class Generations:
         copy_files(self._directory, NAMES, manifest, directory, transaction)
 
     def resume(self) -> Manifest | None:
-        """Take up what is in the directory; None where there is nothing. Before `open`.
+        """Take up the last generation that all ranks have, before `open`; None if there is none.
 
-        Of several ranks each takes up the last generation that all of them have: they may have
-        been killed on either side of the end of a step.
-
-        Raises:
-            IntegrityError: It belongs to other parameters, another optimizer or other sizes; or the
-                ranks have no generation in common.
+        IntegrityError if it belongs to other parameters, another optimizer or other sizes.
         """
         path = self._directory.path
         self._join()  # before any of them can make a step: `agreed` waits for all
@@ -263,10 +231,9 @@ class Generations:
             piece.current, piece.begun, piece.sums, piece.spans = each
 
     def _take_strides(self, manifest: Manifest) -> None:
-        """Take the elements' order from a manifest; row-major where it tells of none.
+        """Take the elements' order from a manifest; row-major where it has none.
 
-        Raises:
-            IntegrityError: It is none, or a module has its parameters in another one.
+        Raises IntegrityError if an order is impossible, or not that of a module's parameter.
         """
         for piece in self.files.pieces:
             strides = manifest.strides.get(piece.number, {})
@@ -371,11 +338,10 @@ class Generations:
             sync_data(file)
 
     def settle(self) -> None:
-        """Wait until the last generation is durable: the next overwrites the one before it.
+        """Wait until the last generation is durable: the next one overwrites the one before it.
 
-        Raises:
-            TransferError: It is not. Where its data was lost, every further call raises: the
-                kernel reports that once, and forgets what it could not write (man 2 fsync).
+        If its data was lost, every call raises: the kernel reports that once, and forgets what it
+        could not write (man 2 fsync).
         """
         if self._begun is not None and self._helper is not None:
             self._helper.drain()
@@ -409,7 +375,6 @@ class Generations:
 def _laid(
     spans: dict[str, SlotSpan], strides: Mapping[str, tuple[int, ...]] | None
 ) -> dict[str, SlotSpan]:
-    """Spans, some of them with other strides."""
     if not strides:
         return spans
     return {
@@ -420,7 +385,7 @@ def _laid(
 def _strides_of(
     spans_of_pieces: Iterable[Mapping[str, SlotSpan]],
 ) -> dict[int, dict[str, tuple[int, ...]]]:
-    """The strides by number of the piece and name of the span, where not row-major."""
+    """The strides that are not row-major, by number of the piece and name of the span."""
     strides = {
         number: {name: span.strides for name, span in spans.items() if span.strides}
         for number, spans in enumerate(spans_of_pieces)

@@ -40,23 +40,20 @@ _MOST_BYTES = 2 << 30  # most of one are sums and what pieces have outside of th
 
 @dataclass
 class Manifest:
-    """One generation.
+    """One generation. Lists have one entry for each piece, by its number.
 
     Attributes:
         generation: Counts steps (and everything else that changes the state).
         signature: What the files are laid out for; another layout cannot read them.
-        current: For each piece, which file holds it.
-        begun: For each piece, whether its state exists.
-        small: For each piece, the state that is not in the files.
+        current: Which of the two files holds each piece.
+        begun: Whether each piece has state.
+        small: The state that is not in the files.
         groups: The options of the parameter groups.
-        sums: Of each span of each piece, its CRC-32; -1 where it has none. Empty where there are
-            none at all.
+        sums: The CRC-32 of each span of each piece, -1 where it has none; empty if none has one.
         strides: Of spans that are not in row-major order, by number of the piece and name.
-        durable: The data has reached the drive.
-        boot: Which boot of the machine wrote it.
-        run: The start of the program that wrote it, the same on all ranks; "" where they have not
-            agreed on a name for it.
-        made_of: In words, by their names, what the layout follows from; empty in older ones.
+        boot: The boot of the machine that wrote it.
+        run: The program start that wrote it, the same on all ranks; "" if they agreed on no name.
+        made_of: What the layout follows from, in words, by name; empty in older manifests.
     """
 
     generation: int
@@ -73,14 +70,13 @@ class Manifest:
     made_of: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Which one it is, for people."""
         counters = [float(row["step"]) for row in self.small if _counts(row.get("step"))]
         steps = f" (step {max(counters):.0f})" if counters else ""
         return f"generation {self.generation}{steps}"
 
 
 def _counts(value: Any) -> bool:
-    """Whether it is a step counter; most optimizers keep one in their state."""
+    """Whether a value of the state is a step counter; most optimizers keep one."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not devices.is_device(value)
     return isinstance(value, (int, float))
@@ -88,7 +84,7 @@ def _counts(value: Any) -> bool:
 
 @functools.cache
 def boot_id() -> str:
-    """Which boot of the machine this is; "" where the kernel does not tell."""
+    """The id of this boot of the machine; "" where the kernel does not tell."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -99,8 +95,7 @@ def boot_id() -> str:
 def store(directory: str, manifest: Manifest) -> None:
     """Write a generation into the place that its predecessor is not in; not durable yet.
 
-    Raises:
-        TransferError: It could not be written. It is not there then, and the predecessor is whole.
+    On failure it is not there, and the predecessor is whole.
     """
     manifest.durable, manifest.boot = False, boot_id()
     body = _encode(manifest)
@@ -117,10 +112,9 @@ def store(directory: str, manifest: Manifest) -> None:
 
 
 def mark_durable(directory: str, manifest: Manifest) -> None:
-    """Mark a generation that `store` wrote, whose data is on the drive.
+    """Mark a generation that `store` wrote, once its data is on the drive.
 
-    Raises:
-        TransferError: It could not be marked: it counts as long as the machine runs.
+    If that fails it counts as long as the machine runs.
     """
     path = place(directory, manifest.generation)
     _write(path, b"", 0, durable=True)  # its body first
@@ -129,11 +123,7 @@ def mark_durable(directory: str, manifest: Manifest) -> None:
 
 
 def drop(directory: str, generation: int, durable: bool = False) -> None:
-    """Remove a generation, and whatever else is in its place.
-
-    Raises:
-        TransferError: It is there still.
-    """
+    """Empty the place of a generation, whatever is in it. If that fails it is still there."""
     path = place(directory, generation)
     try:
         _empty(path)
@@ -165,13 +155,7 @@ def _write(path: str, data: bytes, offset: int, durable: bool = False) -> None:
 
 
 class UnusableGeneration(NamedTuple):
-    """A generation that is in its place and cannot be gone on from.
-
-    Attributes:
-        path: Of its file.
-        generation: Its number; 0 where that cannot be read.
-        why: In words.
-    """
+    """A generation that cannot be resumed, and why; its number is 0 where that cannot be read."""
 
     path: str
     generation: int
@@ -181,9 +165,8 @@ class UnusableGeneration(NamedTuple):
 class StoredGenerations(NamedTuple):
     """What a directory holds.
 
-    Attributes:
-        complete: What can be gone on from: the last generation and, mostly, the one before it.
-        unusable: What else is there; places that are empty do not count.
+    `complete` is what can be resumed: the last generation and, mostly, the one before it. Empty
+    places do not count as `unusable`.
     """
 
     complete: list[Manifest]
@@ -191,19 +174,14 @@ class StoredGenerations(NamedTuple):
 
 
 def newest(directory: str) -> Manifest | None:
-    """The last complete generation; None where no step was ever completed.
-
-    Raises: As `read`.
-    """
+    """The last complete generation; None where no step was ever completed."""
     return max(read(directory).complete, key=lambda each: each.generation, default=None)
 
 
 def read(directory: str) -> StoredGenerations:
-    """Every generation that is there.
+    """Read every generation in a directory.
 
-    Raises:
-        IntegrityError: There were steps, and no manifest that counts is left.
-        TransferError: It cannot be read.
+    IntegrityError if there were steps, and no manifest that counts is left.
     """
     complete: list[Manifest] = []
     unusable: list[UnusableGeneration] = []
@@ -245,7 +223,7 @@ def read(directory: str) -> StoredGenerations:
 
 
 def _number_in(data: bytes, name: str) -> int:
-    """The generation that a manifest which is not whole says it is; 0 where it does not."""
+    """The number that a torn manifest gives its generation; 0 where it cannot be read."""
     match = _NUMBER.search(data[:_NUMBER_WITHIN])
     number = int(match[1]) if match else 0
     return number if NAMES[number % 2] == name else 0
@@ -288,7 +266,7 @@ def _tensors_of(manifest: Manifest) -> dict[str, Any]:
 def _plain(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Options that can be read back safely: numpy's numbers as Python's, objects left out.
 
-    What is left out keeps the value that the optimizer is made with when it is resumed.
+    An option that is left out keeps the value that the resuming optimizer is made with.
     """
     return [
         {name: _number(value) for name, value in group.items() if _is_plain(_number(value))}

@@ -25,10 +25,10 @@ from nvmeio.offload._generations.manifests import Manifest, UnusableGeneration
 
 @dataclasses.dataclass
 class Made:
-    """Counts the optimizers of several ranks; all ranks make them in the same order.
+    """Counts the optimizers that this rank made; all ranks make them in the same order.
 
-    One that is refused while it is made is not counted: when it is made again it belongs to those
-    that the other ranks have made already.
+    An optimizer that is refused is not counted, so the next try has the number that the other ranks
+    have already.
     """
 
     count: int = 0
@@ -38,16 +38,13 @@ _made = Made()
 
 
 class DurableSteps:
-    """What the ranks tell each other of their generations: which are durable, on how many.
+    """Tells the other ranks which generations are durable here, and waits for theirs.
 
-    Each rank counts up a key of each generation that is durable, so that a wait asks for one
-    number, however many ranks there are. Ranks without such an optimizer are not waited for, nor
-    are those that closed theirs.
+    Each durable generation has a key, which every rank counts up, so a wait asks for one number
+    however many ranks there are. It waits only for ranks that joined and have not closed their
+    optimizer.
 
-    Args:
-        store: What the ranks share, of all such optimizers.
-        timeout_s: How long to wait for the others, in seconds.
-        made: Those of this rank.
+    `store` is shared by the ranks and all such optimizers; `made` are those of this rank.
     """
 
     def __init__(self, store: RankStore, timeout_s: float, made: Made) -> None:
@@ -88,22 +85,21 @@ class DurableSteps:
             self._store.add("joined", -1)
 
     def stay(self) -> None:
-        """Count the optimizer: the next one is another."""
+        """Count this optimizer as made: the next one gets the next number."""
         self._is_made, self._made.count = True, self._number + 1
 
     def undo_stay(self) -> None:
-        """Take `stay` back."""
         if self._is_made and self._made.count == self._number + 1:
             self._is_made, self._made.count = False, self._number
 
     def tell(self, generation: int) -> None:
-        """This rank has made a generation durable."""
+        """Tell the others that a generation is durable here."""
         if self._joined and generation > self._told:
             self._store.add(f"durable/{generation}", 1)
             self._told = generation
 
     def lose(self, generation: int, why: str) -> None:
-        """Tell ranks that wait that a generation could not be made durable. Never raises."""
+        """Tell waiting ranks that a generation could not be made durable here. Never raises."""
         self._store.fail("lost", why, generation=generation)
 
     def leave(self) -> None:
@@ -118,10 +114,9 @@ class DurableSteps:
             self._store.add("left", 1)
 
     def wait(self, generation: int) -> None:
-        """Wait until every rank has made a generation durable.
+        """Wait until a generation is durable on all ranks.
 
-        Raises:
-            TransferError: A rank could not (EIO), or has not in time (ETIMEDOUT).
+        TransferError if a rank could not make it so (EIO), or has not in time (ETIMEDOUT).
         """
         if self._first < 0:
             self._first = generation
@@ -157,8 +152,8 @@ class DurableSteps:
     def _follow(self, generation: int) -> None:
         """Before the first step, follow ranks that have closed this optimizer and made another.
 
-        Where one rank is refused, all make theirs again; this one may be here before the others
-        have closed theirs.
+        If one rank is refused all make theirs again, and this one may be here before others close
+        theirs.
         """
         while self._joined:
             joined = self._store.add("joined", 0)
@@ -206,12 +201,8 @@ def directory_name(what: str) -> str:
 class Agreed(NamedTuple):
     """What all ranks go on from.
 
-    Attributes:
-        manifest: This rank's of the last generation that every rank has; None where no rank has
-            made a step.
-        later: This rank's that come after it.
-        unusable: What else is in this rank's directory.
-        run: What all ranks call what they begin now.
+    `manifest` is this rank's of the last generation that all have, None if no rank made a step;
+    `later` are this rank's after it. `run` is the name that all ranks give to what begins now.
     """
 
     manifest: Manifest | None
@@ -233,22 +224,14 @@ class _Held(NamedTuple):
 
 
 def agreed(directory: str, failure: Exception | None = None) -> Agreed:
-    """The last generation that every rank has, and those of this rank that come after it.
+    """Find the last generation that every rank has, and this rank's generations after it.
 
-    Killed ranks may have been on either side of the end of a step: one of them has it, another has
-    not. Two generations are there mostly, and nobody is two steps ahead of the others, since
-    backward waits for all. A generation of the same number that another run has made, on a drive
-    that came from there, is another one.
+    A collective of the default process group, if that has several ranks. Killed ranks may differ by
+    one step, not more, since backward waits for all; mostly two generations are there. A generation
+    of the same number but of another run (a drive that came from elsewhere) does not count.
 
-    Args:
-        directory: This rank's own.
-        failure: Why this rank has no such directory; raised here when the others know.
-
-    Raises:
-        IntegrityError: A rank has no whole manifest, or they have no generation in common. All
-            ranks raise it.
-
-    A collective of the default process group, if that has several ranks.
+    `failure` says why this rank has no such directory, and is raised once the others know.
+    IntegrityError is raised on all ranks, if one has no whole manifest or they have none in common.
     """
     mine: list[Manifest] = []
     unusable: list[UnusableGeneration] = []

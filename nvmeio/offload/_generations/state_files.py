@@ -36,14 +36,8 @@ NAMES = ("state.0", "state.1")
 class StateFiles:
     """Two places for each piece, one in each file; `Piece.current` says which one counts.
 
-    It looks at that, and changes nothing of it: `Generations` does.
-
-    Args:
-        directory: Locked by this process.
-        checksum: Sum what is written, and compare what is read.
-
-    Attributes:
-        pieces: All of them, by number.
+    It reads `Piece.current` and never sets it: `Generations` does. With `checksum`, what is written
+    is summed, and what is read compared. `pieces` are all of them, by number.
     """
 
     def __init__(self, directory: SwapDirs, checksum: bool) -> None:
@@ -80,11 +74,7 @@ class StateFiles:
                     self.pieces.pop()
 
     def open(self) -> None:
-        """Open the files, and reserve their space.
-
-        Raises:
-            TransferError: There is no space; the files that were open still are.
-        """
+        """Open the files, and reserve their space. On failure, files that were open still are."""
         opened: list[StripedFile] = []
         with on_error(do_all, (file.close for file in opened)):
             for name in NAMES:
@@ -96,13 +86,7 @@ class StateFiles:
     # What moves
 
     def reads(self, subgroup: Subgroup, pieces: Sequence[Piece], weights: bool) -> list[Move]:
-        """The moves that bring the current state of pieces into a slot.
-
-        Args:
-            subgroup: Theirs.
-            pieces: Some of it.
-            weights: The weights as well, where they are stored.
-        """
+        """The moves that bring the current state of pieces into a slot, and perhaps weights."""
         wanted = [
             [s for n, s in piece.spans.items() if (weights if n == WEIGHTS else piece.begun)]
             for piece in pieces
@@ -121,10 +105,8 @@ class StateFiles:
     ) -> list[Move]:
         """The moves that take pieces to the place that is not current.
 
-        Args:
-            subgroup: Theirs.
-            pieces: Some of it.
-            begun: Whether state is written beside the weights, by number; None: of all.
+        `begun` says by number whether a piece has state to write beside its weights; None: all
+        have.
         """
         has_state = [begun is None or begun[piece.number] for piece in pieces]
         wanted = [
@@ -141,13 +123,10 @@ class StateFiles:
         wanted: Sequence[Sequence[SlotSpan]],
         alike: bool = True,
     ) -> list[Move]:
-        """The moves of spans of pieces.
+        """The moves of the wanted spans of each piece, to or from its place of the two.
 
-        Args:
-            subgroup: Theirs.
-            places: For each piece, which of the two files.
-            wanted: For each, the spans.
-            alike: They are the same of all pieces: between them is nothing else, if these are all.
+        With `alike` the spans are the same for all pieces: if these are all pieces of the subgroup,
+        nothing else lies between them.
         """
         moves: list[Move] = []
         for which, file in enumerate(self._files):
@@ -161,11 +140,9 @@ class StateFiles:
     def verifying(
         self, weights_of: Sequence[Piece], state_of: Sequence[Piece]
     ) -> Callable[[torch.Tensor], None] | None:
-        """What compares a slot with the checksums, after `reads` or `weights`.
+        """A function that compares a slot with the checksums after `reads` or `weights`, if needed.
 
-        Args:
-            weights_of: Pieces whose weights were read.
-            state_of: Pieces whose state was read, where it exists.
+        Pieces of `state_of` that have no state are left out.
         """
         if not self._checksum:
             return None
@@ -180,11 +157,7 @@ class StateFiles:
         return functools.partial(self._verify, spans) if spans else None
 
     def _verify(self, spans: Sequence[tuple[Piece, str]], slot: torch.Tensor) -> None:
-        """Compare what was read with its checksums.
-
-        Raises:
-            IntegrityError: Something is not what was written; names file, parameter and span.
-        """
+        """Compare what was read with its checksums; errors name file, parameter and span."""
         memory = memory_at(slot.data_ptr(), slot.nbytes)
         for piece, name in spans:
             span, expected = piece.spans[name], piece.sums[name]
@@ -218,7 +191,6 @@ class StateFiles:
         )
 
     def subgroup_of(self, piece: Piece) -> Subgroup:
-        """The subgroup that a piece belongs to."""
         return self._subgroup_of[piece.number]
 
     def file_parts(self, piece: Piece, name: str) -> list[FilePart]:
@@ -230,11 +202,7 @@ class StateFiles:
     # What they are
 
     def check_there(self) -> None:
-        """Whether the files are in the directory, in their whole length; before `open`.
-
-        Raises:
-            TransferError: One is missing or too short.
-        """
+        """Check that the files are there in their whole length (TransferError); before `open`."""
         for drive, length in enumerate(self._directory.striping(self._bands).lengths):
             for name in NAMES:
                 path = self._directory.file(name, drive)
@@ -262,15 +230,14 @@ class StateFiles:
 
     @property
     def nbytes(self) -> int:
-        """Length of each of the two."""
+        """The length of each of the two files."""
         return self._nbytes
 
     def opened(self, places: Iterable[int]) -> list[File]:
-        """The open files of the first place, the second or both, of all drives."""
+        """The open files of the given places, on all drives."""
         return [file for which in places for file in self._files[which].files]
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files:
             file.close()
 
@@ -306,17 +273,19 @@ def copy_files(
 ) -> None:
     """Copy swap files that nobody writes to just now, durably; the manifest comes last.
 
+    In the copy the generation is durable, so it counts on another machine too. If copying fails or
+    `transaction` is not wanted any more, nothing is left of the copy.
+
     Args:
-        source: The swap directories; each copy has its name, in one of `directories`.
-        names: Of the files of state.
-        manifest: Of the generation that they hold. In the copy it is durable, so it counts on
-            another machine too.
-        directories: As many; made where they are missing.
-        transaction: Whose copy it is: none is left if nobody wants it any more.
+        source: The swap directories; each copy has its directory's name.
+        names: The files of state.
+        manifest: Of the generation in them.
+        directories: One for each of `source`; made where they are missing. ValueError if not as
+            many.
+        transaction: The change that this copy is.
 
     Raises:
-        TransferError: The copy exists (EEXIST), or cannot be written; nothing is left of it then.
-        ValueError: There are not as many directories.
+        TransferError: The copy exists (EEXIST), or cannot be written.
 
     Source: man 2 ioctl_ficlone, man 2 copy_file_range, man 2 sendfile.
     """
@@ -383,9 +352,9 @@ def _wrapped(failed: OSError, target: str) -> OSError:
 
 
 def copy_file(source: str, target: str, check: Callable[[], None] = lambda: None) -> None:
-    """One file, durable; its blocks shared where the file system can.
+    """Copy one file, durably; blocks are shared where the file system can.
 
-    `check` is called now and then, and ends it by what it raises.
+    `check` is called now and then, and ends the copy by raising.
     """
     reading = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

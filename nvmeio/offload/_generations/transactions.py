@@ -24,7 +24,7 @@ _TINY = 5e-324
 
 
 class RolledBack(Exception):
-    """Nobody wants the change any more."""
+    """The caller no longer wants the change."""
 
 
 class Transaction:
@@ -36,11 +36,7 @@ class Transaction:
         self._undo: Callable[[], object] | None = None
 
     def check(self) -> None:
-        """Raise if nobody wants the change any more; called where it can still be left undone.
-
-        Raises:
-            RolledBack: Nobody wants it.
-        """
+        """Raise `RolledBack` if the caller left; called where the change can be left undone."""
         if self.unwanted:
             raise RolledBack
 
@@ -58,13 +54,8 @@ class Transaction:
 class Transactions:
     """Makes changes in a thread of its own, in the order in which they are asked for.
 
-    Args:
-        name: Of the thread.
-        closed: What is said after the end.
-        device: Whose stream, current where a change is asked for, is current where it is made.
-
-    Attributes:
-        owner: The thread.
+    The stream of `device` that is current for the caller is current where the change is made.
+    `closed` is the message of `ClosedError` after the end.
     """
 
     def __init__(self, name: str, closed: str, device: torch.device) -> None:
@@ -73,14 +64,10 @@ class Transactions:
         self._current = Transaction()
 
     def run(self, work: Callable[[Transaction], Value]) -> Value:
-        """Have a change made, and wait; other threads run.
+        """Make a change and wait for it; at once and as a part of it within another change.
 
-        Within another change it is made at once, as a part of that.
-
-        Raises:
-            ClosedError: The thread has ended.
-            BaseException: What `work` raised; or what ended the waiting. In that case the change
-                was rolled back first. A second interrupt does not wait for that.
+        If the waiting is interrupted, the change is rolled back first; a second interrupt does not
+        wait for that.
         """
         if self.owner.is_here:
             return work(self._current)
@@ -97,7 +84,7 @@ class Transactions:
             raise
 
     async def async_run(self, work: Callable[[Transaction], Value]) -> Value:
-        """The same, awaited. It was rolled back when `CancelledError` is raised."""
+        """The same, awaited. When `CancelledError` is raised, the change has been rolled back."""
         transaction = Transaction()
         try:
             here = self._as_here(work, transaction)
@@ -139,7 +126,7 @@ class Transactions:
 
 
 def _as_here(work: Callable[[Transaction], Value], transaction: Transaction) -> Callable[[], Value]:
-    """The same work for another thread, with what torch sets for each thread as it is here."""
+    """The same work for another thread, with torch's per-thread settings of this one."""
     flushes = _TINY * 1.0 == 0.0
 
     def there() -> Value:

@@ -69,12 +69,10 @@ _ATTRIBUTE = "_nvmeio_param_store"
 
 
 class Gathered(NamedTuple):
-    """Units that a block changes.
+    """Units that a block changes, as slots that hold them.
 
-    Attributes:
-        claim: Ends the block. What was not written by then gets the values of the drive again.
-        slots: Their memory.
-        written: Not empty once they were.
+    `claim` ends the block: what was not written by then gets the values of the drive again.
+    `written` is not empty once they were.
     """
 
     claim: Claim
@@ -90,8 +88,8 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         resident_bytes: The window in host memory.
         device: Where they are computed with.
         device_bytes: The window there; 0 for the CPU, which needs no other.
-        direct: The handle moves bytes between drive and device: what was made in host memory, a
-            unit at a time, comes straight from the drive, and `resident_bytes` is not taken.
+        direct: Units go straight from the drive to the device once all have been made, one at a
+            time, in host memory; then `resident_bytes` is not taken.
     """
 
     def __init__(
@@ -189,11 +187,9 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
     # What computing asks for
 
     def hold(self, units: Sequence[ParamUnit]) -> object:
-        """Have units in memory for as long as what this returns lives.
+        """Keep units in memory for as long as the returned object lives.
 
-        Raises:
-            MemoryError: The budget is taken by what cannot go.
-            TransferError: They could not be read.
+        MemoryError if the budget is taken by what cannot go; TransferError if they cannot be read.
         """
         stream = devices.stream_here(self.device)
         claims = [self._settled.get(unit) for unit in units]
@@ -220,7 +216,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         return claim
 
     def _have(self, need: Callable[[], Needed]) -> Needed:
-        """What `need` brings; where it finds no room, without what stays."""
+        """Call `need`; if it finds no room, again without what stays."""
         with self._failing():
             try:
                 return need()
@@ -272,7 +268,6 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
             raise
 
     def unit_at(self, address: int) -> ParamUnit | None:
-        """The unit whose memory begins at an address."""
         return self._by_address.get(address)
 
     @owned
@@ -286,8 +281,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
     def make_way(self, parameters: Sequence[torch.Tensor]) -> None:
         """Drop all copies in memory that are not in use, before these change on the drive.
 
-        Raises:
-            RuntimeError: A block gathered some of them.
+        RuntimeError if a block has gathered some of them.
         """
         if not self._gathered_units.isdisjoint(self._unit_of[id(p)] for p in parameters):
             raise RuntimeError(
@@ -298,7 +292,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
 
     @owned
     def follow_drive(self) -> None:
-        """Have the new values where parameters have changed on the drive since `make_way`.
+        """Take the new values of parameters that have changed on the drive since `make_way`.
 
         Whoever computed meanwhile has brought old ones, or holds them still.
         """
@@ -335,7 +329,6 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
 
     @owned
     def is_gathered(self, parameter: torch.Tensor) -> bool:
-        """Whether a block of `gather` has it in memory."""
         return self._unit_of[id(parameter)] in self._gathered_units
 
     @property
@@ -348,7 +341,6 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         return Gathered(self._owner.claim(self._scatter, slots, written), slots, written)
 
     def write(self, gathered: Gathered) -> None:
-        """Write what was gathered to where it lives."""
         stream = devices.stream_here(self.device)
         self._owner.call(lambda: self._write(self._top, gathered.slots, gathered.written, stream))
 
@@ -396,12 +388,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         self._owner.drain()
 
     def load(self, unit: ParamUnit, given: Mapping[int, torch.Tensor]) -> None:
-        """Change parameters on the drive.
-
-        Args:
-            unit: Which hold them.
-            given: Their values, by id.
-        """
+        """Change parameters of a unit on the drive, to values given by their id."""
         here = {key: devices.on_host(local(tensor)) for key, tensor in given.items()}
         self._owner.call(self._load, unit, here)
 
@@ -447,11 +434,9 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
     # What the window asks for
 
     def take(self, unit: ParamUnit) -> ParamSlot | None:
-        """Memory of the budget."""
         return self._pool.take(unit, unit.nbytes)
 
     def fill(self, slot: ParamSlot) -> Fill:
-        """From where the parameters are now."""
         memory, after = slot.host, None
         if isinstance(slot, DeviceSlot):
             memory, after = slot.memory, self._device_pool.free()
@@ -467,7 +452,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         return Fill(reads, after=after)
 
     def explain(self, slot: ParamSlot, error: BaseException) -> BaseException:
-        """Say whose files were closed."""
+        """Name the closed optimizer whose files a parameter was in."""
         if not isinstance(error, ClosedError) or self.closed:
             return error
         return ClosedError(_TAKEN_ALONG)
@@ -481,7 +466,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
             lay(parameter, tensor)
 
     def unbind(self, slot: ParamSlot) -> None:
-        """Let them lie over nothing."""
+        """Lay the parameters over nothing."""
         if not self._is_on_top(slot):
             return
         self._settled.pop(slot.unit, None)
@@ -493,7 +478,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         return self._on_device is None or isinstance(slot, DeviceSlot)
 
     def take_anyway(self, unit: ParamUnit) -> ParamSlot:
-        """What looks free may be held by a tensor in a cycle."""
+        """Memory beyond the budget: what looks free may be held by a tensor in a cycle."""
         while self._on_device is not None and self._device_pool.wait_for_one():
             slot = self.take(unit)
             if slot is not None:
@@ -516,8 +501,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
     def where(self, parameter: torch.Tensor) -> Sequence[Extent]:
         """Where the parameter's elements are now; from any thread.
 
-        Raises:
-            ClosedError: In files of an optimizer that is closed.
+        ClosedError if they are in files of an optimizer that is closed.
         """
         found = self._places.where(parameter)
         if not self.closed and any(extent.file.closed for extent in found):
@@ -529,7 +513,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         return self._places.span_of(parameter).strides
 
     def relocate(self, parameter: torch.Tensor, locate: Callable[[], Sequence[Extent]]) -> None:
-        """From now on the parameter is read from where `locate` says, which waits for nobody."""
+        """Read the parameter from where `locate` says from now on; `locate` waits for nobody."""
         self._owner.call(self._places.relocate, parameter, locate)
 
     def on_file(self, parameter: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
@@ -543,7 +527,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
     # The end
 
     def check_open(self) -> None:
-        """Raise if it cannot be used here."""
+        """Raise if it is closed, or this process was forked from its owner's."""
         if self.closed:
             raise ClosedError(_CLOSED)
         if self._owner.forked:
@@ -566,19 +550,17 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
     @property
     @owned
     def held(self) -> list[ParamUnit]:
-        """The units that somebody holds."""
         self._unsettle()
         return [slot.unit for slot in self._top.there if slot.holds]
 
     @property
     @owned
     def in_use_bytes(self) -> int:
-        """What units, and tensors that outlive them, take of the budget."""
+        """The part of the budget that units, and tensors that outlive them, take."""
         return self._pool.in_use_bytes
 
     @property
     def bytes_read(self) -> int:
-        """Read from the drive since this was made."""
         there = self._on_device
         return self._window.bytes_read + (there.bytes_read if there is not None else 0)
 

@@ -34,18 +34,9 @@ _SHARD = ("sharded_param", "padded_sharded_param_size", "_sharded_param_data")
 
 
 class Sharded:
-    """A module with parameters that FSDP2 shards.
+    """A module with parameters that FSDP2 shards; refuses what cannot be swapped.
 
-    Args:
-        module: It.
-
-    Attributes:
-        stages: FSDP's groups, by the module that each is of.
-        units: Of one stage each, in the same order.
-
-    Raises:
-        ValueError: It cannot be swapped as it is.
-        BackendUnavailableError: This torch has another FSDP2 than the one known here.
+    `stages` are FSDP's groups, by the module that each is of; each has one of `units`.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -102,13 +93,12 @@ class _Gathering:
         group.unshard, group.wait_for_unshard = self.unshard, self.wait_for_unshard
 
     def unshard(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of the group's."""
         if not self._group.is_sharded or self._group._all_gather_result is not None:
             return self._unshard(*args, **kwargs)
         return self._with_shard(self._unshard, *args, **kwargs)
 
     def wait_for_unshard(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of the group's. One rank alone gathers nothing: it copies here."""
+        """Takes the place of the group's. One rank alone gathers nothing: it copies here."""
         if not self._alone or self._group._all_gather_result is None:
             return self._wait(*args, **kwargs)
         return self._with_shard(self._wait, *args, **kwargs)
@@ -137,7 +127,7 @@ class _Gathering:
             self._lay(self._nothing)
 
     def _wait_for_copies(self) -> None:
-        """Until the shard is on the device that gathers it: its memory is another's after this."""
+        """Wait until the gathering device has copied the shard, whose memory is reused then."""
         device, context = self._group.device, self._group.comm_ctx
         if device.type != "cpu":
             for stream in (None, getattr(context, "all_gather_copy_in_stream", None)):
@@ -150,7 +140,7 @@ class _Gathering:
 
 
 class _Kept:
-    """In the place of what gives a shard memory of its own."""
+    """Takes the place of `reset_sharded_param`, which would give a shard memory of its own."""
 
     def __init__(self, shard: Any) -> None:
         self._shard = shard
@@ -167,7 +157,6 @@ class _Kept:
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:
-    """Whether FSDP2 shards it, or a part of it."""
     return bool(_fsdp_modules(module))
 
 

@@ -22,13 +22,7 @@ AS_ONE = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.n
 
 @dataclass(eq=False)
 class Stage:
-    """A module whose forward needs some parameters.
-
-    Attributes:
-        name: Its name in the model, "" for the model itself.
-        module: The module.
-        parameters: What it needs, itself or in its children.
-    """
+    """A module ("" is the model itself), and the parameters that its forward needs."""
 
     name: str
     module: torch.nn.Module
@@ -39,12 +33,8 @@ class Stage:
 class ParamUnit:
     """Parameters that the same stages need: they come and go together.
 
-    Attributes:
-        parameters: In the order of the model.
-        spans: Where each lies in the unit's memory (and, at first, in its part of the file).
-        nbytes: Its length.
-        file_offset: Where it begins in the module's own file.
-        stages: Who needs it.
+    `spans` say where each lies in the unit's memory (and, at first, in its part of the file), and
+    `file_offset` where the unit begins in the module's own file.
     """
 
     parameters: list[torch.nn.Parameter]
@@ -55,11 +45,11 @@ class ParamUnit:
 
 
 def find_stages(root: torch.nn.Module, most_bytes: int) -> list[Stage]:
-    """The largest modules whose parameters are at most so many bytes; larger ones by their parts.
+    """The largest modules whose parameters have at most `most_bytes`; larger ones by their parts.
 
-    A module that is larger and has parameters of its own is a stage for those, and its children
-    are stages too. Containers that are never called (ModuleList) hand their parameters to who
-    has them.
+    A module that is larger and has parameters of its own is a stage for those, and its children are
+    stages too. The parameters of containers that are never called (ModuleList) belong to the module
+    around them.
     """
     found: list[Stage] = []
 
@@ -86,7 +76,7 @@ def _is_called(module: torch.nn.Module) -> bool:
 
 
 def _own_parameters(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Of the module itself, and of containers in it that nobody calls."""
+    """The parameters of the module itself, and of containers in it that nobody calls."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if not _is_called(child):
@@ -102,9 +92,7 @@ def find_units(
 ) -> list[ParamUnit]:
     """Parameters by who needs them: those of one stage alone are one unit, tied ones another.
 
-    Args:
-        stages: All of them.
-        strides: Of parameters, by id, that have no memory to tell them by.
+    `strides` are those of parameters that have no memory to tell them by, by id.
     """
     users: dict[int, list[Stage]] = {}
     parameters: dict[int, torch.nn.Parameter] = {}
@@ -128,7 +116,6 @@ def find_units(
 
 
 def unit_nbytes(parameters: Sequence[torch.nn.Parameter]) -> int:
-    """Bytes of a unit of these parameters."""
     return _laid_out(parameters, {})[1]
 
 
@@ -148,12 +135,7 @@ def _laid_out(
 
 
 class ParamPlaces:
-    """Where parameters are.
-
-    Args:
-        unit_of: The unit of each parameter, by id.
-        file: Has all units, each at its offset.
-    """
+    """Where parameters are: in `file` with all units, or in files of an optimizer."""
 
     def __init__(self, unit_of: Mapping[int, ParamUnit], file: StripedFile) -> None:
         self._unit_of = unit_of
@@ -194,7 +176,6 @@ class ParamPlaces:
         return extents_of(self._file, offset, 0, math.prod(span.shape), span.dtype.itemsize)
 
     def span_of(self, parameter: torch.Tensor) -> SlotSpan:
-        """Where a parameter lies in its unit, and how."""
         unit = self._unit_of[id(parameter)]
         return next(
             span
@@ -203,7 +184,7 @@ class ParamPlaces:
         )
 
     def relocate(self, parameter: torch.Tensor, locate: Callable[[], Sequence[Extent]]) -> None:
-        """From now on the parameter is read from where `locate` says, which waits for nobody."""
+        """Read the parameter from where `locate` says from now on; `locate` waits for nobody."""
         self._elsewhere[id(parameter)] = locate
         if self._elsewhere.keys() >= self._unit_of.keys():
             for file in self._file.files:
@@ -214,7 +195,7 @@ class ParamPlaces:
                     opened.release()
 
     def on_file(self, parameter: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        """The parameter over the file, unread, with the rows of others below its own."""
+        """The parameter over the file, unread, with the rows of `rest` below its own."""
         size = parameter.dtype.itemsize
         spans = [
             FileSpan(file, offset, start * size, (stop - start) * size)

@@ -36,12 +36,7 @@ _SHOWN = "_nvmeio_shown"  # of a layer: what it shows in the places of its param
 
 
 class WholeParameter(NamedTuple):
-    """What a layer's tiles have together.
-
-    Attributes:
-        parts: Of each tile, in order.
-        shape: Of the whole.
-    """
+    """A parameter of a cut layer: the parts that its tiles have, and the shape of the whole."""
 
     parts: list[nn.Parameter]
     shape: tuple[int, ...]
@@ -82,13 +77,9 @@ class TiledLayers:
     def cut(
         self, root: nn.Module, most_bytes: int, window_bytes: int, device: torch.device
     ) -> None:
-        """Cut what does not fit.
+        """Cut layers that take more than `window_bytes` into tiles of at most `most_bytes`.
 
-        Args:
-            root: The module.
-            most_bytes: For a tile; 64 rows are one all the same.
-            window_bytes: Layers that take no more stay as they are.
-            device: Where they will compute.
+        64 rows are one tile all the same. `device` is where the layers will compute.
         """
         owners = _owners(root)
         for layer in _layers(root):
@@ -124,7 +115,6 @@ class TiledLayers:
         layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]
 
     def undo(self) -> None:
-        """Make the layers whole again, with the parameters that they had."""
         for layer, parameters, hooks in self._whole:
             layer.__dict__.pop("forward", None)
             layer.__dict__.pop(_SHOWN, None)
@@ -189,7 +179,7 @@ def _layers(root: nn.Module) -> list[nn.Linear]:
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """Whether its tiles lack nothing of it: it has no class, gradient or hooks of its own."""
+    """Whether tiles can replace a parameter: it has no class, gradient or hooks of its own."""
     hooks: Any = (
         parameter._backward_hooks,
         getattr(parameter, "_post_accumulate_grad_hooks", None),
@@ -211,7 +201,7 @@ def _tile(layer: nn.Linear, first: int, last: int) -> nn.Linear:
 
 
 def _nothing(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
-    """What the layer shows in the place of a parameter: its shape and dtype, and NaN."""
+    """The tensor that a layer shows in the place of a parameter: its shape and dtype, and NaN."""
     shape = tuple(parameter.shape)
     nbytes = math.prod(shape) * parameter.dtype.itemsize
     return absent(SlotSpan(0, nbytes, parameter.dtype, shape), device)
@@ -256,7 +246,7 @@ def _keys(tiles: Any, prefix: str, name: str) -> list[str]:
 
 
 def _join(layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """The rows of the tiles as one: over the files, or in memory where a block gathered some."""
+    """Join the rows of the tiles: over the files, or in memory where a block gathered some."""
     if not _is_cut(layer):
         return  # an interrupt came between making it whole again and this hook's going
     tiles: Any = layer._modules[_TILES]
@@ -304,12 +294,7 @@ def _split(
 
 
 class Need(NamedTuple):
-    """What a window must hold at once.
-
-    Attributes:
-        nbytes: How much.
-        name: The part whose call takes most.
-    """
+    """Bytes that a window must hold at once, and the name of the part whose call takes most."""
 
     nbytes: int
     name: str
@@ -355,7 +340,7 @@ def _is_saved(unit: ParamUnit) -> bool:
 
 
 def largest(root: torch.nn.Module, units: Sequence[ParamUnit]) -> Need:
-    """The parameters that come at once."""
+    """The largest unit: its parameters come at once."""
     unit = max(units, key=lambda each: each.nbytes, default=None)
     if unit is None:
         return Need(0, "")
@@ -363,13 +348,9 @@ def largest(root: torch.nn.Module, units: Sequence[ParamUnit]) -> Need:
 
 
 class Windows(NamedTuple):
-    """What the user gave.
+    """The windows that the user gave.
 
-    Attributes:
-        resident_bytes: In host memory, unless parts go straight to the device.
-        device_bytes: On a device; None there: as many as are wanted.
-        device: Where the module computes.
-        direct: Whether parts go straight to it.
+    `device_bytes` None is as many as are wanted. With `direct`, parts go straight to the device.
     """
 
     resident_bytes: int
@@ -379,17 +360,16 @@ class Windows(NamedTuple):
 
     @property
     def host_bytes(self) -> int | None:
-        """The one in host memory, if one is taken."""
+        """The window in host memory, if one is taken."""
         return None if self.direct else self.resident_bytes
 
     @property
     def smaller_bytes(self) -> int:
-        """The one that decides how large parts are."""
+        """The window that decides how large parts are."""
         nbytes = self.device_bytes or self.resident_bytes
         return nbytes if self.direct else min(nbytes, self.resident_bytes)
 
     def hold(self, most: Need, need: Need) -> bool:
-        """Whether they are large enough."""
         at_once = self.host_bytes if self.device.type == "cpu" else self.device_bytes
         one = self.host_bytes
         return (one is None or most.nbytes <= one) and (at_once is None or need.nbytes <= at_once)
@@ -397,9 +377,7 @@ class Windows(NamedTuple):
     def checked(self, most: Need, need: Need | None) -> int:
         """The window on the device, 0 for none; raises where one is too small.
 
-        Args:
-            most: The parameters that come at once.
-            need: What must be there together, where the module computes; None: only those.
+        `most` comes at once; `need` must be together where the module computes, None: only `most`.
         """
         need = most if need is None else need
         if self.device.type == "cpu":

@@ -88,7 +88,7 @@ _COPYING = ("__deepcopy__", "__reduce_ex__", "_typed_storage")
 
 
 def _checked(name: str) -> Any:
-    """A method of its class, for a parameter that is swapped no more and has values."""
+    """A method that refuses for swapped parameters, and else calls the class's own."""
 
     def method(self: torch.nn.Parameter, *args: Any) -> Any:
         _check_copying(self)
@@ -120,7 +120,7 @@ def _check_values(name: str, parameter: torch.nn.Parameter) -> None:
 
 
 class _SavedParameter(NamedTuple):
-    """A unit's memory."""
+    """What autograd keeps in the place of a view of a unit's memory."""
 
     store: ParamStore
     unit: ParamUnit
@@ -159,7 +159,6 @@ def attach(store: ParamStore, stage: Stage) -> None:
 
 
 def _parameter_at(unit: ParamUnit, offset: int) -> torch.nn.Parameter | None:
-    """The parameter that has this byte of a unit's memory."""
     for parameter, span in zip(unit.parameters, unit.spans, strict=True):
         if span.offset <= offset < span.offset + span.nbytes:
             return parameter

@@ -20,16 +20,8 @@ from nvmeio.handle import AioHandle
 class OptimizerSettings:
     """The arguments of `SwappedOptimizer` that say how it works; see there.
 
-    Attributes:
-        on_disk: Gradients are on the drive too.
-        read_ahead: Read the next subgroup during a step.
-        write_behind: Write the last subgroup during a step.
-        resume: Go on from what is in the directory.
-        must_resume: And raise where there is nothing.
-        device: Where it is computed.
-
-    Raises:
-        TypeError, ValueError: One is not what it has to be, or two do not go together.
+    `on_disk`: gradients are on the drive too. `must_resume`: raise where there is nothing to
+    resume.
     """
 
     subgroup_bytes: int
@@ -63,12 +55,12 @@ class OptimizerSettings:
 
     @property
     def buffers(self) -> int:
-        """How many there are: one for each stage that goes on at a time."""
+        """The number of buffers: one for each stage that goes on at a time."""
         return 1 + self.read_ahead + self.write_behind + (self.device.type != "cpu")
 
 
 def check_names(optimizer_class: Any, given: Mapping[str, Any], ours: type) -> None:
-    """Refuse a keyword that neither the optimizer's class nor ours has; says which was meant."""
+    """Refuse a keyword that neither the optimizer's class nor ours takes; says which was meant."""
     if not isinstance(optimizer_class, type):
         return
     takes = inspect.signature(optimizer_class).parameters
@@ -87,7 +79,6 @@ MUST = "must"  # resume, or raise
 
 
 def handle(value: AioHandle | None) -> None:
-    """None or a handle."""
     if value is not None and not isinstance(value, AioHandle):
         raise TypeError(f"handle must be an nvmeio.AioHandle, not {value!r:.80}")
 
@@ -101,7 +92,6 @@ def master_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def choice(name: str, value: str, among: tuple[str, ...]) -> None:
-    """One of some words."""
     if value not in among:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, among))}, not {value!r}")
 
@@ -117,7 +107,6 @@ def resume(value: bool | str) -> bool | str:
 
 
 def ratio(value: float) -> None:
-    """A number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"ratio must be a number, not {value!r:.80}")
     if not 0 <= value <= 1:

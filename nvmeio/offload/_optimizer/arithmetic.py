@@ -24,13 +24,9 @@ from nvmeio.offload._swap_files.tensors import laid, strides_of, view
 class Work:
     """A piece on its turn.
 
-    Attributes:
-        piece: The piece.
-        group: The number of its parameter group.
-        weights: What the optimizer steps on; its `grad` is set.
-        slot: The memory that holds the piece's state.
-        alike: The strides that its state must have; None for whatever it has.
-        strides: Of the state that this step makes anew, by name.
+    The optimizer steps on `weights`, whose `grad` is set; `slot` holds the piece's state, which
+    must have the strides `alike`, None for whatever it has. `strides` are of state that this step
+    makes.
     """
 
     piece: Piece
@@ -44,14 +40,7 @@ class Work:
 class Stepper:
     """Steps pieces with an optimizer class.
 
-    Args:
-        optimizer_class: The class.
-        arguments: Its arguments, without the parameters.
-        device: Where it steps.
-
-    Raises:
-        TypeError: The class cannot be swapped.
-        Exception: What the class says to its arguments.
+    Raises TypeError if the class cannot be swapped, and what the class says to its arguments.
     """
 
     def __init__(
@@ -69,17 +58,10 @@ class Stepper:
     def kinds(
         self, group: dict[str, Any], number: int, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> tuple[Kind, ...]:
-        """The state tensors that a parameter of a group will have and that are worth swapping.
+        """The state tensors of a parameter of group `number` that are worth swapping.
 
-        Args:
-            group: As the optimizer has it.
-            number: Of the group.
-            dtype: That the step computes in.
-            shape: Of the parameter.
-
-        Raises:
-            TypeError: The optimizer cannot be probed; says why.
-            ValueError: As `_check_fused`.
+        `dtype` is the one that the step computes in. TypeError says why the optimizer cannot be
+        probed.
         """
         self._check_fused(group, dtype)
         key = (number, dtype, None if self.splits(dtype) else shape)
@@ -125,11 +107,7 @@ class Stepper:
         return own and name in _ELEMENTWISE and dtype in _SPLIT_DTYPES
 
     def _check_fused(self, options: Mapping[str, Any], dtype: torch.dtype) -> None:
-        """Refuse a fused step of which torch's kernel leaves the weights as they are.
-
-        Raises:
-            ValueError: It is one.
-        """
+        """Refuse (ValueError) a fused step in which torch's kernel changes no weights."""
         if (
             options.get("fused")
             and self._device.type == "cpu"
@@ -147,13 +125,8 @@ class Stepper:
     ) -> dict[int, dict[str, Any]]:
         """Step pieces; their state is in their slots before and after.
 
-        Args:
-            works: The pieces.
-            groups: The parameter groups with their options.
-            small: For each piece, by number, its state outside of the slots; not changed.
-
-        Returns:
-            For each of these pieces, by number, that state after the step.
+        `small` is their state outside of the slots, by number, and not changed; returns that after
+        the step.
         """
         found: dict[int, dict[str, Any]] = {}
         for number, dtype in {(work.group, work.weights.dtype) for work in works}:
@@ -203,10 +176,10 @@ def _groups_of(works: Sequence[Work], groups: Sequence[dict[str, Any]]) -> list[
 
 
 def placed(small: dict[str, Any], group: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """State outside of the slots, of a file or a state dict, where a step on a device wants it.
+    """A piece's state outside of the slots, moved to where a step on a device wants it.
 
-    As `load_state_dict` of torch's optimizers does: counters of steps stay on the host, unless the
-    class counts on the device.
+    As in torch's `load_state_dict`, step counters stay on the host, unless the class counts on the
+    device.
     """
     counts_there = group.get("capturable") or group.get("fused")
     found = {}
@@ -259,11 +232,7 @@ _SPLIT_DTYPES = (torch.float32, torch.float64)
 
 
 def check_class(optimizer_class: Any) -> None:
-    """Refuse what cannot be swapped.
-
-    Raises:
-        TypeError: It is no optimizer class, or one that needs a closure or sparse gradients.
-    """
+    """Refuse (TypeError) what is no optimizer class, or needs a closure or sparse gradients."""
     if isinstance(optimizer_class, torch.optim.Optimizer):
         name = type(optimizer_class).__name__
         raise TypeError(
@@ -290,7 +259,7 @@ def check_class(optimizer_class: Any) -> None:
 
 @functools.cache
 def _fused_sgd_steps(dtype: torch.dtype) -> bool:
-    """Whether each weight changes, those too that vector instructions step many of at once."""
+    """Whether every weight changes, also those that vector instructions step many of at once."""
     weights = torch.nn.Parameter(torch.ones(256, dtype=dtype))
     weights.grad = torch.ones_like(weights)
     try:

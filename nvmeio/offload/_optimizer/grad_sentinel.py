@@ -17,12 +17,7 @@ from nvmeio.offload._swap_files.tensors import local
 class GradSentinel:
     """The gradient of one parameter, watched.
 
-    Args:
-        param: The parameter.
-
-    Attributes:
-        param: The parameter.
-        stands_in: What is in ``.grad`` is no gradient, but stands in for one.
+    `stands_in` says that what is in ``.grad`` is no gradient, but stands in for one.
     """
 
     def __init__(self, param: SwappedParam) -> None:
@@ -41,7 +36,7 @@ class GradSentinel:
         return self._held is not None and self.param.parameter.grad is None
 
     def make_way(self) -> None:
-        """Its gradient is about to be accumulated: into its own values, or into nothing."""
+        """Called before its gradient is accumulated: into its own values, or into nothing."""
         self.restore()
         self._look()
         if self.stands_in and self.param.parameter.grad is self._held:
@@ -50,7 +45,7 @@ class GradSentinel:
         self._announced = True
 
     def replaced(self) -> bool:
-        """Whether a gradient that has just come is not the one that was there, added to.
+        """Whether the gradient that has just come is a new one, not the old one added to.
 
         FSDP accumulates by itself and calls no hook before; the same tensor stays then.
         """
@@ -58,12 +53,12 @@ class GradSentinel:
         return not announced and self._held is not None and not self._is_held()
 
     def arrived(self) -> None:
-        """Its gradient has come."""
+        """Called when its gradient has come."""
         self.stands_in = False
         self._hold(self.param.parameter.grad)
 
     def stand_in(self) -> None:
-        """Another gradient has gone to the drive: see that there is something in memory."""
+        """Leave something in memory: another gradient has gone to the drive."""
         if self.param.parameter.grad is None:
             zeros = torch.zeros_like(self.param.parameter, requires_grad=False)
             # Minus zero: what is added to it (by FSDP) keeps even the sign of its zeros.
@@ -74,7 +69,7 @@ class GradSentinel:
     # For GradScaler
 
     def poison(self, lost: bool | torch.Tensor) -> None:
-        """Be NaN if another gradient is not finite, which a device may know and the host not."""
+        """Become NaN if another gradient is not finite; only a device may know whether one is."""
         gradient = self.param.parameter.grad
         if gradient is None or (self._clean is not None and lost is True):
             return
@@ -86,7 +81,7 @@ class GradSentinel:
         self._hold(gradient)
 
     def restore(self) -> None:
-        """Have its own values again."""
+        """Take its own values again."""
         clean, self._clean = self._clean, None
         gradient = self.param.parameter.grad
         if clean is not None and gradient is not None:
@@ -104,13 +99,9 @@ class GradSentinel:
         return self.param.parameter.grad if self._clean is None else self._clean
 
     def check(self, scaled: bool) -> None:
-        """Whether nobody changed it since backward.
+        """Raise if somebody changed it since backward: the gradients on the drive do not have that.
 
-        Args:
-            scaled: A GradScaler has looked at it.
-
-        Raises:
-            RuntimeError: Somebody did, and the gradients on the drive do not know of it.
+        `scaled` says that a GradScaler has looked at it.
         """
         self._look(_versions_of_a_look() if scaled else 0)
         if self._touched:
@@ -124,7 +115,7 @@ class GradSentinel:
             self._hold(self._held)  # so that it may be looked at once more
 
     def forget(self) -> None:
-        """All gradients are gone."""
+        """Forget it: all gradients are gone."""
         if self.stands_in and self._is_held():
             self.param.parameter.grad = None
         self._held = self._clean = None
@@ -146,7 +137,7 @@ class GradSentinel:
 
 
 def _versions_of_a_look() -> int:
-    """By how many versions a tensor is older when a GradScaler has looked at it."""
+    """By how much a GradScaler's look raises a tensor's version."""
     probe = torch.ones(1)
     torch._amp_foreach_non_finite_check_and_unscale_([probe], torch.zeros(1), torch.ones(1))
     return int(probe._version)

@@ -56,15 +56,8 @@ class _Sheet:
 class GradSheets:
     """Gradients by piece, on the drive and on their way there.
 
-    After a failure every call raises it until `clear`: what was to be written is lost.
-
-    Args:
-        directory: Locked by this process.
-        handles: Move the bytes.
-
-    Attributes:
-        read_bytes: Since it was made, for accumulation only.
-        written_bytes: Since it was made.
+    After a failure every call raises it until `clear`: what was to be written is lost. `read_bytes`
+    are for accumulation only.
     """
 
     def __init__(self, directory: SwapDirs, handles: DriveHandles) -> None:
@@ -87,11 +80,7 @@ class GradSheets:
     # Room
 
     def _reserve(self, subgroups: Sequence[Subgroup]) -> None:
-        """Have space and memory for further subgroups; none of them is used before `_extend`.
-
-        Raises:
-            TransferError: There is no space for them.
-        """
+        """Have space and memory for further subgroups; none of them is used before `_extend`."""
         bands = [*self._bands, *(subgroup.grad_nbytes for subgroup in subgroups)]
         ends = itertools.accumulate(bands[len(self._bands) :], initial=sum(self._bands))
         for subgroup, offset in zip(subgroups, ends, strict=False):
@@ -103,7 +92,7 @@ class GradSheets:
         self._make_memory(max((subgroup.grad_nbytes for subgroup in subgroups), default=0))
 
     def _extend(self, subgroups: Sequence[Subgroup]) -> None:
-        """Take subgroups on that `_reserve` has made room for."""
+        """Take on subgroups that `_reserve` has made room for."""
         self._bands += [subgroup.grad_nbytes for subgroup in subgroups]
         self._group_of.update({id(p): s for s in subgroups for p in s.pieces})
 
@@ -121,7 +110,7 @@ class GradSheets:
     # What backward made
 
     def _add_to(self, param: SwappedParam, gradient: torch.Tensor) -> None:
-        """Add what is here of a parameter's gradient to another one, in place."""
+        """Add the part of a parameter's gradient that is here to another one, in place."""
         if param.number not in self._present:
             return
         for piece in param.pieces:
@@ -162,7 +151,7 @@ class GradSheets:
         self._present.add(param.number)
 
     def _is_awaited(self, piece: Piece) -> bool:
-        """Whether backward brings its gradient here; with all of these a sheet is full."""
+        """Whether backward brings the piece's gradient here; with all of these a sheet is full."""
         raise NotImplementedError
 
     def _sheet_of(self, piece: Piece) -> _Sheet:
@@ -222,7 +211,7 @@ class GradSheets:
             self._begin_write(sheet)
 
     def _begin_writes(self) -> None:
-        """Of the sheets that devices were still copying to."""
+        """Begin the writes of sheets to which devices have finished copying."""
         for sheet in self._leaving:
             if sheet.copied and all(mark.done() for mark in sheet.copied.values()):
                 self._begin_write(sheet)
@@ -256,7 +245,6 @@ class GradSheets:
     # What is here
 
     def has(self, number: int) -> bool:
-        """Whether a parameter's gradient is here."""
         return number in self._present
 
     def reads(self, subgroup: Subgroup, pieces: Sequence[Piece], base: int) -> list[Move]:
@@ -277,11 +265,7 @@ class GradSheets:
         ]
 
     def flush(self) -> None:
-        """Write what is in memory, and wait until all is written.
-
-        Raises:
-            TransferError: Some gradients were lost.
-        """
+        """Write what is in memory, and wait for it; raises if some gradients were lost."""
         while self._open:
             self._write(next(iter(self._open.values())))
         while self._leaving:
@@ -305,12 +289,10 @@ class GradSheets:
 
     @property
     def file_bytes(self) -> int:
-        """Length of the file."""
         return sum(self._bands)
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of all sheets."""
         return 0 if self._pool is None else self._pool.budget_bytes
 
     def close(self) -> None:
@@ -334,13 +316,8 @@ class GradSheets:
 class GradientSwapper(GradSheets):
     """Takes gradients to the drive, and tells where they are.
 
-    Args:
-        directory: Locked by this process.
-        handles: Move the bytes.
-        transactions: Whose thread calls all of this; hooks hand over to it from wherever they are.
-
-    Attributes:
-        factor: What `clip` found that gradients are to be multiplied with; None for nothing.
+    The thread of `transactions` calls all of this; hooks hand over to it from wherever they run.
+    Gradients are to be multiplied with `factor`, which `clip` sets; None for nothing.
     """
 
     def __init__(
@@ -360,10 +337,8 @@ class GradientSwapper(GradSheets):
     def reserve(self, params: Sequence[SwappedParam], subgroups: Sequence[Subgroup]) -> None:
         """Have space and memory for the gradients of further parameters; none are taken yet.
 
-        Raises:
-            TransferError: There is no space for them.
-            ValueError: They are of several ranks and not sharded: DistributedDataParallel reduces
-                gradients in memory, after they were taken.
+        ValueError for several ranks' that are not sharded: DistributedDataParallel reduces
+        gradients in memory, after they were taken.
         """
         if self._distributed and not all(tensors.is_sharded(param.parameter) for param in params):
             raise ValueError(
@@ -390,7 +365,7 @@ class GradientSwapper(GradSheets):
     # What backward made
 
     def _hand_over(self, param: SwappedParam, parameter: torch.Tensor) -> None:
-        """The hook: called in autograd's threads, and in the main one."""
+        """The hook that takes a gradient: called in autograd's threads, and in the main one."""
         self._transactions.run(lambda _: self._take_in_order(param, parameter))
 
     def _announce(self, _: torch.Tensor) -> None:
@@ -398,7 +373,7 @@ class GradientSwapper(GradSheets):
         self._transactions.run(lambda _: self._before_the_grad_sentinel())
 
     def _take_in_order(self, param: SwappedParam, parameter: torch.Tensor) -> None:
-        """Whichever streams of a device autograd is on."""
+        """Take a gradient after the hooks before it, whichever stream autograd is on."""
         device = devices.device_of(parameter)
         self._follow_hooks(device)
         self._take(param, parameter)
@@ -468,7 +443,7 @@ class GradientSwapper(GradSheets):
         self._watching().make_way()
 
     def _look_for_zero_grad(self) -> None:
-        """``model.zero_grad()`` knows nothing of the drive; the gradient in memory tells of it."""
+        """Notice ``model.zero_grad()``, which only reaches the gradient in memory."""
         if self._grad_sentinel is not None and self._grad_sentinel.zeroed():
             self.clear()
 
@@ -485,13 +460,9 @@ class GradientSwapper(GradSheets):
             self._grad_sentinel.restore()
 
     def check(self, scaled: bool = False) -> None:
-        """Whether memory and drive agree about the gradients.
+        """Raise if gradients in memory were changed, or put there, since backward.
 
-        Args:
-            scaled: A GradScaler has looked at those in memory.
-
-        Raises:
-            RuntimeError: Somebody changed gradients in memory, or put some there, since backward.
+        `scaled` says that a GradScaler has looked at those in memory.
         """
         self._look_for_zero_grad()
         if self._grad_sentinel is not None:
@@ -506,16 +477,12 @@ class GradientSwapper(GradSheets):
     # What the optimizer asks
 
     def stands_in(self, param: SwappedParam) -> bool:
-        """Whether what a parameter has in ``.grad`` is no gradient of it."""
+        """Whether a parameter's ``.grad`` is no gradient of it."""
         sentinel = self._grad_sentinel
         return sentinel is not None and sentinel.param is param and sentinel.stands_in
 
     def flush(self) -> None:
-        """Write what is in memory, and wait until all is written.
-
-        Raises:
-            TransferError: Some gradients were lost; zero_grad, and run backward again.
-        """
+        """As `GradSheets.flush`; after an error zero_grad, and run backward again."""
         self._look_for_zero_grad()
         super().flush()
 
@@ -531,12 +498,9 @@ class GradientSwapper(GradSheets):
     def clip(
         self, max_norm: float, inverse_scale: torch.Tensor | None, transaction: Transaction
     ) -> torch.Tensor:
-        """The norm of all gradients; keeps what to multiply them with, as torch clips.
+        """The norm of all gradients; keeps the factor that clips them to `max_norm`, as torch does.
 
-        Args:
-            max_norm: The largest norm allowed.
-            inverse_scale: What undoes a GradScaler, or None.
-            transaction: Whose clipping it is.
+        `inverse_scale` undoes a GradScaler. A rollback brings the factor before back.
         """
         self.check()
         norms: dict[torch.device, list[torch.Tensor]] = {}

@@ -67,13 +67,7 @@ class MemoryPlan(NamedTuple):
 def hold(subgroups: Sequence[Subgroup], ratio: float, bound: set[int]) -> None:
     """Let the last subgroups stay in memory, so that about `ratio` of the state is on the drive.
 
-    Args:
-        subgroups: All of them.
-        ratio: Of their bytes, from 0 to 1.
-        bound: Parameters that live in the state files themselves, by number: those stay there.
-
-    Raises:
-        ValueError: Some of the state is to stay in memory, and that of a bound parameter cannot.
+    ValueError if some must stay, and there are `bound` parameters, whose home is the state files.
     """
     if ratio < 1 and bound:
         raise ValueError(
@@ -122,38 +116,22 @@ def plan_of(state: Swapped) -> MemoryPlan:
 
 
 class Cuts(NamedTuple):
-    """How it is done.
-
-    Attributes:
-        stepper: Knows the state of a parameter.
-        settings: Say how long a buffer may be, and what is on the drive.
-    """
+    """Cuts parameters into pieces, and packs those into subgroups."""
 
     stepper: Stepper
     settings: OptimizerSettings
 
     def params(self, first: int, number: int, group: dict[str, Any]) -> list[SwappedParam]:
-        """The parameters of a group, cut so that each piece fits into a buffer.
+        """The parameters of group `number`, cut so that each piece fits into a buffer.
 
-        Args:
-            first: The number of the first of them.
-            number: Of the group.
-            group: As the optimizer has it.
-
-        Raises:
-            TypeError: One is complex with master weights, or not dense, or the optimizer cannot be
-                probed with it.
-            ValueError: One is elsewhere than the device that steps, or has no values.
+        The first of them gets the number `first`. TypeError if one is not dense or cannot be
+        probed, ValueError if one is elsewhere than the device that steps, or has no values.
         """
         whole = self._params(first, number, group, 1 << 62)
         return self._params(first, number, group, self._most_bytes(whole))
 
     def subgroups(self, params: Sequence[SwappedParam]) -> list[Subgroup]:
-        """Their pieces in subgroups.
-
-        Raises:
-            ValueError: The buffers are too small for one.
-        """
+        """The pieces of parameters in subgroups; ValueError if the buffers are too small."""
         how = self.settings
         pieces = [piece for param in params for piece in param.pieces]
         subgroups = pack(pieces, self._most_bytes(params), how.on_disk)
@@ -177,7 +155,7 @@ class Cuts(NamedTuple):
         return subgroups
 
     def _described(self, piece: Piece, params: Sequence[SwappedParam]) -> str:
-        """The piece in words, and what would make it smaller."""
+        """A piece in words, and what would make it smaller."""
         param = next(param for param in params if param.number == piece.param)
         whole = f"parameter {param.number} of shape {param.shape}"
         if len(param.pieces) > 1:

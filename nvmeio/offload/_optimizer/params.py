@@ -19,17 +19,9 @@ from nvmeio.offload._swap_files.tensors import local
 
 @dataclass(eq=False)
 class SwappedParam:
-    """A parameter, as it was handed over.
+    """A parameter, as it was handed over; `shape` is that of this process's part.
 
-    Attributes:
-        number: Position among all parameters.
-        parameter: The parameter.
-        group: The number of its group.
-        param_store: Keeps it on the drive; None where it is in memory.
-        shape: Of this process's part.
-        dtype: Of the parameter.
-        device: Where it is.
-        pieces: Its pieces, in order.
+    `param_store` keeps it on the drive; None where it is in memory.
     """
 
     number: int
@@ -52,12 +44,7 @@ class SwappedParam:
         return self.device if self.param_store is None else self.param_store.device
 
     def check_unchanged(self) -> None:
-        """Whether it is still what was handed over.
-
-        Raises:
-            RuntimeError: It was resized, converted, moved or laid out otherwise; says what it was
-                and is.
-        """
+        """Raise RuntimeError if it was resized, converted, moved or laid out otherwise."""
         now = local(self.parameter)
         for what, was, found in (
             ("shape", self.shape, tuple(now.shape)),
@@ -84,7 +71,7 @@ class Scaled(NamedTuple):
     scale: torch.Tensor | None
 
     def inverse(self) -> torch.Tensor:
-        """What the gradients are to be multiplied with."""
+        """The factor that undoes the scale."""
         if self.scale is None:
             raise RuntimeError(
                 "GradScaler.unscale_ cannot reach gradients on the drive: leave it out, and "
@@ -96,11 +83,8 @@ class Scaled(NamedTuple):
 class StepInputs(NamedTuple):
     """Options and gradients of one step.
 
-    Attributes:
-        groups: The parameter groups.
-        grads: The gradients in memory by the numbers of their parameters; None for those that are
-            there when the step begins.
-        scaled: What a GradScaler says of them.
+    `grads` are those in memory, by the numbers of their parameters; None for those that are there
+    when the step begins.
     """
 
     groups: list[dict[str, Any]]
@@ -115,11 +99,7 @@ def grads_of(params: Sequence[SwappedParam]) -> dict[int, torch.Tensor]:
 
 
 def check_groups(groups: Sequence[dict[str, Any]], params: Sequence[SwappedParam]) -> None:
-    """Whether parameter groups have the parameters that they were given.
-
-    Raises:
-        RuntimeError: Somebody changed them by hand.
-    """
+    """Raise RuntimeError if somebody changed the parameters of groups by hand."""
     mine: list[list[int]] = [[] for _ in groups]
     for param in params:
         if param.group < len(mine):

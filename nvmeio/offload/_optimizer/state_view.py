@@ -85,11 +85,11 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         return len(self._there())
 
     def _there(self) -> list[SwappedParam]:
-        """Those that have state; none once the optimizer is closed."""
+        """The parameters that have state; none once the optimizer is closed."""
         return [] if self._swapper.closed else [o for o in self._swapper.params if self._has(o)]
 
     def _has(self, param: SwappedParam) -> bool:
-        """Whether there is anything to tell of it: plain SGD keeps nothing."""
+        """Whether an entry would hold anything: plain SGD keeps nothing."""
         first = param.pieces[0]
         master = first.stored and first.step_dtype != param.dtype
         something = bool(first.kinds) or bool(self._swapper.store.small[first.number]) or master
@@ -125,8 +125,7 @@ def prepared(
 ) -> Prepared:
     """Check a state dict against parameters and their groups, before anything is changed.
 
-    Raises:
-        ValueError: Groups, parameters, shapes or kinds of state differ; says which.
+    ValueError says which groups, parameters, shapes or kinds of state differ.
     """
     try:
         saved, state = state_dict["param_groups"], state_dict["state"]

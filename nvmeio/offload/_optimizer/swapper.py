@@ -47,18 +47,8 @@ Groups = Sequence[dict[str, Any]]
 class StateSwapper(Swapped):
     """Takes the state of one optimizer to the drive and back.
 
-    One thread makes it and calls all that changes something: that of `transactions`.
-
-    Args:
-        directory: Locked by this process.
-        handle: Moves the bytes and stays open; None makes one for each drive.
-        transactions: Whose thread this is used in.
-        stepper: Does the arithmetic.
-        settings: How.
-
-    Attributes:
-        broken: Why no further step can be made, or "".
-        closed: `close` was called.
+    The thread of `transactions` makes it and calls all that changes something. `handle` stays open;
+    None makes one for each drive. `broken` says why no further step can be made, or is "".
     """
 
     def __init__(
@@ -92,14 +82,9 @@ class StateSwapper(Swapped):
     # Making
 
     def open(self, groups: Groups, transaction: Transaction) -> Manifest | None:
-        """Open the files; bring weights there, or, where there is something to resume, back.
+        """Open the files, and bring weights there, or back where there is something to resume.
 
-        Args:
-            groups: The parameter groups.
-            transaction: Whose opening it is.
-
-        Returns:
-            What was resumed; None where this is the beginning.
+        Returns what was resumed; None where this is the beginning.
         """
         params: list[SwappedParam] = []
         for number, group in enumerate(groups):
@@ -182,7 +167,7 @@ class StateSwapper(Swapped):
                 self.resident[id(subgroup)] = self._memory(nbytes)
 
     def _describe(self) -> None:
-        """Have manifests say what the layout follows from, for who resumes with something else."""
+        """Put what the layout follows from into manifests, for errors of a later resume."""
         settings, shapes = self._settings, [param.shape for param in self.params]
         elements = sum(map(math.prod, shapes))
         digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
@@ -197,7 +182,7 @@ class StateSwapper(Swapped):
         }
 
     def _memory(self, nbytes: int) -> torch.Tensor:
-        """For state that stays; page-locked where a device copies it."""
+        """Memory for state that stays there; page-locked where a device copies it."""
         if self.device is None and not self.copies_beside:
             return empty_aligned(nbytes, dtype=torch.uint8)
         return page_locked.new(nbytes)
@@ -211,18 +196,11 @@ class StateSwapper(Swapped):
     # The step
 
     def step(self, inputs: StepInputs, transaction: Transaction) -> Times | None:
-        """Step every parameter that has a gradient.
+        """Step every parameter that has a gradient, with the inputs of when it was asked for.
 
-        Args:
-            inputs: As they were when the step was asked for.
-            transaction: Whose step it is. It is left undone, or taken back, if nobody wants it any
-                more, and if that is possible: not without a copy of the weights on the drive,
-                and not once state that stays in memory was stepped.
-
-        Returns:
-            Where the time went; None if a GradScaler has the step left out.
-
-        Raises: As `SwappedOptimizer.step`.
+        If nobody wants the step any more it is left undone or taken back, unless that is
+        impossible: without a copy of the weights on the drive, and once state that stays in memory
+        was stepped. Returns where the time went; None if a GradScaler has the step left out.
         """
         scaled, gradients = inputs.scaled, self.gradients
         factor = before = None
@@ -289,7 +267,7 @@ class StateSwapper(Swapped):
         )
 
     def _roll_back(self, step: Step, factor: torch.Tensor | None) -> None:
-        """The last step is complete, and who asked for it was interrupted: as if it were not."""
+        """Take back a complete step whose caller was interrupted."""
         try:
             self.store.revert()
             self.give_back(step.touched)
@@ -303,7 +281,7 @@ class StateSwapper(Swapped):
             )
 
     def _tell_changed(self, step: Step) -> None:
-        """Count a change of the parameters that changed on the drive only; backward looks at it."""
+        """Raise the version of parameters that changed on the drive only; backward looks at it."""
         for param in step.stepped_params():
             if param.param_store is not None:
                 torch.autograd.graph.increment_version(param.parameter)
@@ -311,7 +289,6 @@ class StateSwapper(Swapped):
     # Weights
 
     def store_weights(self, groups: Groups, transaction: Transaction) -> None:
-        """Take the parameters as they are now for the weights on the drive."""
         self.take_weights(self.subgroups, options_of(groups), transaction.check)
 
     def load(
@@ -342,7 +319,6 @@ class StateSwapper(Swapped):
     # Looking
 
     def snapshot(self, directory: Paths, transaction: Transaction) -> None:
-        """See `SwappedOptimizer.snapshot`."""
         if self.resident:
             raise ValueError(
                 "with ratio below 1 a part of the state is in memory: use state_dict()"
@@ -371,8 +347,7 @@ class StateSwapper(Swapped):
     def close(self, remove: bool) -> None:
         """Wait for what is being made durable; give back files, memory, handle and directory.
 
-        Args:
-            remove: What is in the directory.
+        With `remove`, what is in the directory goes too.
         """
         self.closed = True
         ends: list[Callable[[], None]] = [self.store.close, self._free]
@@ -392,7 +367,7 @@ class StateSwapper(Swapped):
 
 
 def options_of(groups: Groups) -> list[dict[str, Any]]:
-    """What the manifest keeps of parameter groups."""
+    """The part of parameter groups that the manifest keeps."""
     return [{name: v for name, v in group.items() if name != "params"} for group in groups]
 
 
@@ -401,13 +376,7 @@ def _extents(store: Generations, pieces: Sequence[Piece]) -> list[Extent]:
 
 
 class OpenedState(NamedTuple):
-    """State that was opened.
-
-    Attributes:
-        swapper: Has it.
-        ending: Closes it; keep it where it dies with the optimizer.
-        resumed: The options of the parameter groups that were there; None at the beginning.
-    """
+    """Opened state, what closes it, and the options of groups that were resumed, if any."""
 
     swapper: StateSwapper
     ending: Ending
@@ -425,14 +394,7 @@ def open_state(
 ) -> OpenedState:
     """Make the state of an optimizer, or go on with what is in its directory.
 
-    Args:
-        swap_dir: As for `SwappedOptimizer`, like `handle`.
-        handle: Moves the bytes and stays open, or None.
-        transactions: Whose thread this is called in.
-        stepper: Does the arithmetic.
-        settings: How.
-        groups: The parameter groups.
-        transaction: Whose opening it is.
+    Arguments are as for `SwappedOptimizer` and `StateSwapper`.
     """
     remove = not settings.resume
     name = directory_name("optimizer")
@@ -456,7 +418,7 @@ def open_state(
 
 
 def _tell(directory: SwapDirs, manifest: Manifest | None, settings: OptimizerSettings) -> None:
-    """Say in the log what became of what was there: one line."""
+    """Log in one line what became of what was there."""
     where = ", ".join(directory.paths)
     if manifest is not None:
         logger.info("resumed %s from %s", manifest, where)

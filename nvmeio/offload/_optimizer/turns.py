@@ -38,17 +38,9 @@ _NOT_STORED = "the weights have no copy on the drive (recoverable=False)"
 class Swapped:
     """The state of one optimizer, where it is and what it passes through.
 
-    Args:
-        handles: Move the bytes.
-        store: The generations, and their files.
-        pipeline: Over the slots that subgroups pass through.
-        gradients: Has the gradients, where those are on the drive.
-        device: Computes the steps; None for the CPU.
-
-    Attributes:
-        params: The parameters, by number.
-        subgroups: In the order of the parameters.
-        resident: By id of a subgroup: its memory, where it stays there (`ratio`).
+    `gradients` has those that are on the drive; `device` computes the steps, None for the CPU;
+    `subgroups` are in the order of the parameters; `resident` is the memory of those that stay
+    there (`ratio`), by id.
     """
 
     def __init__(
@@ -70,12 +62,11 @@ class Swapped:
 
     @property
     def files(self) -> StateFiles:
-        """Where the pieces lie, and what moves them."""
         return self.store.files
 
     @property
     def with_grads(self) -> bool:
-        """Whether a buffer has room for gradients: of a drive or device, or rounded weights."""
+        """Whether slots have room for gradients: from a drive or device, or rounded weights."""
         rounded = any(param.stores_rounded for param in self.params)
         return rounded or self.copies_beside or self.gradients is not None
 
@@ -102,11 +93,10 @@ class Swapped:
             )
 
     def param_of(self, piece: Piece) -> SwappedParam:
-        """The parameter that a piece is of."""
         return self.params[piece.param]
 
     def follow_drive(self) -> None:
-        """Have parameters that live on the drive be in memory as they are there now."""
+        """Give parameters in memory the values that they have on the drive now."""
         for store in self._param_stores():
             with contextlib.suppress(ClosedError):  # of a module that was closed meanwhile
                 store.follow_drive()
@@ -114,8 +104,7 @@ class Swapped:
     def make_way(self) -> None:
         """Drop what is in memory of parameters that live on the drive, before they change there.
 
-        Raises:
-            RuntimeError: A block of `SwappedModule.gather` would write them back.
+        RuntimeError if a block of `SwappedModule.gather` would write them back.
         """
         for store, parameters in self._param_stores().items():
             store.make_way(parameters)
@@ -145,10 +134,8 @@ class Swapped:
     ) -> None:
         """Write the parameters as they are now to the drive, as a generation of its own.
 
-        Args:
-            subgroups: Those of the parameters.
-            groups: The options of all parameter groups.
-            check: Raises if nobody wants it any more.
+        `groups` are the options of all parameter groups; `check` raises if nobody wants it any
+        more.
         """
         self.store.prepare()
         turns, change = [], Change()
@@ -200,7 +187,7 @@ class Swapped:
     def to_params(
         self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
     ) -> list[Move]:
-        """Copy weights of a slot into their parameters; returns what is to be written for that."""
+        """Copy weights of a slot into their parameters; returns what must be written for that."""
         for piece in pieces:
             weights_out(subgroup, piece, self.param_of(piece), slot)
         return self.param_writes(subgroup, pieces)
@@ -261,13 +248,11 @@ class Step:
         stepper: Does the arithmetic.
         groups: The parameter groups, as they were when the step was asked for.
         grads: The gradients that are in memory, by the numbers of their parameters.
-        factor: What gradients are multiplied with; None for nothing.
+        factor: A factor for all gradients; None for none.
 
     Attributes:
-        turns: For the pipeline.
         touched: Subgroups that were computed, and whose weights may have changed in memory.
         why_no_undo: Why what was stepped cannot be undone, or "".
-        change: What is to be committed.
     """
 
     def __init__(
@@ -316,11 +301,10 @@ class Step:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no parameter has a gradient."""
         return not self.turns and not self._resident
 
     def stepped_params(self) -> list[SwappedParam]:
-        """The parameters whose weights are others after this step."""
+        """The parameters whose weights this step has changed."""
         touched = [*self.touched, *(subgroup for subgroup, _ in self._resident)]
         numbers = dict.fromkeys(piece.param for each in touched for piece in each.pieces)
         params = [self._swapped.params[number] for number in numbers]
@@ -404,7 +388,7 @@ class Step:
         verify: Callable[[torch.Tensor], None] | None,
         slot: torch.Tensor,
     ) -> None:
-        """Beside the turn before: look at what was read, and bring gradients from devices."""
+        """Look at what was read and bring gradients from devices, beside the turn before."""
         if verify is not None:
             verify(slot)
         for piece in pieces if self._down else ():
@@ -458,7 +442,7 @@ class Step:
         self.change.small.update(small)
 
     def _weights_out(self, subgroup: Subgroup, piece: Piece, slot: torch.Tensor) -> None:
-        """To the parameter; the slot is its device's until `settle`, where there is one."""
+        """Bring weights to the parameter; a device may use the slot until `settle`."""
         param = self._swapped.param_of(piece)
         up = self._up.get(param.computes_on)
         if up is None or param.param_store is not None:
@@ -496,15 +480,9 @@ class Step:
 
 
 class StateLoad:
-    """Takes over states by parameter number; None for one without.
+    """Takes over states of a state dict by parameter number; None for one without.
 
-    Args:
-        swapped: The optimizer's state.
-        states: As a state dict has them.
-
-    Attributes:
-        turns: For the pipeline.
-        change: What is to be committed.
+    `turns` are for the pipeline, `change` is what is to be committed.
     """
 
     def __init__(self, swapped: Swapped, states: Mapping[int, dict[str, Any] | None]) -> None:
@@ -533,7 +511,6 @@ class StateLoad:
         return any(entry and MASTER in entry for entry in self._states.values())
 
     def load_resident(self) -> None:
-        """Take over what stays in memory."""
         for subgroup in self._resident:
             self._take_over(subgroup, self._swapped.resident[id(subgroup)])
 

@@ -20,14 +20,7 @@ from nvmeio.offload._swap_files.pipeline import Move
 
 
 class Extent(NamedTuple):
-    """A run of a parameter's elements in a file.
-
-    Attributes:
-        file: The file.
-        file_offset: Of the first of them, in bytes.
-        start: The first element.
-        stop: Behind the last.
-    """
+    """Elements [start, stop) of a parameter, the first at `file_offset` bytes of a file."""
 
     file: File
     file_offset: int
@@ -101,17 +94,11 @@ def file_tensor(
     shape: tuple[int, ...],
     strides: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """One tensor over parts of files, end to end.
+    """One tensor over parts of files, end to end, in order.
 
-    Its pages are those of the page cache, read when they are looked at and given up when memory
-    is short. A change of the tensor stays in memory and never reaches the file; a change of the
-    file shows in the tensor.
-
-    Args:
-        parts: In order; together the tensor's bytes.
-        dtype: Of the elements.
-        shape: Of the tensor.
-        strides: Of its elements in these bytes, without gaps; () for row-major order.
+    Its pages are those of the page cache, read when they are looked at and given up when memory is
+    short. A change of the tensor stays in memory; a change of the file shows in the tensor.
+    `strides` are without gaps, () for row-major order.
 
     Cost: no memory where all parts but the last are whole pages on page boundaries; else a copy.
 

@@ -66,13 +66,10 @@ class Times:
 
 
 class SlotTurn(NamedTuple):
-    """What is done with a slot: read, then compute, which says what to write.
+    """One turn over a slot: it is read, then `compute` works in it and returns what to write.
 
-    Attributes:
-        reads: What is read into it.
-        compute: Works in it, and tells what is written then.
-        verify: Looks at what was read, beside the computing of the turn before.
-        seal: Looks at what is being written.
+    `verify` looks at what was read, beside the computing of the turn before; `seal` at what is
+    being written.
     """
 
     reads: Sequence[Move]
@@ -89,13 +86,11 @@ class Pipeline:
         read_ahead: Read while computing; False reads when the turn has come.
         write_behind: Write while computing; False waits for each turn's writes.
         helper: Reads ahead; None for none.
-        device: Computes the turns of a step in memory of its own, with a slot more on the way there
+        device: Computes the turns of a step in its own memory, with a slot more on the way there
             and back; None for the CPU, in the slots.
 
     Attributes:
         slots: 1-D uint8 tensors, each large enough for every turn.
-        read_bytes: Since this was made.
-        written_bytes: Since this was made.
     """
 
     def __init__(
@@ -121,12 +116,7 @@ class Pipeline:
     # The slots
 
     def make(self, nbytes: int, most: int) -> None:
-        """Have a slot for each stage; those there are stay if long enough.
-
-        Args:
-            nbytes: The length of each.
-            most: How many are of use.
-        """
+        """Have a slot of `nbytes` for each stage, at most `most`; those long enough stay."""
         stages = 1 + self._read_ahead + self._write_behind + (self._device is not None)
         count = min(stages, max(1, most))
         if not nbytes or (len(self.slots) >= count and self.slots[0].nbytes >= nbytes):
@@ -137,7 +127,6 @@ class Pipeline:
             self.slots.append(self._leases.enter_context(self._pool.take(nbytes)))
 
     def free(self) -> None:
-        """Give the memory back."""
         self.slots = []
         self._leases.close()
         pool, self._pool = self._pool, None
@@ -145,7 +134,6 @@ class Pipeline:
             pool.close()
 
     def close(self) -> None:
-        """Give back memory and threads."""
         if self._writer is not None:
             self._writer.close()
         self.free()
@@ -163,18 +151,10 @@ class Pipeline:
         check: Callable[[], None] | None = None,
         on_device: bool = False,
     ) -> Times:
-        """Take all turns, each once.
+        """Take all turns in order, each once. After an error nothing is in flight any more.
 
-        Args:
-            turns: In order.
-            check: Called before each of them is computed; what it raises ends the run.
-            on_device: They compute on the device, where there is one.
-
-        Raises:
-            TransferError: A transfer failed, the first one; no turn after it was computed.
-            BaseException: What `check` or a turn's `compute` raised.
-
-        After an error: nothing is in flight any more.
+        `check` is called before each turn is computed, and ends the run by raising. After a
+        transfer that failed no turn is computed, and the first such error is raised.
         """
         times, began = Times(), time.perf_counter()
         if not turns:
@@ -250,7 +230,7 @@ class Pipeline:
 
 
 def new_helper(name: str) -> OwnerThread | None:
-    """A thread that helps; None if no thread can be had."""
+    """Start a helper thread; None if no thread can be had."""
     helper = OwnerThread(name)
     try:
         helper.call(bool)  # it has begun
@@ -260,7 +240,7 @@ def new_helper(name: str) -> OwnerThread | None:
 
 
 class _Computed(NamedTuple):
-    """A turn that was computed; on a device when its results have arrived (`mark`)."""
+    """A turn that was computed, or asked of a device, which is done when `mark` is."""
 
     turn: SlotTurn
     slot: torch.Tensor
@@ -269,7 +249,7 @@ class _Computed(NamedTuple):
 
 
 def _asked(device: DeviceTurns, turn: SlotTurn, slot: torch.Tensor) -> _Computed:
-    """A turn that a device was asked to compute."""
+    """Ask a device to compute a turn."""
     moves: list[Move] = []
 
     def compute(memory: torch.Tensor) -> list[SlotRun]:
@@ -287,9 +267,8 @@ class _Stopped(Exception):
 class _Filled:
     """Fills slots with the turns' reads, one after the other; ahead of time with a helper.
 
-    Attributes:
-        written: Slots whose turn is over, with the writes that are under way in them.
-        stopped: Nothing more is read, and what was computed is not written.
+    `written` are slots whose turn is over, with the writes under way in them. Once `stopped`,
+    nothing more is read, and what was computed is not written.
     """
 
     def __init__(
@@ -364,13 +343,10 @@ class _Filled:
 class DeviceTurns:
     """Computes in a device's memory what lies in the host's: it goes up before, and down after.
 
-    Nobody waits for a copy but streams, by events: the caller's stream, on which the optimizer's
-    class computes, for what comes up; the copies down for it; and what comes up into memory that
-    was used before for what goes down from there. There is a stream for each direction, as the bus
-    has two. One thread begins turns; `BUFFERS` of them may be on the device at once.
-
-    Args:
-        device: Which.
+    Only streams wait for copies, by events: the caller's stream, on which the optimizer computes,
+    for what comes up; copies down for it; and a copy up for the copy down from the same memory.
+    There is a stream for each direction, as the bus has two. One thread begins turns; `BUFFERS` of
+    them may be on the device at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -382,14 +358,9 @@ class DeviceTurns:
         self._next = 0
 
     def make(self, nbytes: int, most: int) -> None:
-        """Have the buffers; those there are stay if they are long enough.
+        """Have up to `most` buffers of `nbytes`; those there are stay if they are long enough.
 
-        Args:
-            nbytes: The length of each.
-            most: How many are of use.
-
-        Raises:
-            MemoryError: The device has no such memory; what was there is given back.
+        MemoryError if the device has no room; what was there is given back.
         """
         count = min(BUFFERS, most)
         if not nbytes or (len(self._buffers) >= count and self._buffers[0].nbytes >= nbytes):
@@ -411,16 +382,10 @@ class DeviceTurns:
         reads: Iterable[SlotRun],
         compute: Callable[[torch.Tensor], Sequence[SlotRun]],
     ) -> Mark:
-        """Ask for a turn.
+        """Ask for a turn over a slot of host memory, which is the device's until the returned mark.
 
-        Args:
-            slot: Host memory.
-            reads: What `compute` needs of it.
-            compute: Called at once with memory of the device in the slot's place, to ask the
-                calling thread's stream for its work there; tells what of it goes back.
-
-        Returns:
-            When that is in the slot, which is the device's until then.
+        `compute` needs the bytes `reads`. It is called at once with device memory in the slot's
+        place, to queue its work on the calling thread's stream; it returns what goes back.
         """
         number = self._next
         memory, before = self._buffers[number], self._used[number]
@@ -443,8 +408,7 @@ class DeviceTurns:
     def settle(self) -> None:
         """Wait until no copy is under way; never raises.
 
-        What a turn that failed has asked for may still be computed in a buffer: copies into it
-        come after that.
+        A failed turn's work may still be computed in a buffer: copies into it come after that.
         """
         with contextlib.suppress(RuntimeError):  # a device that failed copies no more
             self._up.follow()
@@ -457,7 +421,6 @@ class DeviceTurns:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the device."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
 
@@ -506,7 +469,7 @@ def failure_of(operation: Operation) -> BaseException | None:
 
 
 def finish(operations: list[Operation]) -> None:
-    """Wait for all of them; the first failure is raised then.
+    """Wait for all of them, then raise the first failure.
 
     The list is empty after: an operation keeps its error, whose traceback would keep the operation.
     """
@@ -526,5 +489,5 @@ def _waited(operations: Sequence[Operation]) -> float:
 def move_all(
     handles: DriveHandles, slot: torch.Tensor, moves: Sequence[Move], writing: bool
 ) -> None:
-    """Transfers outside of a pipeline, awaited; the first failure is raised when all are done."""
+    """Move bytes outside of a pipeline, and wait; the first failure is raised when all are done."""
     finish(started(handles, slot, moves, writing))

@@ -24,12 +24,9 @@ WEIGHTS = "weights"
 
 
 class Kind(NamedTuple):
-    """One kind of state of a piece.
+    """One kind of state of a piece, by the optimizer's own name, such as "exp_avg".
 
-    Attributes:
-        name: The optimizer's own, such as "exp_avg".
-        dtype: Of its elements.
-        shape: Of the whole tensor; None: that of the piece.
+    `shape` is that of the whole tensor; None: that of the piece.
     """
 
     name: str
@@ -38,7 +35,7 @@ class Kind(NamedTuple):
 
 
 class SlotSpan(NamedTuple):
-    """Bytes of a tensor: `offset` counts from the start of the subgroup (or of its gradients).
+    """A tensor's bytes; `offset` counts from the start of the subgroup (or of its gradients).
 
     `strides` say how its elements lie in them, without gaps; () is row-major order.
     """
@@ -63,11 +60,9 @@ class Piece:
 
     Attributes:
         param: The parameter's number.
-        start: First element.
-        stop: Behind the last element.
         shape: The parameter's own where the piece is all of it, else 1-D.
         step_dtype: What the optimizer computes in: that of the weights on the drive.
-        grad_dtype: Of the parameter, and so of its gradient.
+        grad_dtype: The parameter's, and so its gradient's.
         kinds: The state that is swapped.
         staged: The step works on the weights in the slot, and the parameter gets a copy.
         stored: The weights have a place on the drive.
@@ -79,8 +74,8 @@ class Piece:
         scratch: Room in the slot for the gradient in `step_dtype`; None where none is needed.
         current: Which of the two files holds the state of the last complete step.
         begun: The state exists: the piece was stepped (or loaded).
-        lent: The weights on the drive are the parameter's own, which its module changes there too.
-        sums: By name: the CRC-32 of what is current; without those that were not summed.
+        lent: The weights on the drive are the parameter's own; its module changes them there too.
+        sums: By name, the CRC-32 of what is current; spans that were not summed are missing.
     """
 
     param: int
@@ -105,11 +100,10 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return self.stop - self.start
 
     def lay(self, name: str, strides: tuple[int, ...]) -> None:
-        """Have the elements of a span lie otherwise within its bytes."""
+        """Change the order in which a span's elements lie within its bytes."""
         self.spans[name] = self.spans[name]._replace(strides=strides)
 
     @property
@@ -124,16 +118,11 @@ class Piece:
 
 @dataclass(eq=False)
 class Subgroup:
-    """What is read, stepped and written as one.
+    """Pieces that are read, stepped and written as one, in the order of the parameters.
 
-    Attributes:
-        pieces: In the order of the parameters.
-        offset: Where it begins in each state file, in bytes; a multiple of a page.
-        nbytes: Its length there, padding included.
-        grad_offset: Where its gradients begin in the gradient file.
-        grad_nbytes: Their length.
-        scratch_nbytes: Room for gradients in the dtype of the step.
-        resident: It stays in memory (`ratio`).
+    It lies at `offset` of each state file, a multiple of a page, and takes `nbytes` there, padding
+    included; its gradients at `grad_offset` of theirs. `scratch_nbytes` is room for gradients in
+    the dtype of the step. A `resident` one stays in memory (`ratio`).
     """
 
     pieces: list[Piece]
@@ -150,24 +139,20 @@ class Subgroup:
         return self.nbytes + self.scratch_nbytes
 
     def slot_nbytes(self, gradients: bool) -> int:
-        """What it takes in memory."""
         return self.grads_at + (self.grad_nbytes if gradients else 0)
 
 
 def cut(numel: int, record_bytes_per_element: float, most_bytes: int) -> list[tuple[int, int]]:
-    """Even runs of elements whose records are at most so long; a multiple of 1024 elements each."""
+    """Even runs of elements whose records have at most `most_bytes`; each a multiple of 1024."""
     parts = max(1, math.ceil(numel * record_bytes_per_element / most_bytes))
     each = max(1024, round_up(math.ceil(numel / parts), 1024))
     return [(start, min(start + each, numel)) for start in range(0, numel, each)] or [(0, 0)]
 
 
 def pack(pieces: Iterable[Piece], subgroup_bytes: int, gradients: bool = False) -> list[Subgroup]:
-    """Pieces into subgroups of at most so many bytes, in order; a larger piece is one alone.
+    """Pieces into subgroups of at most `subgroup_bytes`, in order; a larger piece is alone in one.
 
-    Args:
-        pieces: In the order of the parameters.
-        subgroup_bytes: Of state, and of gradients where those are on the drive too.
-        gradients: Whether they are.
+    `gradients` are counted too where they are on the drive.
     """
     groups: list[Subgroup] = []
     room = 0
@@ -231,18 +216,15 @@ def _put(piece: Piece, name: str, kind: Kind, at: int) -> int:
 
 
 def aligned(at: int, nbytes: int) -> int:
-    """Where a tensor of so many bytes begins, from `at` on."""
+    """Where a tensor of `nbytes` begins, from `at` on."""
     return round_up(at, PAGE_BYTES if nbytes >= _PAGED_BYTES else _LINE_BYTES)
 
 
 def runs(spans: Sequence[SlotSpan], limit: int, whole: bool) -> list[SlotRun]:
-    """As few transfers as cover these spans.
+    """As few transfers as cover these spans of a subgroup of `limit` bytes.
 
-    Args:
-        spans: In any order.
-        limit: The length of the subgroup.
-        whole: Nothing else lies between them: gaps are padding, and go along. Else only spans that
-            touch become one.
+    With `whole` nothing else lies between them: gaps are padding, and go along. Else only spans
+    that touch are joined.
     """
     if not spans:
         return []

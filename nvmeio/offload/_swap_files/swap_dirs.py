@@ -43,19 +43,15 @@ OURS = ("state.0", "state.1", "manifest.0", "manifest.1", "gradients", "weights"
 
 
 class SwapDir:
-    """A directory that this process alone swaps into, and that no other user may enter.
+    """The directory `name` in the user's `parent`, which this process alone swaps into.
 
-    Args:
-        parent: The user's directory; made where it is missing, but not those above it.
-        name: Of the directory in it that is made and locked.
+    No other user may enter it. `parent` is made where it is missing, but not those above it. The
+    lock is a flock on a file: it goes with the process, however that ends. If the process did not
+    release it, a forked child holds it as long as it lives.
 
     Raises:
-        TransferError: `parent` is missing, no directory or not writable; somebody else swaps into
-            the same place (EBUSY), or it is not ours: another user's directory or file, or a link,
-            which could lead anywhere (EPERM, ELOOP, ENOTDIR).
-
-    The lock is a flock on a file: it goes with the process, however that ends. Where that did not
-    release it, a child that was forked from it holds it as long as it lives.
+        TransferError: `parent` is missing, no directory or not writable; somebody swaps into the
+            same place (EBUSY); it is another user's, or a link to anywhere (EPERM, ELOOP, ENOTDIR).
     """
 
     def __init__(self, parent: str | os.PathLike[str], name: str) -> None:
@@ -116,21 +112,13 @@ class SwapDir:
             os.close(fd)  # its owner removed it meanwhile
 
     def _check_ours(self) -> None:
-        """Whether what is there is ours. Nobody can put anything else there from now on.
-
-        Raises:
-            TransferError: Something is a link, or another user's.
-        """
+        """Raise if a file is a link or another user's; nobody can put one there after this."""
         for name in OURS:
             if os.path.lexists(self.file(name)):
                 os.close(untrusted.open_own(self.file(name)))
 
     def clean(self, names: Sequence[str] = OURS) -> None:
-        """Remove what a dead process left. What is not ours by its name stays.
-
-        Raises:
-            TransferError: Something cannot be removed.
-        """
+        """Remove what a dead process left. Files with other names than ours stay."""
         for name in names:
             path = self.file(name)
             try:
@@ -141,23 +129,17 @@ class SwapDir:
                 raise transfer_error(failed, "remove", path) from failed
 
     def sync_names(self) -> None:
-        """Make the names of the files durable: without, a power cut may take what they name.
-
-        Raises:
-            TransferError: The drive failed.
-        """
+        """Make the names of the files durable: without, a power cut may take what they name."""
         for path in (self.path, os.path.dirname(self.path) or "."):
             durable.sync_directory(path)
 
     def file(self, name: str) -> str:
-        """The path of a file in it."""
         return os.path.join(self.path, name)
 
     def allocate(self, name: str, nbytes: int) -> File:
-        """Open a file of at least so many bytes, made where it is missing, its blocks reserved.
+        """Open a file of at least `nbytes`, made where it is missing, its blocks reserved.
 
-        Raises:
-            TransferError: There is not that much space; nothing new is left then.
+        If there is not that much space, nothing new is left.
         """
         path = self.file(name)
         fresh = [] if os.path.lexists(path) else [path]
@@ -216,22 +198,17 @@ class SwapDirs:
     """The directories that this process alone swaps into.
 
     Args:
-        parents: The user's directories, one on each drive; as for `SwapDir`. None: a temporary
-            one, which goes with `release`.
+        parents: The user's directories, one on each drive; as for `SwapDir`. None: a temporary one,
+            which goes with `release`.
         name: As for `SwapDir`.
         resume: Take up what is there.
-        overwrite: Remove what is there. Without, state that a run has left there is refused.
+        overwrite: Remove what is there; without it, state that a run has left there is refused.
         writes: As for `weights_of`, beside reads of 1.
 
     Raises:
         TransferError: As `SwapDir`; or there is the state of another run (EEXIST).
         ValueError: One is named twice, or none.
-        IntegrityError: What is to be taken up belongs to other directories; names those that are
-            missing.
-
-    Attributes:
-        path: Where the manifests are.
-        paths: All of them, in the order of the striping.
+        IntegrityError: The state there lies in other directories too; names the missing ones.
     """
 
     def __init__(
@@ -333,11 +310,7 @@ class SwapDirs:
     # What belongs to others
 
     def _check_free(self) -> None:
-        """Whether nothing that a run could go on from would be removed.
-
-        Raises:
-            TransferError: There is such a thing (EEXIST); says what can be done.
-        """
+        """Raise TransferError (EEXIST) if state would be removed that a run could go on from."""
         for looked_for in (self._state_in, self._part_in):
             for path in self.paths:
                 found = looked_for(path)
@@ -352,8 +325,8 @@ class SwapDirs:
     def _state_in(self, path: str) -> str:
         """The state that another run has left in a directory, and the ways out; "" for none.
 
-        What one process alone has begun, without a step, is none. Ranks are not looked at that way:
-        one of them may have made the first step, and go on with what the others began with.
+        What one process alone began without a step does not count. With several ranks it does:
+        another rank may have made the first step, and go on with what the others began with.
         """
         try:
             complete, unusable = manifests.read(path)
@@ -370,7 +343,7 @@ class SwapDirs:
         )
 
     def _part_in(self, path: str) -> str:
-        """The same of a part of a state that lies in several directories."""
+        """The same for a part of a state that lies in several directories."""
         try:
             record = _read(path)
         except IntegrityError as damaged:
@@ -383,7 +356,7 @@ class SwapDirs:
         )
 
     def _is_alive(self, path: str, record: _DriveRecord) -> bool:
-        """Whether there may be a state of which a directory has a part: the first one tells."""
+        """Whether the state that a directory is a part of may exist: the set's first one tells."""
         if not os.path.exists(os.path.join(path, "state.0")):
             return False  # killed while it was made
         for first in (*self.paths, record.directories[0]):
@@ -394,7 +367,7 @@ class SwapDirs:
         return True  # it is not here to be asked
 
     def hint(self) -> str:
-        """Where there is a state near by that may have been meant: of other ranks, or above."""
+        """A hint at a state near by that may be meant: of other ranks, or in the parent."""
         kind = os.path.basename(self.path).split("-")[0]
         mine = _world(os.path.basename(self.path))
         near: list[str] = []
@@ -412,14 +385,14 @@ class SwapDirs:
         )
 
     def withdraw(self) -> None:
-        """As if they had never been named: what was made here goes; to be called instead of use."""
+        """Remove what was made here, as if the directories had not been named; instead of use."""
         self.release(remove=True)
         for each in self._dirs:
             each.remove_above()
 
     @property
     def layout(self) -> str:
-        """What the manifests of a set speak of; "" for one directory."""
+        """The set and its weights, for the signature in manifests; "" for one directory."""
         return f"{self._set_id} {self._weights}" if self._set_id else ""
 
     # As `SwapDir`
@@ -431,31 +404,21 @@ class SwapDirs:
 
     @property
     def paths(self) -> list[str]:
-        """All directories."""
+        """All directories, in the order of the striping."""
         return [each.path for each in self._dirs]
 
     def clean(self) -> None:
-        """Remove what a dead process left; manifests first, for they speak of all the rest.
-
-        Raises:
-            TransferError: Something cannot be removed.
-        """
+        """Remove what a dead process left; manifests first, for they speak of all the rest."""
         for each in self._dirs:
             each.clean(manifests.NAMES)
         for each in self._dirs:
             each.clean()
 
     def sync_names(self) -> None:
-        """Make the names of the files durable.
-
-        Raises:
-            TransferError: A drive failed.
-        """
         for each in self._dirs:
             each.sync_names()
 
     def file(self, name: str, drive: int = 0) -> str:
-        """The path of a file on one of the drives."""
         return self._dirs[drive].file(name)
 
     def striping(self, bands: Sequence[int]) -> Striping:
@@ -463,11 +426,7 @@ class SwapDirs:
         return Striping(self._weights, bands)
 
     def allocate(self, name: str, bands: Sequence[int]) -> StripedFile:
-        """Open a file of at least these bands; see `SwapDir.allocate`.
-
-        Raises:
-            TransferError: A drive has not as much space; nothing new is left then.
-        """
+        """Open a file of at least these bands; nothing new is left if a drive has no room."""
         striping = self.striping(bands)
         opened: list[File] = []
         fresh: list[str] = []
@@ -500,7 +459,7 @@ def _has_manifest(path: str) -> bool:
 
 
 def _world(name: str) -> str:
-    """How many ranks a directory's name speaks of; see `directory_name`."""
+    """The number of ranks in a directory's name; see `directory_name`."""
     return name.partition("-of-")[2]
 
 

@@ -86,9 +86,9 @@ def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def own_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """A tensor's strides; () for row-major order, and where it has gaps.
+    """The strides that autograd gives a parameter's gradient: its own, but () if it has gaps.
 
-    Those that autograd gives the gradient of a parameter.
+    Row-major order is () too.
     """
     strides = strides_of(tensor)
     return strides if strides == tensor.stride() else ()
@@ -138,10 +138,9 @@ _MARK = 1  # where the element of a shape of one lies in its storage: strides do
 
 
 def absent(span: SlotSpan, device: torch.device) -> torch.Tensor:
-    """What stands for a parameter that is on the drive: of its shape, and NaN where it can be.
+    """A stand-in for a parameter that is on the drive: of its shape, NaN where the dtype has it.
 
-    One element of memory. Reading it gives no result that could pass for one, and writing to it is
-    refused by torch, since its elements share their memory.
+    It takes one element of memory. Torch refuses to write to it, since its elements share memory.
     """
     mark = _MARK if math.prod(span.shape) == 1 else 0
     value = torch.full((1 + mark,), nothing(span.dtype), dtype=span.dtype)
@@ -150,7 +149,7 @@ def absent(span: SlotSpan, device: torch.device) -> torch.Tensor:
 
 
 def is_absent(parameter: torch.Tensor) -> bool:
-    """Whether such a thing stands there."""
+    """Whether a parameter is such a stand-in."""
     if parameter.is_meta or not parameter.numel():
         return False
     if parameter.numel() > 1:
@@ -163,5 +162,5 @@ def is_absent(parameter: torch.Tensor) -> bool:
 
 
 def nothing(dtype: torch.dtype) -> float:
-    """What stands for an element without a value: NaN, or 0 where the dtype has none."""
+    """The value of an element that has none: NaN, or 0 where the dtype has no NaN."""
     return float("nan") if dtype.is_floating_point or dtype.is_complex else 0

@@ -59,12 +59,7 @@ class DeviceStorage(SavedStorage):
 
 
 class DeviceActivations:
-    """Keeps what autograd saved on devices within a budget.
-
-    Args:
-        store: Of host memory.
-        device_bytes: The budget.
-    """
+    """Keeps what autograd saved on devices within a budget, above the store of host memory."""
 
     def __init__(self, store: ActivationStore, device_bytes: int) -> None:
         self.device_bytes = device_bytes
@@ -94,16 +89,13 @@ class DeviceActivations:
     def bytes_of(self, saved: DeviceStorage) -> torch.UntypedStorage:
         """A storage with the same bytes on its device, for the calling thread's stream.
 
-        Raises:
-            TransferError, IntegrityError: As `ActivationStore.bytes_of`.
-            torch.OutOfMemoryError: The device has no memory for it.
+        Raises as `ActivationStore.bytes_of`, or torch.OutOfMemoryError.
         """
         stream = devices.stream_here(saved.device)
         return self._store.owner.call(self._bytes_of, saved, stream)
 
     @property
     def nbytes(self) -> int:
-        """What is saved and on devices."""
         return self._store.owner.call(self._settled_bytes)
 
     def _settled_bytes(self) -> int:
@@ -227,7 +219,6 @@ class DeviceActivations:
         self._there_bytes -= saved.nbytes
 
     def _let_go(self, saved: DeviceStorage) -> None:
-        """A saved tensor is gone."""
         saved.holds -= 1
         if saved.holds or self._store.closed or saved.copied is not None:
             return  # what is being copied goes when that is done: see `_settle`
@@ -323,7 +314,7 @@ class DeviceActivations:
         self._under_way_bytes -= memory.nbytes
 
     def _wait_for(self, most: int) -> None:
-        """Until no more bytes than these are kept for copies up."""
+        """Wait until no more than `most` bytes are kept for copies up."""
         while self._under_way_bytes > most:
             self._under_way[0][0].wait()
             self._end_copy_up()

@@ -29,9 +29,8 @@ Saved = TypeVar("Saved", bound="SavedStorage")
 class LastSavedFirst(Generic[Saved]):
     """The order in which backward wants what was saved; an `Order`.
 
-    Attributes:
-        saved: What has to be brought, by number: the last saved has the highest.
-        here: The number that backward has reached.
+    `saved` is what has to be brought, by number: the last saved has the highest. `here` is the
+    number that backward has reached.
     """
 
     stays = True
@@ -41,19 +40,18 @@ class LastSavedFirst(Generic[Saved]):
         self.here = 0
 
     def add(self, saved: Saved) -> None:
-        """From now on it has to be brought."""
+        """Note that this storage has to be brought from now on."""
         bisect.insort(self.saved, saved, key=_number)
 
     def remove(self, saved: Saved) -> None:
-        """Nobody wants it any more."""
+        """Note that nobody wants it any more."""
         del self.saved[bisect.bisect_left(self.saved, saved.number, key=_number)]
 
     def note(self, unit: Saved, backward: bool = True) -> None:
-        """Backward wants this now."""
         self.here = unit.number
 
     def upcoming(self) -> Iterator[Saved]:
-        """What was saved before that and nobody has, the last saved first."""
+        """What was saved before `here` and nobody has, the last saved first."""
         for at in range(bisect.bisect_left(self.saved, self.here, key=_number) - 1, -1, -1):
             saved = self.saved[at]
             if saved.out is None or saved.out.expired():
@@ -64,20 +62,14 @@ class LastSavedFirst(Generic[Saved]):
         return () if expected is not None else sorted(units, key=_number)
 
     def forget(self) -> None:
-        """Nothing: no pass follows from another."""
+        """Do nothing: no pass follows from another."""
 
 
 class ActivationReads(Keeper["SavedStorage", Slot["SavedStorage"]]):
     """The storages that are on the drive alone, and the reads that bring them back.
 
-    Args:
-        file: Where they are.
-        handles: What reads it.
-        budget_bytes: For what is read, and until the last tensor over it is gone.
-
-    Attributes:
-        nbytes: Of all that is on the drive alone.
-        read_bytes: So far.
+    `budget_bytes` is for what is read, until the last tensor over it is gone. `nbytes` are all that
+    is on the drive alone.
     """
 
     def __init__(self, file: ScratchFile, handles: DriveHandles, budget_bytes: int) -> None:
@@ -91,7 +83,7 @@ class ActivationReads(Keeper["SavedStorage", Slot["SavedStorage"]]):
         )
 
     def add(self, saved: SavedStorage) -> None:
-        """A storage's bytes are on the drive alone from now on."""
+        """Note that a storage's bytes are on the drive alone from now on."""
         self.nbytes += saved.nbytes
         self._order.add(saved)
 
@@ -103,7 +95,6 @@ class ActivationReads(Keeper["SavedStorage", Slot["SavedStorage"]]):
         self._file.give_back(saved.place, saved.nbytes)
 
     def close(self) -> None:
-        """Stop reading."""
         try:
             self._window.reader.stop()
         finally:
@@ -113,9 +104,7 @@ class ActivationReads(Keeper["SavedStorage", Slot["SavedStorage"]]):
     def bring(self, saved: SavedStorage) -> torch.UntypedStorage:
         """A storage's bytes in memory, as somebody still has them or as read.
 
-        Raises:
-            TransferError: They could not be read.
-            IntegrityError: They are not what was written.
+        IntegrityError if they are not what was written.
         """
         if saved.out is not None:
             alive = locked(saved.out)
@@ -133,14 +122,13 @@ class ActivationReads(Keeper["SavedStorage", Slot["SavedStorage"]]):
         return self._window.arrived(saved) is not None
 
     def look_ahead(self, number: int) -> None:
-        """Begin to read what was saved before the one of this number, the last first."""
+        """Begin to read what was saved before this number, the last first."""
         self._order.here = number
         self._window.look_ahead()
 
     # What the window asks for
 
     def take(self, unit: SavedStorage) -> Slot[SavedStorage] | None:
-        """Memory of the budget."""
         if self._pool is None:
             self._pool = LentPool(self._budget_bytes)
         return self._pool.take(unit, unit.nbytes)
@@ -222,7 +210,7 @@ def _number(saved: SavedStorage) -> int:
 
 
 def _references_of_one_alone() -> int:
-    """What `sys.getrefcount` says in `is_alone` where nobody else has it."""
+    """The result of `sys.getrefcount` in `is_alone` if nobody else has the storage."""
 
     class Holder:
         storage: Any
@@ -237,7 +225,7 @@ _ALONE = _references_of_one_alone()
 
 
 def bytes_over(storage: torch.UntypedStorage | None) -> torch.Tensor:
-    """All of a storage."""
+    """All bytes of a storage, as a tensor."""
     assert storage is not None
     memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return memory.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -45,15 +45,7 @@ _CLOSED = "the swapped activations are closed"
 
 
 class ActivationStore:
-    """Keeps what autograd saved within a budget.
-
-    Args:
-        resident_bytes: The budget.
-        checksum: Compare what is read with what was written.
-
-    Attributes:
-        written_bytes: So far.
-    """
+    """Keeps what autograd saved within a budget, `resident_bytes`."""
 
     def __init__(self, resident_bytes: int, checksum: bool) -> None:
         self.resident_bytes = resident_bytes
@@ -96,18 +88,12 @@ class ActivationStore:
     def save(self, storage: torch.UntypedStorage) -> tuple[SavedStorage, Claim]:
         """Keep a storage's bytes for as long as the claim lives.
 
-        Raises:
-            TransferError: They do not fit into memory, and could not be written (ENOSPC, EIO).
+        TransferError if they do not fit into memory, and could not be written (ENOSPC, EIO).
         """
         return self._owner.call(self.keep, storage)
 
     def bytes_of(self, saved: SavedStorage) -> torch.UntypedStorage:
-        """A storage with the same bytes, in memory.
-
-        Raises:
-            TransferError: They could not be read.
-            IntegrityError: They are not what was written.
-        """
+        """A storage with the same bytes, in memory; raises as `ActivationReads.bring`."""
         with profiled("wait", "saved activations"):
             return self._owner.call(self.bring, saved)
 
@@ -142,11 +128,7 @@ class ActivationStore:
         return saved.storage is not None or self._reads.arrived(saved)
 
     def write_until(self, fits: Callable[[], bool]) -> None:
-        """Write the oldest until something fits, or nothing is left to write.
-
-        Raises:
-            TransferError: It could not be.
-        """
+        """Write the oldest until something fits, or nothing is left to write."""
         self._round += 1
         self._failed = None
         while not fits() and self._await_write(self._begin_writes(0)):
@@ -191,8 +173,7 @@ class ActivationStore:
     def _await_write(self, full: TransferError | None) -> bool:
         """Wait for the oldest write; False if there is none.
 
-        Raises:
-            TransferError: There is none since one has failed, or the drive has no room (`full`).
+        Raises if there is none since one has failed, or the drive has no room (`full`).
         """
         if not self._writing:
             failed, self._failed = self._failed or full, None
@@ -278,14 +259,12 @@ class ActivationStore:
                 saved.failed_in, self._failed = self._round, failed
 
     def _forget(self, saved: SavedStorage) -> None:
-        """Its memory is not ours any more."""
         storage, saved.storage = saved.storage, None
         assert storage is not None
         del self._in_memory[storage._cdata]
         self._memory_bytes -= saved.nbytes
 
     def _let_go(self, saved: SavedStorage) -> None:
-        """A saved tensor is gone."""
         saved.holds -= 1
         if saved.holds or self.closed:
             return
@@ -315,7 +294,6 @@ class ActivationStore:
     # The end
 
     def check_open(self) -> None:
-        """Raise if it cannot be used here."""
         if self.closed:
             raise ClosedError(_CLOSED)
         if self._owner.forked:
@@ -339,22 +317,20 @@ class ActivationStore:
 
     @property
     def in_memory_bytes(self) -> int:
-        """What is saved and in memory."""
+        """The bytes that are saved and in memory."""
         return self._owner.call(lambda: self._memory_bytes)
 
     @property
     def on_drive_bytes(self) -> int:
-        """What is saved and on the drive alone."""
+        """The bytes that are saved and on the drive alone."""
         return self._owner.call(lambda: self._reads.nbytes)
 
     @property
     def read_bytes(self) -> int:
-        """So far."""
         return self._reads.read_bytes
 
     @property
     def file_bytes(self) -> int:
-        """What the files take on all drives."""
         return self._owner.call(lambda: self._file.nbytes)
 
 
