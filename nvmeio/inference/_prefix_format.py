@@ -36,8 +36,6 @@ _BESIDE = {
 
 
 class Layer(NamedTuple):
-    """Shapes and dtype of one layer's keys and values."""
-
     keys: tuple[int, ...]
     values: tuple[int, ...]
     dtype: torch.dtype
@@ -94,12 +92,10 @@ class Head(NamedTuple):
         ]
 
     def blocks(self, name: str, part: int) -> list[str]:
-        """The names of a part's blocks."""
         count = -(-self.sizes()[part] // BLOCK_BYTES)
         return [f"{name}\0{self.generation}\0{part}\0{number}" for number in range(count)]
 
     def all_blocks(self, name: str) -> list[str]:
-        """The blocks of all parts."""
         return [key for part in range(len(self.layers) + 1) for key in self.blocks(name, part)]
 
 
@@ -125,7 +121,7 @@ def configuration(model: Any) -> dict[str, Any]:
 
 
 def _adapters(model: nn.Module) -> dict[str, Any]:
-    """Which adapters a model computes with, and how strong: PEFT's layers say so."""
+    """The adapters that a model computes with, and how strong: PEFT's layers say so."""
     known = {
         json.dumps(
             [
@@ -162,15 +158,10 @@ class Values(NamedTuple):
 
 
 def weights(model: Any, files: Mapping[str, Values], how: How = "samples") -> str:
-    """A digest of a model's weights.
+    """A digest of a model's weights; `files` is what `of_files` found for a streamed one.
 
-    Args:
-        model: Loaded whole, or streamed.
-        files: Of a streamed one: what `of_files` found.
-        how: "full" reads all of them; else the same samples as of files (`weights_digest`) count.
-
-    Raises:
-        ValueError: A weight is neither here nor in a streamed model's files.
+    `how` "full" reads all of them; else the same samples as of files (`weights_digest`) count.
+    ValueError if a weight is neither in memory nor in a streamed model's files.
     """
     stream = getattr(model, "weight_stream", None)
     # What is in memory counts as it is there: it may have been trained, and adapters be beside it.
@@ -209,7 +200,7 @@ def _of_tensors(
 
 
 def _plain(weight: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that one of a class of its own is made of."""
+    """The plain tensors that a tensor of a class of its own is made of."""
     if type(weight) not in (torch.Tensor, nn.Parameter) and hasattr(weight, "__tensor_flatten__"):
         names, _ = weight.__tensor_flatten__()
         return [part for name in names for part in _plain(getattr(weight, name))]

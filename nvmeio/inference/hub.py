@@ -121,8 +121,7 @@ def _require(name: str) -> Any:
 def _check_answers(hub: Any, name: str, revision: str | None) -> None:
     """Ask the hub once for what is not in its cache: huggingface_hub asks six times, for 30 s.
 
-    Raises:
-        FileNotFoundError: It does not answer.
+    FileNotFoundError if it does not answer.
     """
     constants = hub.constants
     cached = hub.try_to_load_from_cache(name, _CONFIG, revision=revision)

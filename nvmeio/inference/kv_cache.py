@@ -143,7 +143,7 @@ class OffloadedLayer:
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """What fails here is the end of this cache."""
+        """End this cache if the block fails."""
         try:
             yield
         except BaseException as failed:
@@ -152,7 +152,7 @@ class OffloadedLayer:
             raise
 
     def _keep(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """The newest tokens: put whole blocks away, the rest stays."""
+        """Keep the newest tokens: put whole blocks away, the rest stays."""
         count = keys.shape[-2]
         whole = count // BLOCK_TOKENS * BLOCK_TOKENS
         if whole:
@@ -222,7 +222,7 @@ class OffloadedLayer:
 
 @functools.cache
 def _kinds() -> tuple[Any, Any]:
-    """The classes, made once: of a cache, and of a layer."""
+    """The classes of a cache and of a layer, made once."""
     utilities = cache_utilities()
     cache = type("OffloadedCache", (utilities.DynamicCache,), {"__module__": __name__})
     layer = type(
@@ -341,7 +341,7 @@ def empty_cache(model: Any) -> Any:
 
 
 def _finish(close: Callable[[], None]) -> None:
-    """Close for a model that is dropped, which a thread that this waits for may have noticed."""
+    """Close for a model that is dropped; a thread that this waits for may have noticed that."""
     if threading.current_thread().name.startswith("nvmeio"):
         # Where no thread can be had: a handle that is dropped gives back what it has.
         with contextlib.suppress(RuntimeError, MemoryError):

@@ -197,7 +197,6 @@ def pack(
 
 
 def _weights_in(model: nn.Module, units: Sequence[Unit], modules: Sequence[str]) -> set[str]:
-    """Names of the weights in modules."""
     names = {module: name for name, module in model.named_modules()}
     places = [(f".{names[t.module]}.", u.weights[t.weight].name) for u in units for t in u.targets]
     for wanted in modules:
@@ -228,7 +227,7 @@ class _Contents:
     """What lies where in a packed file: a record for each unit, on pages of its own.
 
     Args:
-        units: What is packed; of weights that several of them have, the first one's.
+        units: What is packed; a weight that several of them have goes to the first one.
         setting: How the matrices of layers are quantised, if they are.
         ranks: How many read a part each.
         weights: Of several drives, over which it is dealt.
@@ -236,12 +235,11 @@ class _Contents:
 
     Attributes:
         records: In the order of the file.
-        places: Of each record, where it lies behind the header, and whether all ranks have all of
-            it; known with the first header.
+        places: Where each record lies behind the header, and whether all ranks have all of it;
+            known with the first header.
         part_sums: For each rank, the checksums of what it has of each record.
-        quantised: Of the weights that are, how.
-        sums: Of each tensor, its checksums; as many as there will be, so that the header has its
-            length.
+        quantised: The weights that are, and how.
+        sums: Each tensor's checksums; as many as there will be, so that the header has its length.
     """
 
     def __init__(
@@ -285,7 +283,7 @@ class _Contents:
         return _UnitRecord(unit, tensors)
 
     def parts(self, number: int) -> list[_FileShare]:
-        """What of a record lies in which file."""
+        """The parts of a record, by the file that they lie in."""
         start, end, whole = self.places[number]
         if self.dealing is not None:
             return [
@@ -374,9 +372,7 @@ def _shares(unit: Unit, number: int) -> int:
 class _StoredWeights:
     """Weights as they are stored: read, converted, quantised where they are to be.
 
-    Attributes:
-        read_bytes: Of weights, so far.
-        largest_error, relative_error: As of `PackReport`, so far.
+    Counts are so far; errors as of `PackReport`.
     """
 
     def __init__(
@@ -492,7 +488,7 @@ def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _copy_others(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Configuration, tokenizer and the like; the configuration with the dtype of the weights."""
+    """Copy configuration, tokenizer and the like; the configuration gets the dtype."""
     for entry in sorted(source.iterdir()):
         if entry.is_file() and not entry.name.endswith(_WEIGHTS):
             shutil.copyfile(entry, target / entry.name)

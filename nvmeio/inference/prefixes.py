@@ -158,7 +158,6 @@ class PrefixCache:
         return Head(secrets.token_hex(8), *known, (sequences, tokens), tuple(described))
 
     def _identity(self, handle: AioHandle) -> str:
-        """What identifies the weights, as text."""
         if self._weights_id is not None:
             return f"named {self._weights_id}"
         stream = getattr(self._model, "weight_stream", None)
@@ -344,7 +343,6 @@ def _layers_of(cache: Any) -> Sequence[Any]:
 
 
 def _states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """All keys and values of a layer."""
     if isinstance(layer, kv_cache.OffloadedLayer):
         return layer.states()
     return layer.keys, layer.values

@@ -248,7 +248,7 @@ class Spiller:
         return record if record is not None and record.parameter() is parameter else None
 
     def _empty(self, name: str, parameter: torch.Tensor) -> nn.Parameter:
-        """What stands in a parameter's place; one for all places of a tied one."""
+        """A parameter's stand-in; one for all places of a tied one."""
         if name not in self._empties:
             data = torch.empty_like(parameter, device="meta")
             self._empties[name] = shown_as(parameter, data)
@@ -319,7 +319,7 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], handle: AioHandle) -> N
 
 
 def _own_directory(parent: Path) -> tuple[Path, int]:
-    """A new one, and a descriptor that has it locked for as long as its files have names."""
+    """A new directory, and a descriptor that has it locked for as long as its files have names."""
     while True:
         path = parent / f"{_PREFIX}{secrets.token_hex(4)}"
         make_private_directory(path)

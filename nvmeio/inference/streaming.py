@@ -285,7 +285,7 @@ def _another(again: SafetensorsSet, what: str, before: object, now: object) -> I
 
 
 def _finish(model: Any, asked: Asked) -> None:
-    """What `from_pretrained` sets on a model of a directory beside its weights."""
+    """Set what `from_pretrained` sets on a model of a directory beside its weights."""
     directory = asked.directory
     if directory is None:
         return

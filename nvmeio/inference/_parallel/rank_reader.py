@@ -56,14 +56,10 @@ Parts = Sequence[Sequence[Sequence[Read]]]
 
 
 class SharedFill(Fill):
-    """A unit on its way, a part of it from each rank.
+    """A unit on its way into `host`, a part of it from each rank.
 
-    Args:
-        number: Of the unit.
-        host: Where its bytes come to.
-        reads: This rank's.
-        wake: Called when its own part is there, or failed.
-        arrived: Called with all of it there, before it is done.
+    `reads` are this rank's; `wake` is called when these are there or failed; `arrived` with all of
+    it there, before it is done.
     """
 
     def __init__(
@@ -87,14 +83,8 @@ class SharedFill(Fill):
 class RankReader(Reader):
     """A `Reader` that also carries out `SharedFill`s.
 
-    Args:
-        handle: Moves the bytes of this rank.
-        checkpoint: Its files.
-        exchange: Of the ranks; closed with this.
-        parts: Who reads what of which unit.
-        names: Of the units.
-        in_pass: Whether a pass of the model is under way.
-        timeout_s: How long a rank may hold up the others.
+    `exchange` is closed with this; `parts` say who reads what of which unit; `in_pass` whether a
+    pass of the model is under way; `timeout_s` how long a rank may hold up the others.
     """
 
     def __init__(
@@ -138,21 +128,18 @@ class RankReader(Reader):
     def shared(
         self, number: int, host: torch.Tensor, arrived: Callable[[], None] | None
     ) -> SharedFill:
-        """What brings a unit, all but its experts."""
+        """A fill that brings a unit, all but its experts."""
         reads = self._wanted(number, lambda read: _place(host, read))
         return SharedFill(number, host, reads, self._wake.set, arrived)
 
     def own_reads(self, number: int) -> Sequence[Read]:
-        """This rank's part of a unit."""
         return self._parts[number][self.rank]
 
     @property
     def files(self) -> Sequence[File]:
-        """The files of the checkpoint."""
         return self._checkpoint.files
 
     def submit(self, fill: Fill) -> None:
-        """Begin a fill."""
         if not isinstance(fill, SharedFill):
             super().submit(fill)
             return
@@ -168,7 +155,6 @@ class RankReader(Reader):
         self._wake.set()
 
     def wait(self, fill: Fill) -> None:
-        """Block until a fill has ended, however."""
         if isinstance(fill, SharedFill):
             fill.done.wait()
         else:
@@ -379,7 +365,7 @@ class RankReader(Reader):
         return [WantedBytes(files[r.file], r.start, place(r), r.at) for r in reads]
 
     def _changed(self, number: int) -> BaseException | None:
-        """What is wrong with the files of this rank's part, or None."""
+        """The error of files of this rank's part that were changed, or None."""
         try:
             for index in {read.file for read in self.own_reads(number)}:
                 self._checkpoint.check(index, f"layer {self._names[number]!r}")
@@ -438,14 +424,10 @@ def shares(reads: Sequence[Read], ranks: int) -> list[tuple[Read, ...]]:
 
 
 def choose(wanted: Sequence[int], count: int) -> int:
-    """The unit that is gathered next, where ranks wait for different ones.
+    """The unit that is gathered next, of `count`, where ranks want different ones.
 
     Models go round, so ranks are together again soonest if all wait for those that are behind on
     the shortest arc that holds them all.
-
-    Args:
-        wanted: Numbers of units, at least one.
-        count: How many units there are.
     """
     places = sorted(set(wanted))
     gaps = [

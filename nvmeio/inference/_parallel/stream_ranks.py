@@ -37,12 +37,7 @@ _streams = Calls("stream", "0/failed")
 
 
 class Ranks:
-    """The ranks of one stream; more than one.
-
-    Args:
-        store: What they share.
-        timeout_s: How long one may make no progress, in seconds.
-    """
+    """The ranks of one stream; more than one. `timeout_s`: how long one may make no progress."""
 
     def __init__(self, store: RankStore, timeout_s: float) -> None:
         self.rank, self.size = store.rank, store.size
@@ -57,9 +52,7 @@ class Ranks:
     def of_group(cls, group: Any, timeout_s: float, path: str) -> Ranks | None:
         """The ranks of a process group; None for a process alone.
 
-        Raises:
-            TypeError: `group` is no process group.
-            ValueError: This process is no member of it.
+        TypeError if `group` is none, ValueError if this process is no member of it.
         """
         found = _streams.begin(group, "call stream_model without it", path)
         if found is None:
@@ -88,18 +81,10 @@ class Ranks:
         return Messages(self._store, self._times, self.timeout_s, "open it")
 
     def meet(self, digest: str, budget: int) -> int:
-        """Connect, and see that all ranks stream the same.
+        """Connect, see that all ranks stream the same (by digests), and return the smallest budget.
 
-        Args:
-            digest: Of what is streamed, and how.
-            budget: Bytes of memory that this rank has.
-
-        Returns:
-            The smallest budget.
-
-        Raises:
-            IntegrityError: A rank streams something else.
-            TransferError: One failed, or did not come.
+        IntegrityError if a rank streams something else, TransferError if one failed or did not
+        come.
         """
         self._told = {"digest": digest, "budget": budget}
         self._exchange = self._messages.exchange(Cancellation())
@@ -116,10 +101,7 @@ class Ranks:
         return min(int(each["budget"]) for each in heard)
 
     def connected(self) -> Exchange:
-        """The exchange of the ranks, for its taker to end; a new one if it was taken before.
-
-        Raises: As `meet`.
-        """
+        """The exchange of the ranks, for its taker to end; a new one if it was taken before."""
         if self._exchange is None:
             self.meet(**self._told)
         exchange, self._exchange = self._exchange, None
@@ -162,16 +144,10 @@ def digest_of(opened: SafetensorsSet, units: Sequence[Unit], *settings: Any) -> 
 
 
 def check_part(opened: SafetensorsSet, units: Sequence[Unit], ranks: Ranks | None) -> None:
-    """Raise where a directory does not hold what this rank is to read.
+    """Raise ValueError where a directory does not hold what this rank is to read.
 
-    Args:
-        opened: The files.
-        units: Planned, the fixed parts first.
-        ranks: Who streams; None for a process alone.
-
-    Raises:
-        ValueError: It holds the part of another rank, of another number of ranks, or for other
-            layers.
+    It may hold the part of another rank, of another number of ranks, or for other layers. `units`
+    are planned, the fixed parts first; `ranks` is None for a process alone.
     """
     part = packed_format.part_of_rank(opened)
     if part is None:
@@ -214,7 +190,7 @@ def new_reader(
     units: Sequence[Unit],
     in_pass: Callable[[], bool],
 ) -> Reader:
-    """What brings a stream's units: a part of each from each rank, where there are several."""
+    """The reader of a stream's units: with several ranks, each reads a part of each."""
     if ranks is None:
         return Reader(handles)
     exchange = ranks.connected()

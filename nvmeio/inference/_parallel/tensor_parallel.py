@@ -47,15 +47,9 @@ _WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})
 
 
 class TensorParallel:
-    """The ranks that compute one model together.
+    """The ranks that compute one model together; their group must be of all processes.
 
-    Args:
-        group: As the caller gave it.
-        ranks: Of that group.
-        path: What errors name.
-
-    Raises:
-        ValueError: The group is not of all processes.
+    `path` is what errors name.
     """
 
     def __init__(self, group: Any, ranks: Ranks, path: str) -> None:
@@ -85,13 +79,8 @@ class TensorParallel:
     ) -> Matched:
         """Have a model compute with parts, and find where these are read.
 
-        Args:
-            model: Its parameters on the meta device; its modules get transformers' hooks.
-            plan: From `check`.
-            matched: The whole weights.
-
-        Returns:
-            What is read here.
+        Parameters are on the meta device; modules get transformers' hooks. `plan` is from `check`,
+        `matched` has the whole weights.
         """
         meshes: Any = importlib.import_module("torch.distributed.device_mesh")
         mesh = meshes.DeviceMesh.from_group(self._group[0], "cpu")
@@ -125,7 +114,7 @@ class TensorParallel:
         return Matched(by_tensor, list(by_tensor.values()))
 
     def _range(self, count: int) -> tuple[int, int]:
-        """What this rank has of so many rows or columns, as torch's `Shard` cuts them."""
+        """This rank's share of so many rows or columns, as torch's `Shard` cuts them."""
         each = self._each(count)
         return min(self.rank * each, count), min((self.rank + 1) * each, count)
 
@@ -201,10 +190,8 @@ def check(
 ) -> dict[str, str]:
     """What of a model is cut how, by the names of its modules and parameters; all ranks agree.
 
-    Raises:
-        IntegrityError: Another rank streams another model, or with another plan.
-        TransferError: One failed, or did not come.
-        ValueError: It has no plan, or one that cannot be streamed.
+    IntegrityError if another rank streams another model or plan, TransferError if one failed or did
+    not come, ValueError if the model has no plan, or one that cannot be streamed.
     """
     if getattr(getattr(model, "config", None), "quantization_config", None):
         raise ValueError(

@@ -74,17 +74,11 @@ class Shares(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All memory that holds weights."""
         return self.window + self.resident + self.work + self.others
 
 
 def check_numbers(window: int | None, resident_bytes: int | None) -> None:
-    """Raise if what a user gave is no number of layers, or of bytes.
-
-    Raises:
-        TypeError: It is no int.
-        ValueError: It is below 1.
-    """
+    """Check numbers that a user gave: None, or an int from 1 on."""
     for name, value in (("window", window), ("resident_bytes", resident_bytes)):
         if value is not None:
             _checks.integer(name, value, 1)
@@ -111,8 +105,7 @@ def share_out(
         others: Room for what only other ranks want.
 
     Raises:
-        BudgetTooSmall: The budget is too small for the fixed parts and a window of one layer; says
-            what would do.
+        BudgetTooSmall: The fixed parts and a window of one layer do not fit.
     """
     wider = [window] if window is not None else [WINDOW, 2, 1]
     least = 0
@@ -200,17 +193,16 @@ def fit(
 ) -> Fitted:
     """Share a budget out; cut a model finer where it is too small.
 
-    Nothing is cut that has room as it is. What has not is cut as little as a window of three, that
-    keeps the drive busy, wants; fewer where nothing else will do.
+    Nothing is cut that has room as it is. Otherwise it is cut as little as a window of three needs,
+    which keeps the drive busy; a smaller window where nothing else will do.
 
     Args:
         whole: By layers.
         cut_to: The model in units of so many bytes at most, laid out.
         budget: Bytes for all weights.
         window: Layers in the window; None takes 3, or fewer where the budget wants it.
-        left: Bytes of memory that there are, where nobody asked for the budget. If it is more than
-            these, their usual share is tried, and then as few of them as will do. Only if nothing
-            fits within them, the budget is.
+        left: Free bytes of memory, if nobody asked for the budget. If it is more than these, their
+            usual share is tried, then as few of them as will do, and only then the budget.
 
     Raises:
         BudgetTooSmall: Nothing fits; says what would do.

@@ -27,10 +27,9 @@ class ExpectedBytes(NamedTuple):
         files: Indexes of the files that they lie in.
         offset: Where they lie there.
         at: Where they lie in the slot.
-        nbytes: How many.
         sum: Their CRC-32.
         experts: Which experts have to be there for it; none for what is always read.
-        cut: Of a tile, whose `sum` is that of the whole: what is known of the tiles, and which.
+        cut: For a tile, whose `sum` is that of the whole: the tiles' checksums, and which it is.
     """
 
     name: str
@@ -52,12 +51,8 @@ def expected_of(
 ) -> tuple[ExpectedBytes, ...]:
     """The checksums of a unit, in the order of its slot.
 
-    Args:
-        weights: Of the unit.
-        starts: For each part, the slot's byte at which it begins.
-        marks: For each part, whether its first dimension counts experts.
-        experts: How many there are.
-        spans: As `SafetensorsSet.spans`.
+    For each part, `starts` has the slot's byte at which it begins, and `marks` whether its first
+    dimension counts experts. `spans` is as in `SafetensorsSet`.
     """
 
     def files(file: int, offset: int, nbytes: int) -> tuple[int, ...]:
@@ -96,9 +91,7 @@ def expected_of(
 class Arriving:
     """The checksums of a slot that is being filled; used by the reader's thread.
 
-    Args:
-        expected: What is read in this fill, in the order of the slot.
-        files: Of the checkpoint.
+    `expected` is what is read in this fill, in the order of the slot.
     """
 
     def __init__(self, expected: Sequence[ExpectedBytes], files: Sequence[File]) -> None:
@@ -118,11 +111,7 @@ class Arriving:
                 )
 
     def finished(self) -> None:
-        """Compare.
-
-        Raises:
-            IntegrityError: Something is not what was packed.
-        """
+        """Raise IntegrityError if something is not what was packed."""
         for each, found in zip(self._expected, self._found, strict=True):
             total = 0
             for _, nbytes, value in sorted(found):
@@ -131,11 +120,7 @@ class Arriving:
 
 
 def verify(host: torch.Tensor, expected: Sequence[ExpectedBytes], files: Sequence[File]) -> None:
-    """Compare what lies in a slot.
-
-    Raises:
-        IntegrityError: Something is not what was packed.
-    """
+    """Raise IntegrityError if something in a slot is not what was packed."""
     for each in expected:
         _compare(each, crc32.of_memory(host.data_ptr() + each.at, each.nbytes), files)
 

@@ -27,17 +27,10 @@ def match(
 ) -> Matched:
     """Find what each tensor of a model is read from.
 
-    Args:
-        model: Its parameters on the meta device. Buffers there must be in the checkpoint too.
-        checkpoint: Under the model's names, or (for transformers' models) those that
-            `from_pretrained` takes.
-        strict: Refuse tensors that the model has no place for.
-        packed: What its index says, of a packed one.
-
-    Raises:
-        IntegrityError: A tensor is missing, has no place in the model, or has another shape; names
-            tensor and file.
-        ValueError: A parameter is not on the meta device.
+    The model's parameters are on the meta device (else ValueError); buffers there must be in the
+    checkpoint too. That has the model's names or, for transformers' models, those that
+    `from_pretrained` takes. `strict` refuses tensors that the model has no place for.
+    IntegrityError names tensor and file if one is missing, has no place, or has another shape.
     """
     found, unexpected = _found(model, checkpoint, packed)
     by_tensor: dict[int, Weight] = {}

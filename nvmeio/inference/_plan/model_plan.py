@@ -37,17 +37,10 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class ModelPlan(NamedTuple):
-    """What is streamed, and how.
+    """What is streamed, and how: a model with placeholders in the place of weights.
 
-    Attributes:
-        model: With placeholders in the place of weights.
-        parts: What is streamed as one.
-        shares: What memory is spent on.
-        ranks: Those that read together; None where this one reads for itself.
-        parallel: The ranks that compute together.
-        stored: The tensors of the files.
-        packed: What a packed checkpoint says of itself.
-        part: Which part of a packed model it is, if it is one.
+    `ranks` read together, None where this one reads for itself; `parallel` ranks compute together;
+    `packed` is the index of a packed checkpoint, and `part` which part of one it is, if it is one.
     """
 
     model: Any
@@ -69,13 +62,7 @@ class ModelPlan(NamedTuple):
 def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> ModelPlan:
     """Make the model, if it is to be made, and find what it is streamed from.
 
-    Args:
-        asked: What for.
-        opened: Its files.
-        ranks: Those that stream it together.
-
-    Raises:
-        IntegrityError, ValueError, TransferError, MemoryError: As `stream_model` says.
+    Raises as `stream_model` says.
     """
     model = _model(asked, opened)
     packed = packed_format.parse(opened, asked.checksum)
@@ -186,23 +173,15 @@ def _default_budget(fixed: Any, units: Any, window: int | None, others: int, lef
 class Asked(NamedTuple):
     """The arguments of `stream_model` that say what is planned.
 
+    None is for `dtype` that of the files, for `window` as many layers as do, for `resident_bytes` a
+    share of what is left, and for `layers` what is known of the model.
+
     Attributes:
         given: A module, or transformers' configuration of one that is to be made.
         directory: Where that configuration came from; None where it, or the module, was given.
         name: What was given, for the model's `name_or_path`.
         label: What errors of several ranks name.
         sources: Where the weights are.
-        device: Where the model computes.
-        dtype: Of its weights; None for that of the files.
-        window: Layers in the window; None for as many as do.
-        resident_bytes: For all weights; None for a share of what is left.
-        layers: What is streamed as one; None for what is known of the model.
-        strict: Whether a tensor without a place is refused.
-        checksum: Whether checksums are compared.
-        trainable: Whether gradients go through it.
-        compute: How it computes with packed weights.
-        process_group: Of several ranks.
-        tp_plan: How these cut the model, if they do.
     """
 
     given: Any
@@ -241,22 +220,11 @@ class Asked(NamedTuple):
         generates: bool,
         **rest: Any,
     ) -> Asked:
-        """From the arguments as they were given.
+        """From the arguments of `stream_model` as they were given (`given`: the first one).
 
-        Args:
-            given: `model_or_config_or_path`.
-            checkpoint: Where the weights are, if not there.
-            revision: Of a repository on the hub.
-            rank: Of this process; None where it reads alone.
-            device: Where the model computes.
-            dtype: Of its weights.
-            resident_bytes: For all weights.
-            generates: Whether a cache of keys and values goes to the drive.
-            rest: The other attributes.
-
-        Raises:
-            FileNotFoundError, OSError: As `hub.directory_of` says.
-            TypeError, ValueError: An argument is not what it can be; says which, and what can.
+        `rank` is None where this process reads alone; `generates`: a cache of keys and values goes
+        to the drive; `rest` are the other attributes. Raises as `hub.directory_of`, and TypeError
+        or ValueError that say which argument is wrong, and what it can be.
         """
         resident_bytes = _checks.size("resident_bytes", resident_bytes)
         dtype = _checks.dtype("dtype", dtype)
@@ -325,7 +293,7 @@ def _check_parallel(plan: Any, where: torch.device, process_group: Any, trainabl
 
 
 def name_of(checkpoint: Paths | None, given: Any) -> str:
-    """What errors of several ranks name."""
+    """The name of a model in errors of several ranks."""
     named = given if checkpoint is None else checkpoint
     if isinstance(named, (list, tuple)) and named:
         named = named[0]
@@ -365,7 +333,7 @@ def memory_left() -> int:
     """Bytes that could be taken now, by the strictest limit that is known.
 
     Source: proc(5), MemAvailable, VmSize and VmData; cgroups(7), memory.max; getrlimit(2),
-        RLIMIT_AS and RLIMIT_DATA (private writable memory, since Linux 4.7).
+    RLIMIT_AS and RLIMIT_DATA (private writable memory, since Linux 4.7).
     """
     known = [
         system.available_bytes(),
@@ -383,7 +351,7 @@ def _left_under(which: int, field: str) -> int | None:
 
 
 def _left_in_group() -> int | None:
-    """By the control group that this process is in, or one above it."""
+    """Bytes left in the control group that this process is in, or one above it."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
         name = next(line[3:] for line in lines if line.startswith("0::"))

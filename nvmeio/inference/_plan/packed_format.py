@@ -36,7 +36,7 @@ _REST = "name all directories that nvmeio pack wrote together, in any order, as 
 
 
 class PackedWeight(NamedTuple):
-    """How a quantised weight is described: its setting, and what it is when it is whole."""
+    """A quantised weight: its setting, and its dtype and shape when it is whole."""
 
     setting: Quantised
     dtype: torch.dtype
@@ -50,11 +50,9 @@ class PackedWeight(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What the index of a packed file says.
+    """The index of a packed file: its quantised weights, and checksums by tensor.
 
-    Attributes:
-        quantised: The weights that are.
-        sums: Of each tensor's bytes, in shares of equal length; None where there are none.
+    `sums` are of each tensor's bytes, in shares of equal length; None where there are none.
     """
 
     quantised: dict[str, PackedWeight]
@@ -70,7 +68,7 @@ class FoundWeight(NamedTuple):
 
 
 def describe(quantised: Mapping[str, PackedWeight], sums: Mapping[str, Sequence[int]]) -> str:
-    """The metadata of a packed file; as long whatever the checksums are."""
+    """The metadata of a packed file; its length does not depend on the checksums."""
     return json.dumps(
         {
             "version": packed_index.VERSION,
@@ -91,14 +89,9 @@ def describe(quantised: Mapping[str, PackedWeight], sums: Mapping[str, Sequence[
 
 
 def parse(checkpoint: SafetensorsSet, checksum: bool = True) -> Packed | None:
-    """What a packed checkpoint says of itself; None if it is not packed.
+    """The index of a packed checkpoint; None if it is not packed.
 
-    Args:
-        checkpoint: The files.
-        checksum: Want its checksums, if it has any.
-
-    Raises:
-        IntegrityError: Its metadata is damaged, or of a later version.
+    Raises IntegrityError if it is damaged, or of a later version. `checksum` wants its checksums.
     """
     text = checkpoint.metadata.get(packed_index.KEY)
     if text is None:
@@ -125,11 +118,7 @@ def parse(checkpoint: SafetensorsSet, checksum: bool = True) -> Packed | None:
 
 
 def part_of_rank(checkpoint: SafetensorsSet) -> packed_index.PackedPart | None:
-    """Which rank's part of a packed model this is, its spans behind `base_of`; None of any other.
-
-    Raises:
-        IntegrityError: It is damaged.
-    """
+    """Which rank's part of a packed model this is; spans count from `base_of`. None for others."""
     part = _part_in(checkpoint)
     return None if isinstance(part, DrivePart) else part
 
@@ -147,9 +136,7 @@ def rank_directory(rank: int) -> str:
 def of_rank(path: str | os.PathLike[str], rank: int | None) -> str | os.PathLike[str]:
     """A rank's part, where the directory has several ranks' parts; else the directory itself.
 
-    Raises:
-        ValueError: It is one of several ranks, and there is no rank.
-        FileNotFoundError: It has no such part.
+    ValueError if it has and there is no rank, FileNotFoundError if it lacks this one's.
     """
     if not os.path.isdir(os.path.join(path, rank_directory(0))):
         return path
@@ -175,8 +162,7 @@ def part_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 def parts_of(checkpoint: SafetensorsSet, packed: Packed) -> dict[str, FoundWeight]:
     """For each weight of a packed checkpoint, what it is read from.
 
-    Raises:
-        IntegrityError: A part of a quantised weight is missing, or not what the setting says.
+    IntegrityError if a part of a quantised weight is missing, or not what the setting says.
     """
     found: dict[str, FoundWeight] = {}
     taken: set[str] = set()
@@ -213,13 +199,8 @@ def _bad(checkpoint: SafetensorsSet, what: str) -> IntegrityError:
 def open_model(paths: Sequence[str | os.PathLike[str]], handle: AioHandle) -> SafetensorsSet:
     """The files of a model, or those of all parts of a packed one.
 
-    Args:
-        paths: A file, an index or a directory; or a directory of each part, in any order.
-        handle: Reads the headers.
-
-    Raises:
-        ValueError: They are not all parts of one model. Names the directory.
-        FileNotFoundError, IntegrityError: As of `SafetensorsSet`.
+    `paths` is a file, an index or a directory; or a directory of each part, in any order.
+    ValueError names the directory if they are not all parts of one model.
     """
     with contextlib.ExitStack() as undo:
         sets = (SafetensorsSet(part_in(path), handle) for path in paths)

@@ -32,11 +32,9 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class Quantised(NamedTuple):
-    """How a tensor is quantised.
+    """How a tensor is quantised: to 4 or 8 bits, in groups of so many elements of a row.
 
-    Attributes:
-        bits: 4 or 8.
-        group_size: Elements of a row that share a scale and a minimum; even.
+    A group shares a scale and a minimum; its size is even.
     """
 
     bits: int
@@ -52,11 +50,7 @@ class Quantised(NamedTuple):
 
 
 def check_setting(bits: int, group_size: int) -> Quantised:
-    """A setting from what a user gave.
-
-    Raises:
-        ValueError: There is no such setting.
-    """
+    """A setting from what a user gave; ValueError if there is no such setting."""
     if bits not in (4, 8):
         raise ValueError(f"quant_bits must be 4 or 8, not {bits!r}")
     if not isinstance(group_size, int) or group_size < 2 or group_size % 2:
@@ -78,14 +72,9 @@ def can_quantise(shape: tuple[int, ...], dtype: torch.dtype, setting: Quantised)
 def quantise(
     tensor: torch.Tensor, setting: Quantised
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Steps (uint8, packed), scales and minima (float32) of a tensor.
+    """Steps (uint8, packed), scales and minima (float32) of a floating-point tensor.
 
-    Args:
-        tensor: Floating point, of whole groups, without infinities and NaN.
-        setting: How.
-
-    Raises:
-        ValueError: It holds a value that is not finite.
+    It is of whole groups; ValueError if it holds infinities or NaN.
     """
     shape = tuple(tensor.shape)
     groups = tensor.reshape(-1, setting.group_size).float()
@@ -165,7 +154,7 @@ def _run(
     bias: torch.Tensor | None = None,
     threads: int = 0,
 ) -> None:
-    """The shim's loops; they take addresses, so all of it is in the memory of the CPU."""
+    """Call the shim's loops; they take addresses, so all of it is in the memory of the CPU."""
     steps, scales, minima = (part if part.stride(-1) == 1 else part.contiguous() for part in parts)
     call = ffi.new("nv_packed *")
     call.rows, call.groups = scales.shape

@@ -37,14 +37,10 @@ class Read(NamedTuple):
 
 
 class SlotLayout(NamedTuple):
-    """The slot of one unit.
+    """The slot of one unit, in whole pages.
 
-    Attributes:
-        nbytes: Whole pages.
-        starts: For each part, the slot's byte at which it begins.
-        reads: What fills every part but those of experts.
-        experts: For each expert, the reads that fill its share of those parts.
-        all_experts: The same for all of them, as few reads.
+    `starts` has the byte at which each part begins; `reads` fill every part but those of experts;
+    `experts` are the reads of each expert's share of these, `all_experts` of all, as few reads.
     """
 
     nbytes: int
@@ -61,19 +57,16 @@ def lay_out(
     count: int = 0,
     own_alignment: bool = False,
 ) -> SlotLayout:
-    """Plan a slot.
+    """Plan a slot. Reads begin on a page boundary in file and memory wherever these agree.
 
     Args:
-        parts: What the unit consists of.
-        sizes: For each file, its size in bytes.
-        experts: For each part, whether its first dimension counts experts, that are read when they
-            are needed; all of them none by default.
+        parts: The unit's.
+        sizes: The size of each file in bytes.
+        experts: For each part, whether its first dimension counts experts, which are read when they
+            are needed; none by default.
         count: How many experts there are.
         own_alignment: A tensor that lies on an odd address for 16 bytes in its file is moved to one
             that torch's allocator would give it, which costs a bounce.
-
-    Returns:
-        The plan. Reads begin on a page boundary in file and memory wherever file and memory agree.
     """
     marks = list(experts) or [False] * len(parts)
     starts = [0] * len(parts)
@@ -129,12 +122,7 @@ def lay_out(
 def dealt(
     layout: SlotLayout, spans: Callable[[int, int, int], Sequence[tuple[int, int, int]]]
 ) -> SlotLayout:
-    """The same with reads of the files in which the bytes really lie.
-
-    Args:
-        layout: Planned.
-        spans: As `SafetensorsSet.spans`.
-    """
+    """The same with reads of the files in which the bytes really lie (`SafetensorsSet.spans`)."""
 
     def cut(reads: Sequence[Read]) -> tuple[Read, ...]:
         return tuple(
@@ -167,7 +155,7 @@ def _read(extent: FileExtent, start: int, sizes: Sequence[int], agrees: bool) ->
 
 
 def _joined(extents: Sequence[FileExtent]) -> list[FileExtent]:
-    """Pieces that follow each other in file and memory as one."""
+    """Extents, joined where they follow each other in file and memory."""
     found: list[FileExtent] = []
     for extent in extents:
         last = found[-1] if found else None
@@ -184,7 +172,7 @@ def _joined(extents: Sequence[FileExtent]) -> list[FileExtent]:
 
 
 def extents_within(extents: Sequence[FileExtent], first: int, last: int) -> list[FileExtent]:
-    """What of the extents lies in [first, last) of their part."""
+    """The parts of extents that lie in [first, last) of their part."""
     found = []
     for extent in extents:
         start, end = max(extent.at, first), min(extent.at + extent.nbytes, last)
@@ -206,14 +194,9 @@ class FileExtent(NamedTuple):
 class CutSums:
     """The checksums of a tensor's tiles: noted until all are known, and compared from then on.
 
-    Args:
-        whole: CRC-32 of the tensor.
-        sizes: Bytes of each tile, in the order of the tensor.
-
-    Attributes:
-        failures: How often a tile was wrong. Whoever uses several tiles one after the other
-            compares it before and after: a tile that was wrong may have been read again meanwhile
-            by somebody else.
+    `whole` is the CRC-32 of the tensor, `sizes` are the bytes of each tile. `failures` counts wrong
+    tiles: whoever uses several tiles in turn compares it before and after, since somebody else may
+    have read a wrong tile again meanwhile.
     """
 
     def __init__(self, whole: int, sizes: Sequence[int]) -> None:
@@ -256,12 +239,11 @@ class WeightPart(NamedTuple):
     """What is read for a weight, as one contiguous tensor.
 
     Attributes:
-        dtype: torch's, as stored.
-        shape: In elements.
+        dtype: As stored.
         extents: Where its bytes are, ascending in `at`, without a hole.
         sums: CRC-32s of its bytes, in shares of equal length; none where they are not known. Only
             of a part of one extent.
-        cut: Of rows of another part: the checksum of that one, and which of its tiles this is.
+        cut: For rows of another part: that part's checksums, and which of its tiles this is.
     """
 
     dtype: torch.dtype
@@ -272,19 +254,15 @@ class WeightPart(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Length in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Weight(NamedTuple):
-    """One tensor of the model.
+    """One tensor of the model, with dtype and shape as the model wants it.
 
     Attributes:
         name: The model's name for it (of tied ones, the first).
-        dtype: As the model wants it.
-        shape: As the model wants it.
         parts: What is read: the tensor itself, or what `quantised` makes it of.
-        quantised: How it is stored, if it is.
         sources: Names in the checkpoint.
         order: The dimensions of what is read, in the model's order; None where that is theirs.
         compute: How modules compute with it while it is packed; None where it is widened for them.
@@ -301,7 +279,6 @@ class Weight(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read."""
         return sum(part.nbytes for part in self.parts)
 
     @property
@@ -326,14 +303,9 @@ def stacked(
 ) -> WeightPart:
     """`torch.cat([torch.stack(tensors) for tensors in lists], dim=1)`, as a place for each extent.
 
-    Args:
-        lists: One list of tensors, or several of the same length (gate and up projections): the
-            i-th of each lie one behind the other in the i-th row of the result.
-        name: The model's tensor, for messages.
-        checkpoint: Where they are stored.
-
-    Raises:
-        IntegrityError: Lengths, dtypes or shapes do not fit each other.
+    `lists` are one list of tensors, or several of the same length (gate and up projections): the
+    i-th of each lie one behind the other in the i-th row of the result. IntegrityError, which names
+    the model's tensor, if lengths, dtypes or shapes do not fit each other.
     """
     counts = {len(tensors) for tensors in lists}
     first = part_of(lists[0][0])
@@ -361,11 +333,7 @@ def stacked(
 def concatenated(
     tensors: Sequence[StoredTensor], name: str, checkpoint: SafetensorsSet
 ) -> WeightPart:
-    """`torch.cat(tensors, dim=0)`, as a place for each extent.
-
-    Raises:
-        IntegrityError: Dtypes or shapes do not fit each other.
-    """
+    """`torch.cat(tensors, dim=0)`, as a place for each extent; errors if they do not fit."""
     parts = [part_of(stored) for stored in tensors]
     tails = {(part.dtype, part.shape[1:]) for part in parts}
     if len(tails) > 1:
@@ -406,14 +374,10 @@ class TileRows(NamedTuple):
 
 
 def rows_of(weight: Weight, most: int) -> list[TileRows]:
-    """Cut a matrix.
+    """Cut a linear layer's weight into tiles of about the same size.
 
-    Args:
-        weight: Of a linear layer.
-        most: Bytes of a tile, its conversion included; 64 rows are one all the same.
-
-    Returns:
-        Tiles of about the same size; none where it is smaller than two, or does not lie in rows.
+    A tile has at most `most` bytes, its conversion included; 64 rows are one all the same. There
+    are none where the matrix is smaller than two, or does not lie in rows.
     """
     count = weight.shape[0]
     by_row = all(part.shape[:1] == (count,) and len(part.shape) == 2 for part in weight.parts)

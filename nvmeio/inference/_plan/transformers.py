@@ -29,11 +29,7 @@ _UNSET = 0x7A  # of each byte: no element of any dtype that somebody would put i
 
 
 def require() -> Any:
-    """The transformers package.
-
-    Raises:
-        BackendUnavailableError: It is not installed, or too old; says what to install.
-    """
+    """The transformers package; BackendUnavailableError says what to install."""
     try:
         transformers: Any = importlib.import_module("transformers")
         importlib.import_module("transformers.core_model_loading")
@@ -48,11 +44,7 @@ def require() -> Any:
 
 
 def cache_utilities() -> Any:
-    """The module of caches, of transformers.
-
-    Raises:
-        BackendUnavailableError: As `require`.
-    """
+    """The module of caches, of transformers; raises as `require`."""
     require()
     return importlib.import_module("transformers.cache_utils")
 
@@ -71,13 +63,12 @@ def cache_among(named: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def cache_argument(model: nn.Module) -> str:
-    """What the forward of a model calls its cache."""
+    """The name of the cache in the arguments of a model's forward."""
     takes = inspect.signature(type(model).forward).parameters
     return next((name for name in _CACHE_NAMES if name in takes), _CACHE_NAMES[-1])
 
 
 def config_of(directory: str | os.PathLike[str]) -> Any:
-    """The configuration in a model's directory."""
     if not os.path.isfile(os.path.join(directory, "config.json")):
         raise FileNotFoundError(
             f"{os.fspath(directory)} holds no config.json: name a directory that save_pretrained "
@@ -89,13 +80,8 @@ def config_of(directory: str | os.PathLike[str]) -> Any:
 def empty_model(config: Any, dtype: torch.dtype | None, checkpoint: SafetensorsSet) -> nn.Module:
     """The model of a configuration, its parameters and buffers on the meta device.
 
-    Args:
-        config: A `transformers.PreTrainedConfig`.
-        dtype: Of the weights; None takes the configuration's, or that of the checkpoint.
-        checkpoint: Asked for a dtype where the configuration has none.
-
-    Raises:
-        ValueError: The configuration names no architecture.
+    `dtype` is that of the weights; None takes the configuration's, or that of the checkpoint.
+    ValueError if the configuration names no architecture.
     """
     transformers = require()
     wanted = dtype or config.dtype or _dtype_of(checkpoint)
@@ -110,7 +96,7 @@ def empty_model(config: Any, dtype: torch.dtype | None, checkpoint: SafetensorsS
 
 
 def _to_meta(model: nn.Module) -> None:
-    """Constructors that name a device or a type (DiffLlama's, XLNet's) make tensors on the CPU."""
+    """Move what constructors that name a device or type make on the CPU (DiffLlama's, XLNet's)."""
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
         kept = module._non_persistent_buffers_set
@@ -127,7 +113,7 @@ def _to_meta(model: nn.Module) -> None:
 
 
 def _not_saved_as_buffers(model: Any, checkpoint: SafetensorsSet) -> None:
-    """Parameters that `save_pretrained` leaves out, for the class computes them (Marian).
+    """Turn parameters that a class computes, and `save_pretrained` omits, into buffers (Marian).
 
     As buffers that no checkpoint holds they are computed with the others; see `compute_buffers`.
     """
@@ -170,7 +156,7 @@ def _dtype_of(checkpoint: SafetensorsSet) -> torch.dtype:
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """What a model's class keeps in float32 whatever the rest is in (T5's output projections)."""
+    """Keep what a class wants in float32 whatever the rest is in (T5's output projections)."""
     plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
     if not plan:
         return
@@ -187,12 +173,7 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 
 def compute_buffers(model: Any, device: torch.device) -> None:
-    """Give real values to the buffers that no checkpoint holds, as `from_pretrained` does.
-
-    Args:
-        model: A `PreTrainedModel`; what is not a buffer of that kind is left as it is.
-        device: Where they go.
-    """
+    """Give real values to the buffers that no checkpoint holds, as `from_pretrained` does."""
     missing = [
         (module, name)
         for module in model.modules()
@@ -234,16 +215,10 @@ def _is_unset(buffer: torch.Tensor) -> bool:
 
 
 def parallel_plan(model: Any, wanted: str | Mapping[str, str], size: int) -> dict[str, str]:
-    """How transformers cuts a model for so many ranks: words by names of modules and parameters.
+    """How transformers cuts a model for `size` ranks: words by names of modules and parameters.
 
-    Args:
-        model: A `PreTrainedModel`.
-        wanted: "auto", or words that take the place of those of the model's own plan.
-        size: How many ranks.
-
-    Raises:
-        BackendUnavailableError: transformers has no tensor parallelism that is known here.
-        ValueError: There is no plan, or one with a word that transformers does not know.
+    `wanted` is "auto", or words that take the place of those of the model's own plan. ValueError if
+    there is no plan, or one with a word that transformers does not know.
     """
     try:
         distributed: Any = importlib.import_module("transformers.distributed.configuration_utils")
@@ -272,13 +247,10 @@ def parts_of(
 ) -> tuple[dict[str, tuple[WeightPart, tuple[str, ...]]], list[str]]:
     """For each tensor of a transformers model, what it is read from.
 
-    Returns:
-        Parts, with the names of their sources, by the model's name; and the checkpoint's names that
-        have no place in the model, those that its class says to ignore left out.
-
-    Raises:
-        IntegrityError: Tensors that are to be fused do not fit each other.
-        TypeError: The model's class converts weights in a way that cannot be streamed.
+    Returns parts, with the names of their sources, by the model's name; and the checkpoint's names
+    that have no place in the model, without those that its class says to ignore. IntegrityError if
+    tensors that are fused do not fit each other, TypeError if the class converts weights in a way
+    that cannot be streamed.
     """
     require()
     loading: Any = importlib.import_module("transformers.core_model_loading")

@@ -33,12 +33,9 @@ _AS_ONE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDeco
 
 
 class Target(NamedTuple):
-    """Where a weight goes.
+    """The parameter or buffer of a module that shows a weight.
 
     Attributes:
-        module: Shows it.
-        attribute: As which parameter or buffer.
-        is_buffer: Which of the two.
         weight: Its number in the unit.
         empty: What stands there while it is gone, on the meta device.
         version: How often that had been changed in place when the model was streamed; None before,
@@ -56,10 +53,8 @@ class Target(NamedTuple):
 class Experts(NamedTuple):
     """The fused experts of a unit.
 
-    Attributes:
-        module: Called with the experts that each token is routed to.
-        number: How many there are.
-        weights: Numbers of the weights whose first dimension counts them.
+    `module` is called with the experts that each token is routed to; `weights` are numbers of those
+    whose first dimension counts experts.
     """
 
     module: nn.Module
@@ -68,15 +63,13 @@ class Experts(NamedTuple):
 
 
 class Unit:
-    """What is read as one.
+    """Weights that are read as one.
 
     Attributes:
         name: Dotted name of its (first) module.
-        modules: Whose forward needs the weights.
+        modules: Modules whose forward needs the weights.
         row_modules: Embeddings that can do with the rows of their tokens.
-        targets: Where the weights go.
-        weights: What there is, each once.
-        experts: The experts among them, or None.
+        weights: Each once.
         layout: Its slot; set by `plan`.
         sums: Checksums of what lies there, where the file has them; set by `plan`.
         resident: Whether it stays once it is there; set by the budget.
@@ -101,7 +94,6 @@ class Unit:
         self.own_alignment = False
 
     def plan(self, checkpoint: SafetensorsSet, own_alignment: bool) -> None:
-        """Lay out the slot."""
         self.own_alignment = own_alignment
         sizes = [file.size() for file in checkpoint.files]
         parts = [part for weight in self.weights for part in weight.parts]
@@ -127,7 +119,7 @@ class Unit:
 
     @property
     def streamed_bytes(self) -> int:
-        """What is read when it is used and not there; for mixtures, with all experts."""
+        """Bytes that are read when it is used and not there; for mixtures, with all experts."""
         return self.layout.nbytes if self.modules else 0
 
     def __repr__(self) -> str:
@@ -150,20 +142,20 @@ def partition(
 ) -> Partition:
     """Cut a model into units.
 
+    Layers may share modules without weights (one activation for all, a cached rotary embedding):
+    nothing of these comes or goes. Weights in a shared module would be taken away by one layer
+    while the other, which may be kept, needs them.
+
     Args:
         model: Its weights on the meta device.
         weights: By the id of the meta tensor that each is shown as.
         layers: Modules or their names; None finds them.
-        most: Bytes of a unit, where that can be had by cutting: of larger layers the leaves are
-            units, and of larger linear layers tiles.
+        most: Bytes of a unit, where cutting can do that: the leaves of larger layers are units, and
+            tiles of larger linear layers.
 
     Raises:
         ValueError: `layers` names what is not there, what lies within another of them, or two that
             share a module with weights.
-
-    Layers may share modules that have none (one activation for all, a cached rotary embedding):
-    nothing of these comes or goes. Weights in a shared module would be taken away by one layer
-    while the other, which may be kept, has use of them.
     """
     names = {module: name for name, module in model.named_modules()}
     given = find_layers(model) if layers is None else _given(model, names, layers)
@@ -228,7 +220,7 @@ def partition(
 
 
 def _cut(layer: nn.Module, weights: dict[int, Weight], most: int, small: int) -> list[nn.Module]:
-    """What of a layer is still streamed as one; the leaves beside it are by themselves.
+    """The parts of a layer that are still streamed as one; leaves beside them are by themselves.
 
     A module that has weights of its own and children, as torch's attention has, may compute with
     those of its children itself. Weights that two parts need stay with both in one.
@@ -294,13 +286,7 @@ def _in_tiles(unit: Unit, fixed: Unit, weights: dict[int, Weight], most: int) ->
 
 
 class Tile(nn.Module):
-    """Some rows of a linear layer.
-
-    Args:
-        weight: The whole, on the meta device.
-        first: The first row.
-        last: The one behind the last.
-    """
+    """Rows [first, last) of a linear layer whose weight is on the meta device."""
 
     weight: nn.Parameter
 
@@ -311,7 +297,6 @@ class Tile(nn.Module):
         self.weight = nn.Parameter(empty, requires_grad=weight.requires_grad)
 
     def forward(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """These rows' part of the output."""
         own = None if bias is None else bias[self.first : self.last]
         return functional.linear(input, self.weight, own)
 
@@ -319,8 +304,8 @@ class Tile(nn.Module):
 def find_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of a model, in the order of its tree.
 
-    Of transformers' models those classes that they themselves say must not be split; of others the
-    members of the outermost `ModuleList` and `Sequential` containers that hold weights.
+    For transformers' models, the classes that they say must not be split; for others, the members
+    of the outermost `ModuleList` and `Sequential` containers that hold weights.
     """
     classes = {
         name

@@ -27,13 +27,7 @@ from nvmeio.inference.weight_stream import WeightStream
 
 
 class WeightSource:
-    """Reads a weight. Refers to the stream weakly, since tensors keep it.
-
-    Args:
-        stream: Reads it.
-        unit: Whose weight it is.
-        number: Of its weights.
-    """
+    """Reads one of a unit's weights. Refers to the stream weakly, since tensors keep it."""
 
     def __init__(self, stream: WeightStream, unit: Unit, number: int) -> None:
         self._stream = weakref.ref(stream)
@@ -100,7 +94,7 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
 
 
 def _with_weights(stream: WeightStream, unit: Unit) -> Callable[..., Any]:
-    """What calls a function (its first argument) with the weights of a unit."""
+    """A function that calls its first argument with the weights of a unit."""
     if stream.trainable:
         use = functools.partial(stream.use, unit)
         own = functools.partial(_own, unit=unit)
@@ -135,7 +129,7 @@ def _quietly(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 def _begin(
     stream: WeightStream, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
-    """A hook and not a wrapper, so that a hook before it may set the model's cache."""
+    """Begin a pass; in a hook, so that hooks before it may set the model's cache."""
     stream.begin_pass(cache_among(named)[1])
 
 
@@ -167,7 +161,6 @@ def _check_grad(name: str, args: Any, kwargs: Any) -> None:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in arguments or outputs."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -217,7 +210,7 @@ def _refuse(
     fn: Any,
     recurse: bool = True,
 ) -> nn.Module:
-    """In place of `to`, `half`, `cuda` and the like: refused unless they change nothing."""
+    """Refuse `to`, `half`, `cuda` and the like, unless they change nothing."""
     for dtype in dtypes:
         probe = torch.empty(0, dtype=dtype, device=device)
         cause: Exception | None = None
@@ -247,7 +240,7 @@ def _save(module: nn.Module, call: Callable[..., Any], /, *args: Any, **options:
 def _refuse_state(
     names: set[str], module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """`load_state_dict` would reach what is in memory, and be lost for what is on disk."""
+    """Refuse `load_state_dict`, which would be lost for what is on disk."""
     if any(prefix + name in state_dict for name in names):
         raise RuntimeError(
             f"a streamed model takes no other weights ({prefix or type(module).__name__!r}): they "
@@ -256,7 +249,7 @@ def _refuse_state(
 
 
 def _attach_rows(module: nn.Embedding, unit: Unit, stream: WeightStream) -> None:
-    """An embedding that is not in memory looks its tokens up on the drive."""
+    """Have an embedding that is not in memory look its tokens up on the drive."""
     around = _with_weights(stream, unit)
 
     def forward(input: torch.Tensor) -> torch.Tensor:
@@ -271,7 +264,7 @@ def _attach_rows(module: nn.Embedding, unit: Unit, stream: WeightStream) -> None
 
 
 def _attach_tiles(module: nn.Linear, unit: Unit, stream: WeightStream) -> None:
-    """A linear layer that is not in memory computes some of its outputs at a time."""
+    """Have a linear layer that is not in memory compute some of its outputs at a time."""
 
     def forward(input: torch.Tensor) -> torch.Tensor:
         _check(unit, stream)
@@ -281,11 +274,7 @@ def _attach_tiles(module: nn.Linear, unit: Unit, stream: WeightStream) -> None:
 
 
 def linear_in_tiles(unit: Unit, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`torch.nn.functional.linear` with the weight that a unit's tiles are the rows of.
-
-    Raises:
-        TransferError, IntegrityError: As for `WeightStream.use`.
-    """
+    """`torch.nn.functional.linear` with the weight that a unit's tiles are the rows of."""
     failures = _failures(unit)
     output = tiled_linear.compute(
         input, unit.weights[0].shape[0], [_rows(tile, bias) for tile in unit.tiles]
@@ -312,9 +301,7 @@ def _failures(unit: Unit) -> int:
 def _check_sums(unit: Unit, failures: int) -> None:
     """Raise where the tiles that were used may not have been right together.
 
-    Args:
-        unit: Of the tiles.
-        failures: `_failures`, before the first of them was used.
+    `failures` is `_failures` from before the first of them was used.
     """
     found = _tile_sums(unit)
     wrong = next((sums for sums in found if not sums.settled), None)
@@ -330,7 +317,7 @@ def _check_sums(unit: Unit, failures: int) -> None:
 
 
 def _check(unit: Unit, stream: WeightStream) -> None:
-    """What `WeightStream.use` checks, for weights that are never in memory as a whole."""
+    """The checks of `WeightStream.use`, for weights that are never in memory as a whole."""
     stand_ins.check_absent(unit.targets)
     if stream.trainable:
         stand_ins.check_frozen(unit.targets)

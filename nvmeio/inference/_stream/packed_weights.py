@@ -40,12 +40,8 @@ Way = Callable[[torch.Tensor, "Packed", "torch.Tensor | None"], torch.Tensor]
 class Packed(NamedTuple):
     """A weight in its steps, scales and minima, or some rows of it, or an expert.
 
-    Attributes:
-        parts: These, over memory that comes and goes.
-        setting: How it is quantised.
-        dtype: Of its elements.
-        compute: How products are made.
-        turned: It is the transposed matrix, of each expert.
+    `parts` are these, over memory that comes and goes. A `turned` one is the transposed matrix, of
+    each expert.
     """
 
     parts: tuple[torch.Tensor, ...]
@@ -61,7 +57,6 @@ class Packed(NamedTuple):
         return cls(tuple(parts), weight.quantised, weight.dtype, weight.compute or "widened")
 
     def at(self, index: Any) -> Packed:
-        """Some of its first dimension."""
         return self._replace(parts=tuple(part[index] for part in self.parts))
 
     def transposed(self) -> Packed:
@@ -101,7 +96,7 @@ class PackedParameter(FrozenElsewhere):
 
     @classmethod
     def over(cls, empty: Any, packed: Packed) -> nn.Parameter:
-        """Of the shape of what stands for it."""
+        """A packed weight, of the shape of what stands for it."""
         with torch._C.DisableTorchFunctionSubclass():
             shape = empty.detach().as_subclass(torch.Tensor)
             if packed.turned:
@@ -113,7 +108,6 @@ class PackedParameter(FrozenElsewhere):
         return made
 
     def now(self) -> torch.Tensor:
-        """A copy, widened."""
         return self.packed.widened()
 
     @classmethod
@@ -195,7 +189,7 @@ def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -
 
 
 def _embedding(input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rows, widened; of one that changes its weight (`max_norm`) all of it."""
+    """An embedding's rows, widened; all of it with `max_norm`, which changes the weight."""
     given = dict(zip(("padding_idx", "max_norm"), args, strict=False)) | kwargs
     if not isinstance(weight, PackedParameter) or given.get("max_norm") is not None:
         return NotImplemented
@@ -302,9 +296,10 @@ def _has_kernel(what: Packed) -> bool:
 
 
 def _by_kernel(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> torch.Tensor:
-    """By that, whose layout the steps are put into each time. Elements are scales in bfloat16.
+    """Multiply with torch's kernel, whose layout the steps are put into each time.
 
-    Source: aten/src/ATen/native/cuda/int4mm.cu; it computes (step - 8) * scale + zero.
+    An element is (step - 8) * scale + zero, with scales and zeros in bfloat16. Source:
+    aten/src/ATen/native/cuda/int4mm.cu.
     """
     steps, scales, minima = what.parts
     rows, groups = scales.shape
@@ -320,7 +315,7 @@ def _by_kernel(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) ->
 
 
 def _in_parts(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> torch.Tensor:
-    """By torch, some outputs after the other: rows of the weight, or columns of the transposed."""
+    """Multiply with torch in parts: rows of the weight, or columns of the transposed."""
     (rows, groups), size = what.parts[1].shape, what.setting.group_size
     count, unit, other = (groups, size, rows) if what.turned else (rows, 1, groups * size)
     step = _PART_BYTES // (unit * other * inputs.dtype.itemsize)
@@ -359,14 +354,7 @@ class _Choices:
     def made(
         self, ways: tuple[Way, Way], inputs: torch.Tensor, what: Packed, bias: Any
     ) -> torch.Tensor:
-        """A product by one of two ways, with the weight packed and widened.
-
-        Args:
-            ways: These.
-            inputs: [n, width].
-            what: The weight.
-            bias: Its bias, or None.
-        """
+        """A product by the faster of two ways: with the weight packed, or widened."""
         rows = len(inputs)
         sizes = what.parts[0].shape[0].bit_length(), inputs.shape[1].bit_length()
         device = devices.device_of(what.parts[0])

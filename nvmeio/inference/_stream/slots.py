@@ -40,7 +40,7 @@ class WeightSlot(window.Slot[Unit]):
     """The memory of a unit of weights.
 
     Attributes:
-        host: Bytes of page-locked memory, as long as `Unit.layout` says.
+        host: Page-locked memory, as long as `Unit.layout` says.
         memory: The bytes on the device that computes; `host` itself on a CPU.
         files: Indices of the files that its reads are of.
         experts: For each expert, 1 where its bytes are there.
@@ -74,11 +74,8 @@ class WeightSlot(window.Slot[Unit]):
 class _WorkRoom:
     """Room for converted weights: one place for all units, or lent to each.
 
-    Args:
-        nbytes: How much.
-        device: Where.
-        copies: Of a GPU: comes between what streams do there.
-        lent: A unit keeps its part until the last tensor over it is gone.
+    `copies`, on a GPU, comes between what streams do there. With `lent` a unit keeps its part until
+    the last tensor over it is gone.
     """
 
     def __init__(
@@ -149,16 +146,10 @@ class _WorkRoom:
 
 
 class SlotPools:
-    """The pools of one stream.
+    """The pools of one stream, for weights that are used on `device`.
 
-    Args:
-        shares: How large they are.
-        device: Where weights are used.
-        lent: What is streamed or converted keeps its memory until the last tensor over it is gone:
-            backward may have one.
-
-    Raises:
-        MemoryError: There is not that much; says how much there is.
+    With `lent`, what is streamed or converted keeps its memory until the last tensor over it is
+    gone: backward may have one. MemoryError says how much memory there is.
     """
 
     def __init__(self, shares: Shares, device: torch.device, lent: bool = False) -> None:
@@ -194,7 +185,6 @@ class SlotPools:
 
     @property
     def locked(self) -> bool:
-        """Whether all of it is page-locked."""
         pools = (self._resident, self._window, self._lent)
         return all(pool.locked for pool in pools if pool is not None)
 
@@ -240,7 +230,6 @@ class SlotPools:
             lease.__exit__(None, None, None)
 
     def give_back(self, slot: WeightSlot) -> None:
-        """Take back a slot that nobody uses any more."""
         if self._copies is not None:
             # Of the copies out of the lease, not of the computation; or it was given up halfway.
             (self._copies.mark() if slot.event is None else slot.event).wait()
@@ -316,10 +305,7 @@ class SlotPools:
     def fill_together(self, slot: WeightSlot, number: int, ranks: RankReader) -> SharedFill:
         """`fill` with other ranks, which read parts of it; checked and copied once all are there.
 
-        Args:
-            slot: To fill, but for experts.
-            number: Of its unit.
-            ranks: Brings it.
+        Experts are not filled.
         """
         host, memory, copies = slot.host, slot.memory, self._copies  # not the slot: see `Resources`
         sums = [each for each in slot.unit.sums if slot.has(each)]
@@ -391,9 +377,6 @@ class SlotPools:
 
         A read is of whole pages and brings the edges of the neighbours again: these are compared
         too.
-
-        Raises:
-            IntegrityError: Something is not what was packed.
         """
         touched = [
             each
@@ -415,16 +398,12 @@ class SlotPools:
     # Tensors
 
     def tensors(self, slot: WeightSlot, keep: bool = False) -> list[Any]:
-        """The weights of a unit whose reads are done, those of experts included.
+        """The weights of a unit whose reads are done, in the order of `Unit.weights`.
 
-        Args:
-            slot: Where they are.
-            keep: Converted ones get memory of their own, instead of the room that all units share.
-
-        Returns:
-            Tensors of the model's dtypes and shapes, in the order of `Unit.weights`; `Packed` for
-            what modules compute with while it is packed. Those of
-            experts have their places, but `convert_expert` has to convert what is read later.
+        They have the model's dtypes and shapes; those that modules compute with while packed are
+        `Packed`. Experts have their places, but `convert_expert` has to convert what is read later.
+        With `keep`, converted ones get memory of their own, instead of the room that all units
+        share.
         """
         unit = slot.unit
         found: list[Any] = []
@@ -469,7 +448,7 @@ class SlotPools:
 
     @property
     def refused(self) -> BaseException | None:
-        """What the device said when it had no memory for what is streamed, if it did."""
+        """The device's error when it had no memory for what is streamed, if it had none."""
         return None if self._there is None else self._there.refused
 
     def close(self) -> None:

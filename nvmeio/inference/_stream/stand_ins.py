@@ -69,15 +69,15 @@ def refuse_change() -> NoReturn:
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
-    """A method: in memory a change would reach one layer, until it is read again."""
+    """A method that raises: a change in memory would last until the layer is read again."""
     refuse_change()
 
 
 class _Absent(torch.Tensor):
     """A weight that is on disk, or what was made of its shape.
 
-    A product of memory and of a tensor on "meta" is no error everywhere in torch (2.13): it is what
-    happens to lie in memory.
+    A product of memory and of a tensor on "meta" is no error everywhere in torch (2.13): its result
+    is what happens to lie in memory.
     """
 
     source: Origin | None = None  # of the weight; None: it cannot be read by itself
@@ -137,7 +137,6 @@ class Elsewhere(nn.Parameter):
     data: Any = property(torch.Tensor.detach, _refuse)
 
     def now(self) -> torch.Tensor:
-        """A copy of what is here."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -154,7 +153,6 @@ class Frozen(nn.Parameter):
     data: Any = property(lambda self: self.detach().as_subclass(_Unchanged), _refuse)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """As of `Elsewhere`."""
         return _remember(memo, self, self.detach())
 
     # By name: a `__torch_function__` would cost time in each product.
@@ -164,7 +162,7 @@ class Frozen(nn.Parameter):
 
 
 class FrozenElsewhere(Frozen, Elsewhere):
-    """The same, on disk."""
+    """A frozen weight that is on disk."""
 
     shown = Frozen
     __torch_function__ = _Absent.__torch_function__
@@ -183,7 +181,7 @@ def _is_kept(value: object) -> bool:
 
 
 class _Unchanged(torch.Tensor):
-    """What can be looked at only; what is no view of it is a plain tensor."""
+    """A tensor that may only be looked at; what is no view of it is a plain tensor."""
 
     source: Origin | None = None  # of a copy: autograd keeps that, and no memory
 
@@ -238,7 +236,7 @@ def _absent(value: Any) -> Any:
 
 
 def _changed_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """What a function changes in place, or would."""
+    """The tensors that a function changes in place, or would."""
     name = getattr(func, "__name__", "")
     changed = tree_leaves(kwargs.get("out"))
     if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
@@ -251,7 +249,7 @@ def _is_harmless(func: Any) -> bool:
 
 
 def _of_shapes(func: Any, args: Sequence[Any], kwargs: Any, leaves: Sequence[Any]) -> Any:
-    """What a function makes of shapes and dtypes; or `_NEEDS_ELEMENTS`."""
+    """The result of a function on shapes and dtypes; or `_NEEDS_ELEMENTS`."""
     name = getattr(func, "__name__", "")
     weight = next((leaf for leaf in leaves if on_disk(leaf) and leaf.source is not None), None)
     if weight is None:
@@ -280,7 +278,6 @@ def _read(weight: Any) -> torch.Tensor:
 
 
 def read_buffer(source: Origin) -> torch.Tensor:
-    """A copy of a buffer."""
     return source.memory().clone()
 
 
@@ -320,14 +317,7 @@ class WeightOnDisk(torch.Tensor):
 def mark_absent(
     names: set[str], module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """A state dict hook: of these attributes those without memory are marked.
-
-    Args:
-        names: Attributes whose weights are streamed.
-        module: Theirs.
-        state_dict: Changed in place.
-        prefix: Of the module's names in it.
-    """
+    """A state dict hook: marks those of some attributes' weights that have no memory."""
     for name in names:
         found = state_dict.get(prefix + name)
         if isinstance(found, torch.Tensor) and found.is_meta:
@@ -336,12 +326,7 @@ def mark_absent(
 
 
 def allow_copies(module: nn.Module, buffers: Mapping[str, Origin]) -> None:
-    """Let `copy.deepcopy` of a module make one that is in memory.
-
-    Args:
-        module: Of a streamed model.
-        buffers: Those that are on disk, and where.
-    """
+    """Let `copy.deepcopy` make a module in memory, with those of `buffers` read from disk."""
     module.__deepcopy__ = functools.partial(_copy_of, module, buffers)  # type: ignore[assignment]
 
 
@@ -448,16 +433,11 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def install(targets: Sequence[Target], tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """Let modules show tensors, or packed weights.
+    """Let modules show tensors, or packed weights; returns what is shown, for each target.
 
     Parameters have the `requires_grad` that they have where they are loaded: torch chooses the
-    kernel of a matrix product by it, with autograd off as well.
-
-    Returns:
-        What is shown, for each target.
-
-    Raises:
-        RuntimeError: Something else was put in the place of a weight.
+    kernel of a matrix product by it, with autograd off as well. RuntimeError if something else was
+    put in the place of a weight.
     """
     check_absent(targets)
     parameters: dict[int, nn.Parameter] = {}
@@ -493,7 +473,6 @@ def shown_as(parameter: torch.Tensor, data: Any) -> nn.Parameter:
 
 
 def uninstall(targets: Sequence[Target]) -> None:
-    """Let them show nothing again."""
     for module, attribute, is_buffer, _, empty, _ in targets:
         shown: dict[str, Any] = module._buffers if is_buffer else module._parameters
         shown[attribute] = empty

@@ -58,11 +58,9 @@ def in_turn(owner: OwnerThread, ask: Callable[..., Value | Waiting], *args: Any)
 
 
 class SharedUse(NamedTuple):
-    """A thread's claim on what stays in place, for all of its uses.
+    """A thread's claim on what stays in place, held during each use and for the next one.
 
-    Attributes:
-        claim: Held during each use, and for the next one.
-        times: The number of uses; counted by that thread alone.
+    `times` is the number of uses, counted by that thread alone.
     """
 
     claim: Claim
@@ -70,13 +68,10 @@ class SharedUse(NamedTuple):
 
 
 class _SharedUses:
-    """Which threads have one. Refers to no claims and no owner, whose claims refer to this.
+    """The threads that have a shared use. Refers to no claims and no owner: claims refer to this.
 
-    Attributes:
-        barred: How many threads are closing the stream.
-        ended: Uses of claims that have ended.
-        live: The caller and the count of each claim.
-        gates: Locks of those that wait for claims to end.
+    `barred` counts threads that are closing the stream, `ended` the uses of claims that have ended.
+    `live` has the caller and the count of each claim, `gates` locks of those that wait for these.
     """
 
     def __init__(self) -> None:
@@ -106,11 +101,7 @@ class _SharedUses:
 
 
 class Turns:
-    """Which caller has the turn, and which ones wait; for the owner's thread, but for `shared_use`.
-
-    Attributes:
-        closed: Nobody gets the turn any more.
-    """
+    """Which caller has the turn, and which wait; all but `shared_use` is for the owner's thread."""
 
     def __init__(self, owner: OwnerThread) -> None:
         self._owner = owner
@@ -123,16 +114,10 @@ class Turns:
     # --- one at a time --------------------------------------------------------------------------
 
     def has(self, caller: Hashable) -> bool:
-        """Whether a caller has the turn."""
         return self._turn == caller
 
     def take(self, caller: Hashable, waited: Waiting | None) -> Waiting | None:
-        """Give a caller the turn, or a place in the queue for it.
-
-        Args:
-            caller: Who asks.
-            waited: What an earlier call returned.
-        """
+        """Give a caller the turn, or a place in the queue; `waited` is from an earlier call."""
         if self.closed:
             raise ClosedError(CLOSED)
         if self._turn == caller:
@@ -152,7 +137,6 @@ class Turns:
         return Waiting(gate, self._owner.claim(self._withdraw, gate))
 
     def end(self, caller: Hashable) -> None:
-        """End a caller's turn, if it has the turn."""
         if self._turn == caller:
             self._turn = None
             self._wake()
@@ -228,13 +212,9 @@ class PassMark:
 
 
 class OwnPass:
-    """The pass of the calling thread.
+    """The pass of the calling thread, which streams `total_bytes` of weights.
 
-    Args:
-        total_bytes: Of the weights that a pass streams.
-
-    Attributes:
-        progress: Told, in each pass, of the layers that are used.
+    `progress` is told, in each pass, of the layers that are used.
     """
 
     def __init__(self, total_bytes: int) -> None:
@@ -245,14 +225,7 @@ class OwnPass:
         self._spoilt: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def begin(self, cache: Any) -> None:
-        """Begin a pass; `ready` has to follow.
-
-        Args:
-            cache: Of past keys and values, or None.
-
-        Raises:
-            RuntimeError: The cache is one that a pass left behind which failed.
-        """
+        """Begin a pass; `ready` follows. RuntimeError if a pass that failed left the cache."""
         self.spoil()  # a pass that was interrupted did not reach its `end`
         if cache is not None and cache in self._spoilt:
             raise RuntimeError(
@@ -271,7 +244,6 @@ class OwnPass:
                 self._here.cache = weakref.ref(cache)
 
     def mark(self) -> PassMark:
-        """To hold for as long as a pass goes on."""
         mark = PassMark()
         self._marks[threading.get_ident()] = weakref.ref(mark)
         return mark
@@ -283,7 +255,7 @@ class OwnPass:
         return reference is not None and reference() is not None
 
     def any_under_way(self) -> bool:
-        """Whether any thread is."""
+        """Whether any thread is within a pass that has a mark."""
         return any(mark() is not None for mark in list(self._marks.values()))
 
     def end(self) -> bool:
@@ -294,7 +266,6 @@ class OwnPass:
         return asked
 
     def waits(self) -> None:
-        """Note that the pass waits for a unit."""
         self._here.asked = True
 
     def stop_with(self, stop: threading.Event) -> None:
@@ -302,7 +273,6 @@ class OwnPass:
         self._here.stop = stop
 
     def check(self) -> None:
-        """Raise PassCancelled if the pass is to stop."""
         stop = getattr(self._here, "stop", None)
         if stop is not None and stop.is_set():
             self.spoil()

@@ -32,12 +32,7 @@ _DENSE_SHARE = 0.75
 
 
 class GradMode(NamedTuple):
-    """What the autograd of a caller does.
-
-    Attributes:
-        recording: It records a graph for backward.
-        backward: It is in backward.
-    """
+    """Whether a caller's autograd records a graph for backward, and whether it is in backward."""
 
     recording: bool
     backward: bool
@@ -46,11 +41,7 @@ class GradMode(NamedTuple):
 class Uses:
     """What callers of a model ask of the thread that owns its weights.
 
-    Args:
-        owner: That thread.
-        resources: Open files, memory, reader.
-        partition: The units.
-        trainable: Backward comes, and needs them again.
+    `trainable`: backward comes, and needs them again.
     """
 
     COUNTS = (
@@ -122,12 +113,7 @@ class Uses:
     # --- what stays in place --------------------------------------------------------------------
 
     def settled_use(self, unit: Unit, caller: int) -> Claim | None:
-        """Use a unit that stays in place; None: ask the owner. In the caller's thread.
-
-        Args:
-            unit: Which one.
-            caller: The thread's number.
-        """
+        """Use a unit that stays in place, in the caller's thread; None: ask the owner."""
         shared = self.turns.shared_use(caller)  # first: while it is had, nothing is taken away
         try:
             shown = self._settled.get(unit)
@@ -162,14 +148,10 @@ class Uses:
         cuda_stream: Any,
         grad_mode: GradMode,
     ) -> Claim | Waiting:
-        """Have a unit's weights in place.
+        """Have a unit's weights in place; `waited` is what an earlier call returned.
 
-        Args:
-            waited: What an earlier call returned.
-            unit: Which one.
-            caller: Who asks: a thread's number, or its lockstep.
-            cuda_stream: Current where the caller computes, if that is a GPU.
-            grad_mode: What the caller's autograd does.
+        `caller` is a thread's number, or its lockstep; `cuda_stream` is current where it computes,
+        if that is a GPU.
         """
         queued = self.turns.take(caller, waited)
         if queued is not None:
@@ -240,7 +222,6 @@ class Uses:
         return memory if memory is not None and memory.nbytes else None  # it may go at any moment
 
     def note_lent(self, unit: Unit) -> None:
-        """Note that `lent` found a unit."""
         if self._lent is not unit and not self.turns.closed:
             self._lent = unit
             self._window.note(unit, True)
@@ -364,7 +345,6 @@ class Uses:
             check_frozen(self._fixed.targets, slot.shown)
 
     def counts(self) -> dict[str, Any]:
-        """Since it was opened."""
         window = self._window
         values = (
             window.bytes_read + self._keeper.beside_bytes + self.resources.reader.served_bytes,

@@ -42,7 +42,6 @@ class Resources(NamedTuple):
     reader: Reader
 
     def close(self) -> None:
-        """Take it apart."""
         with contextlib.ExitStack() as steps:
             steps.callback(self.handles.close)
             steps.callback(self.checkpoint.close)
@@ -69,7 +68,6 @@ class Weights(Keeper[Unit, WeightSlot]):
         self.places: dict[int, tuple[Unit, bool]] = {}
 
     def take(self, unit: Unit) -> WeightSlot | None:
-        """A slot, of what stays or of the window."""
         return self._memory.take(unit, unit.resident)
 
     def fill(self, slot: WeightSlot) -> Fill:
@@ -94,7 +92,7 @@ class Weights(Keeper[Unit, WeightSlot]):
             slot.event = slot.fill.event
 
     def explain(self, slot: WeightSlot, error: BaseException) -> BaseException:
-        """With the names of the tensors."""
+        """Add the names of the tensors to an error."""
         unit, at = slot.unit, None if slot.fill is None else slot.fill.failed_at
         if not isinstance(error, TransferError):
             return error
@@ -139,7 +137,7 @@ class Weights(Keeper[Unit, WeightSlot]):
             self.places[slot.work.untyped_storage().data_ptr()] = (slot.unit, True)
 
     def rest(self, slot: WeightSlot) -> bool:
-        """What streams goes. What stays remains in place, unless it is in room that all share."""
+        """Let go of what streams; what stays remains in place, unless all share its room."""
         if slot.bound and not self.settled(slot):
             slot.bound = False
             self.unbind(slot)
@@ -151,11 +149,10 @@ class Weights(Keeper[Unit, WeightSlot]):
         return slot.bound and unit.resident and not unit.converted_bytes and unit.experts is None
 
     def give_back(self, slot: WeightSlot) -> None:
-        """To its pool."""
         self._memory.give_back(slot)
 
     def take_anyway(self, unit: Unit) -> WeightSlot:
-        """Cannot be, the budget was shared out for this; unless tensors of others keep memory."""
+        """Try again without tensors in cycles, else raise: the budget was shared out for this."""
         if not self._trainable:
             raise RuntimeError(f"no slot for {unit!r}")
         gc.collect()  # what is held by a tensor in a cycle
@@ -171,7 +168,6 @@ class Weights(Keeper[Unit, WeightSlot]):
     # Past the queue, for somebody who waits
 
     def read_experts(self, slot: WeightSlot, missing: Sequence[int]) -> None:
-        """Bring experts of a unit that is in use."""
         experts = slot.unit.layout.experts
         reads = [read for expert in missing for read in experts[expert]]
         self._read_beside(slot, reads)
@@ -217,10 +213,6 @@ class Weights(Keeper[Unit, WeightSlot]):
 
         It lies at the same offset in its page as in the window: kernels give other last bits at
         others.
-
-        Args:
-            unit: Whose weight it is.
-            number: Of its weights.
         """
         alone = Unit(unit.name)
         alone.weights = [unit.weights[number]._replace(compute=None)]
@@ -229,16 +221,7 @@ class Weights(Keeper[Unit, WeightSlot]):
 
 
 class EmbeddingRows:
-    """Reads rows, and counts them.
-
-    Args:
-        device: Where they are wanted.
-
-    Attributes:
-        number: Rows that were read.
-        nbytes: Bytes of them.
-        waited_s: How long that took, in seconds.
-    """
+    """Reads rows, and counts them, their bytes and the time that reading took."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -251,14 +234,7 @@ class EmbeddingRows:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of a unit's only weight, each once, and for each id its number among them.
 
-        Args:
-            resources: Of the stream.
-            unit: Whose weight it is.
-            ids: Numbers of rows.
-
-        Raises:
-            IndexError: An id is out of range, as of torch's own embedding.
-            TransferError, IntegrityError: As for `WeightStream.use`.
+        IndexError if an id is out of range, as of torch's own embedding.
         """
         weight = unit.weights[0]
         unique, places = torch.unique(ids.reshape(-1).cpu(), return_inverse=True)
@@ -281,7 +257,7 @@ class EmbeddingRows:
     def _part(
         self, resources: Resources, unit: Unit, part: WeightPart, unique: torch.Tensor
     ) -> torch.Tensor:
-        """Rows of what a weight is read from."""
+        """Rows of a part that a weight is read from."""
         extent, width = part.extents[0], part.shape[1]
         offsets = extent.offset + unique * (width * part.dtype.itemsize)
         found = torch.empty(len(unique), width, dtype=part.dtype, device="cpu")
