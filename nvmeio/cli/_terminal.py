@@ -58,11 +58,7 @@ def printable(text: str) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds from "60s", "90", "2m" or "1h".
-
-    Raises:
-        ValueError: It is none, or not positive.
-    """
+    """Seconds from "60s", "90", "2m" or "1h"; ValueError if it is none, or not positive."""
     found = _DURATION.fullmatch(text.strip())
     if not found:
         raise ValueError(f"{text!r} is not a time: write seconds, or a number with s, m or h")
@@ -84,7 +80,7 @@ class OptionGroup:
         return typer.Option(*names, help=help, **more)
 
     def flag(self, help: str, *names: str) -> Any:
-        """One that is there or not."""
+        """An option without a value."""
         return typer.Option(*names, help=help, rich_help_panel=self._title)
 
     def size(self, help: str, default: str | bool = True) -> Any:
@@ -120,10 +116,7 @@ _BETWEEN = 2
 class Column(NamedTuple):
     """A column after the first one.
 
-    Attributes:
-        heading: Its name.
-        rank: The highest goes first where there is little room.
-        right: Figures stand at the right.
+    The highest `rank` goes first where there is little room; `right` puts figures at the right.
     """
 
     heading: str
@@ -142,11 +135,8 @@ class Row(NamedTuple):
 def fitted(name: str, columns: Sequence[Column], rows: Sequence[Row], width: int) -> Table:
     """A table no wider than `width`, as far as that can be had without cutting a cell.
 
-    Args:
-        name: Heading of the first column, which stays, and is folded if it must be.
-        columns: The others; those that no row has a cell for are left out.
-        rows: Their cells are text, in which brackets are no markup.
-        width: Of the terminal.
+    `name` heads the first column, which stays, and is folded if it must be. Columns that no row has
+    a cell for are left out. Cells are text, in which brackets are no markup.
     """
     widths = {
         column: max(len(column.heading), *(len(row.cells[column.heading]) for row in rows))
@@ -197,13 +187,8 @@ def progress_bar(
 ) -> Iterator[Callable[..., object]]:
     """A bar while the body runs, where somebody looks at it.
 
-    Args:
-        console: Where.
-        columns: Beside description and bar.
-        task: As for rich's `Progress.add_task`.
-
-    Yields:
-        Takes what changed, as `Progress.update`.
+    `columns` are beside description and bar, `task` is for rich's `Progress.add_task`. Yields a
+    function that takes what changed, as `Progress.update`.
     """
     if not console.is_terminal:
         yield lambda **changed: None
@@ -221,11 +206,7 @@ def progress_bar(
 
 @contextmanager
 def steps(console: Console, total: int) -> Iterator[Callable[[str], None]]:
-    """A bar over equal steps.
-
-    Yields:
-        What to call before each step, with what it is.
-    """
+    """A bar over equal steps; yields a function to call before each, with what it is."""
     columns = TaskProgressColumn(), TimeRemainingColumn(compact=True)
     with progress_bar(console, *columns, description="starting", total=total) as update:
         begun = itertools.count()
@@ -240,8 +221,7 @@ def steps(console: Console, total: int) -> Iterator[Callable[[str], None]]:
 def budget(console: Console, seconds: float) -> Iterator[Callable[[float, str], None]]:
     """A bar over a span of time.
 
-    Yields:
-        What to call with the seconds that have passed and what is being done.
+    Yields a function to call with the seconds that have passed and what is being done.
     """
     left = TextColumn("{task.fields[left]}")
     with progress_bar(console, left, description="starting", total=seconds, left="") as update:
@@ -272,7 +252,7 @@ class _Terminated(KeyboardInterrupt):
 
 @contextmanager
 def exit_statuses(errors: Console) -> Iterator[None]:
-    """Turns failures of the body into one message on `errors` and an exit status.
+    """Turn failures of the body into one message on `errors` and an exit status.
 
     SIGTERM and SIGHUP are taken as Ctrl-C meanwhile, so that whatever the body made is removed.
     """

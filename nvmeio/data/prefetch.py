@@ -150,7 +150,7 @@ class Prefetch(NotPickled, ClosingWork):
             raise cancelled
 
     def _end(self, why: str) -> list[Gather]:
-        """Hand out no more, and cancel what is in flight; that."""
+        """Hand out no more, and cancel what is in flight, which is returned."""
         with self._turn:
             self._refusal = self._refusal or why
             if os.getpid() != self._pid:  # in a forked child everything is the parent's
@@ -186,7 +186,7 @@ def _drop(gathers: list[Gather]) -> None:
 
 
 def _ignore(_: BaseException) -> None:
-    """Without a thread: what is in flight finishes by itself."""
+    """Do nothing without a thread: what is in flight finishes by itself."""
 
 
 class Gather(NotPickled, Begun[torch.Tensor]):

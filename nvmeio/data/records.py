@@ -401,8 +401,6 @@ class Records(Dataset[torch.Tensor], ClosingWork):
 
 
 class _Identity(NamedTuple):
-    """The identity of a file."""
-
     machine: str
     inode: tuple[int, int]
 
@@ -541,7 +539,7 @@ def generation() -> int:
 
 
 def _forked() -> None:
-    """In the child: what the parent has open is not for use, and not to be closed here either.
+    """In a forked child: what the parent has open is neither used nor closed here.
 
     Another thread of the parent may have held its locks, and nobody here would let go of them.
     """

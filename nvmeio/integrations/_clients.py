@@ -16,16 +16,10 @@ from nvmeio.errors import BackendUnavailableError
 
 
 def client(module: str, *names: str, wanted: str, remedy: str) -> Any:
-    """A client's module, or what it has under these names.
+    """A client's module, or what it has under these names: one as it is, several as a list.
 
-    Args:
-        module: The module's name.
-        names: Of its members; one comes as it is, several as a list.
-        wanted: What nvmeio does there, for the message.
-        remedy: How to install it.
-
-    Raises:
-        BackendUnavailableError: It is not installed, or not of the kind that is known here.
+    `wanted` is what nvmeio does there, `remedy` how to install it, both for the error if it is not
+    installed or not of the kind that is known here.
     """
     try:
         found = importlib.import_module(module)
@@ -53,10 +47,7 @@ def joined(name: str, ours: type, *theirs: type, doc: str | None = None, **attri
 def on_demand(module: str, name: str, make: Callable[[], Any]) -> Callable[[str], Any]:
     """A module's ``__getattr__`` that makes one class when it is first asked for.
 
-    Args:
-        module: The module's name.
-        name: The class's.
-        make: Makes it. One that is in the module by then, or is put there by this, is the one.
+    If the class is in the module by then, or is put there by `make`, that one is taken.
     """
 
     def found(asked: str) -> Any:
@@ -68,14 +59,7 @@ def on_demand(module: str, name: str, make: Callable[[], Any]) -> Callable[[str]
 
 
 def lightning_modules(places: Mapping[str, str]) -> list[str]:
-    """Modules of the Lightning packages that are in use, else of those that are installed.
-
-    Args:
-        places: The module of each package.
-
-    Raises:
-        BackendUnavailableError: None of them is installed.
-    """
+    """The module of each Lightning package that is in use, else of those that are installed."""
     names = [name for name in places if name in sys.modules]
     names = names or [name for name in places if importlib.util.find_spec(name) is not None]
     if not names:

@@ -33,20 +33,17 @@ WEIGHTS = ("weights", "weights_id", "fingerprint")
 
 
 def server_begins() -> None:
-    """The server is about to load its weights; called by nvmeio's plugin."""
+    """Note that the server is about to load its weights; called by nvmeio's plugin."""
     if not _began:
         _began.append(time.time())
 
 
 class ServedModel(NamedTuple):
-    """A model that computes keys and values.
+    """A model that computes keys and values, by a path or a name on the hub.
 
-    Attributes:
-        name: A path, or a name on the hub.
-        revision: On the hub; None for its main one.
-        cache: The hub's cache; None for where it is by default.
-        is_revision_known: Whether the server said which revision it serves.
-        why: Why its weights are not those of its files, if they are not.
+    `revision` None is the hub's main one, `cache` None the hub's default place. `is_revision_known`
+    tells whether the server said which it serves; `why` why its weights are not those of its files,
+    if they are not.
     """
 
     name: str
@@ -59,10 +56,8 @@ class ServedModel(NamedTuple):
 class WeightOptions(NamedTuple):
     """The user's options about the weights.
 
-    Attributes:
-        weights: Where their files are, if the server does not say; None asks the server.
-        weights_id: A name of the user's own, in place of looking at them.
-        fingerprint: As `weights_digest.look_at` takes it.
+    `weights` is where their files are, None asks the server; `weights_id` a name of the user's own,
+    in place of looking at them; `fingerprint` as `weights_digest.look_at` takes it.
     """
 
     weights: str | None = None
@@ -71,11 +66,7 @@ class WeightOptions(NamedTuple):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> WeightOptions:
-        """The options of a configuration.
-
-        Raises:
-            ValueError: One of them makes no sense.
-        """
+        """The options of a configuration; ValueError if one of them makes no sense."""
         options = cls(**{name: given[name] for name in WEIGHTS if given.get(name) is not None})
         if options.fingerprint not in HOWS:
             raise ValueError(
@@ -95,16 +86,10 @@ class Untold(Exception):
 def identity_of(
     models: Sequence[ServedModel], options: WeightOptions, settings: Sequence[Any], directory: str
 ) -> str | None:
-    """The identity of blocks of these models.
+    """A text that identifies blocks of these models; None where nobody can tell, which is logged.
 
-    Args:
-        models: The model, and those that draft for it.
-        options: The user's.
-        settings: What else makes keys and values differ, and names of blocks.
-        directory: Of the store: remembers what files were like.
-
-    Returns:
-        A text; None where nobody can tell, which the log says.
+    `models` are the model and those that draft for it; `settings` what else makes keys and values,
+    or names of blocks, differ; `directory` the store's, which remembers what files were like.
     """
     try:
         if options.weights_id is not None:

@@ -197,11 +197,9 @@ _REMEDIES = {
 class Settings(NamedTuple):
     """The settings of a configuration file.
 
-    Attributes:
-        nvme_path: Directory on the drive.
-        resident_bytes: Memory on the device for layers and window; None keeps no layer.
-        window: Layers in the window; None takes 3.
-        aio: Parameters of `AioHandle`; empty takes those stored for the file system.
+    `resident_bytes` is memory on the device for layers and window, None keeps no layer; `window`
+    counts layers, None takes 3; `aio` are parameters of `AioHandle`, empty takes those stored for
+    the file system.
     """
 
     nvme_path: Path
@@ -213,10 +211,8 @@ class Settings(NamedTuple):
 def read_settings(path: str | os.PathLike[str]) -> Settings:
     """Read a configuration file, nvmeio's or a ZeRO-3 configuration of DeepSpeed.
 
-    Raises:
-        FileNotFoundError: It is missing, or `nvme_path` is.
-        ValueError: It is not JSON, or has a field that is unknown, of the wrong type, or asks for
-            what cannot be; says which, and what to do.
+    FileNotFoundError if it or `nvme_path` is missing. ValueError says which field is unknown, of
+    the wrong type, or asks for what cannot be, and what to do.
     """
     text = read_small(path, SETTINGS_BYTES)
     try:
@@ -299,12 +295,9 @@ def _known(path: Any, within: str, found: dict[str, Any], known: Collection[str]
 def check_server(hooked: Sequence[str]) -> None:
     """Refuse what does not work with layers on the drive.
 
-    Args:
-        hooked: Names of what nvmeio has registered hooks around.
-
-    Raises:
-        ValueError: SGLang is started with such a thing; says which, why, and the flag that helps.
-        BackendUnavailableError: This SGLang lacks what nvmeio plugs into.
+    `hooked` names what nvmeio has registered hooks around. ValueError says what SGLang was started
+    with, why it is refused, and the flag that helps; BackendUnavailableError that this SGLang lacks
+    what nvmeio plugs into.
     """
     missing = [
         (name, "has no hook of nvmeio's")
@@ -340,11 +333,7 @@ def check_server(hooked: Sequence[str]) -> None:
 
 
 def check_layer(layer: nn.Module) -> None:
-    """Refuse a layer that needs more of the model than itself.
-
-    Raises:
-        ValueError: It is of such a model.
-    """
+    """Refuse (ValueError) a layer that needs more of the model than itself."""
     for kind in type(layer).__mro__:
         if kind.__module__ in _READ_AHEAD:
             raise ValueError(
@@ -354,11 +343,7 @@ def check_layer(layer: nn.Module) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Refuse a model whose weights SGLang changes behind its offloader's back.
-
-    Raises:
-        ValueError: It is such a model.
-    """
+    """Refuse (ValueError) a model whose weights SGLang changes behind its offloader's back."""
     if not getattr(model, "supports_torch_tp", False):
         return
     size = importlib.import_module(_CONTEXT).get_parallel().tp_size

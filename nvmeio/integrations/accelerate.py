@@ -59,12 +59,9 @@ class _Place(NamedTuple):
 
 
 class _Reading(Keeper[str, Slot[str]]):
-    """Tensors on their way through a window; called by the thread that owns it.
+    """Tensors on their way through a window of `budget_bytes`; used by the thread that owns it.
 
-    Args:
-        places: Where tensors lie, in the order that is guessed.
-        budget_bytes: The window.
-        handle: Moves the bytes.
+    `places` are in the order that is guessed.
     """
 
     def __init__(self, places: Mapping[str, _Place], budget_bytes: int, handle: AioHandle) -> None:
@@ -99,11 +96,10 @@ class _Reading(Keeper[str, Slot[str]]):
     # What the window asks for
 
     def take(self, unit: str) -> Slot[str] | None:
-        """Pages of the window."""
         return self._pool.take(unit, _pages(self._places[unit]))
 
     def take_anyway(self, unit: str) -> Slot[str]:
-        """All of the window is in use: memory of its own."""
+        """Memory of its own: all of the window is in use."""
         nbytes = _pages(self._places[unit])
         memory = MemoryMapping(nbytes).tensor(0, (nbytes,), torch.uint8)
         return Slot(unit, memory, memory)
@@ -122,7 +118,6 @@ class _Reading(Keeper[str, Slot[str]]):
         self._unchanged[self._places[slot.unit].file.path].check(f"weight {slot.unit!r}")
 
     def explain(self, slot: Slot[str], error: BaseException) -> BaseException:
-        """The error with the name of the tensor."""
         if isinstance(error, TransferError):
             return with_context(error, f"weight {slot.unit!r}")
         return error

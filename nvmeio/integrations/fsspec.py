@@ -130,13 +130,11 @@ class _Buffered(io.BufferedReader):
         return "rb"
 
     def __reduce__(self) -> Any:
-        """Opened again where it is unpickled, at the same position, by the same name."""
+        """Open it again where it is unpickled, at the same position, by the same name."""
         return _opened_again, (self.fs, self.path, self.tell())
 
 
 class _Reading(io.RawIOBase):
-    """The raw file below `_Buffered`."""
-
     def __init__(self, path: str, handle: AioHandle | None) -> None:
         super().__init__()
         self.name = path
@@ -224,8 +222,7 @@ class _Writing(Discarding, io.RawIOBase):
     def close(self) -> None:
         """Write what is left and, outside of a transaction, commit. Idempotent.
 
-        Raises:
-            TransferError: It could not be written or renamed; the old file is as it was.
+        On failure the old file is as it was.
         """
         if self.closed:
             return

@@ -343,7 +343,7 @@ class HiCache:
     def _read_and_copied(
         self, name: str, store: BlockStore, keys: Sequence[str], starts: list[int]
     ) -> Iterator[list[bool]]:
-        """One part is read while the one before is copied into the pool."""
+        """Read each part while the one before is copied into the pool."""
         pool, nbytes = self._pool(name), store.block_bytes
         parts = list(_parts(len(keys), nbytes))
         stagings = self._staging(name, nbytes, parts)
@@ -411,9 +411,9 @@ def _page_bytes(pool: Any) -> int:
 
 
 def _gives_views(pool: Any) -> bool:
-    """Whether what it gives as a page is its own memory.
+    """Whether what a pool gives as a page is its own memory.
 
-    That of one page lies at one place, whenever it is asked for, and that of another elsewhere.
+    A page then lies at one place, whenever it is asked for, and another elsewhere.
     """
     starts = (0, 0, getattr(pool, "page_size", 1) or 1)
     one, again, other = (pool.get_data_page(start, flat=True) for start in starts)

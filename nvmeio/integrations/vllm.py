@@ -159,7 +159,6 @@ class _Reading:
             self._job.wait()
 
     def result(self) -> deque[tuple[str, torch.Tensor]]:
-        """Wait; the weights by name."""
         self._job.wait()
         return self._job.result()
 

@@ -171,7 +171,7 @@ class Tier:
             self._end(job, True, found)
 
     def _end(self, job: _Job, is_load: bool, found: list[bool]) -> None:
-        """In a thread of the store."""
+        """Report that a job ended; in a thread of the store."""
         there = tuple(key for key, is_there in zip(job.keys, found, strict=True) if is_there)
         result = self._results(
             job_id=job.number,
@@ -257,7 +257,7 @@ def _served(offloading_spec: Any) -> tuple[list[ServedModel], list[Any]]:
 
 
 def _configuration() -> Any:
-    """The configuration, of which vLLM tells a tier the model's name alone; None: not found.
+    """The configuration of vLLM, which tells a tier the model's name alone; None: not found.
 
     Whoever makes tiers has it at hand: vLLM's scheduler of the connector.
     """

@@ -197,7 +197,7 @@ def strip_chart(finalists: Sequence[Finalist], winner: Options) -> Figure:
 
 
 def _spreads(result: TuneResult, rates: Rates) -> Iterator[Chart]:
-    """Boxes of all rates by the level of one parameter."""
+    """Box plots of all rates by the level of one parameter."""
     import plotly.graph_objects as go
 
     for name, values in levels(result.plan.grid).items():
@@ -273,7 +273,7 @@ def _latencies(result: TuneResult) -> Iterator[tuple[Op, Figure, list[TableRow]]
 
 
 def _latency_chart(measured: Sequence[Latencies], winner: Options) -> Figure:
-    """The share of blocks that took no longer."""
+    """For each latency, the share of blocks that took no longer."""
     import plotly.graph_objects as go
 
     figure = go.Figure()

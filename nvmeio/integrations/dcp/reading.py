@@ -195,7 +195,7 @@ class _Reader:
         self._stagings: dict[torch.device, Stagings] = {}
 
     def read(self, items: Sequence[Item]) -> None:
-        """Read one round; of large items, begin to."""
+        """Read one round of items; large ones are only begun."""
         spans: list[Span] = []
         for item in items:
             file, start, end = item.file, item.offset, item.offset + item.nbytes
@@ -230,7 +230,7 @@ class _Reader:
             self._fill(request, _narrowed(memory, request, item), item)
 
     def _take_stream(self, item: Item, stream: Any) -> None:
-        """As torch's own reader does."""
+        """Take an item as torch's own reader does."""
         loaded: torch.Tensor | None = None
         for request in item.requests:
             if item.transforms and loaded is None:
