@@ -71,6 +71,8 @@ class Program:
         options = self._parse(arguments)
         progress = Console(stderr=True)
         signal.signal(signal.SIGTERM, _interrupt)
+        # A shell has what it starts in the background ignore it, and `figures.py` sends it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         size = options.size or (self.quick_size if options.quick else self.size)
         repeats = options.repeats or (self.quick_repeats if options.quick else self.repeats)
         self._check_space(options.dir, options.only, size, options.quick)

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -164,7 +165,7 @@ def test_the_check_for_gpus_runs_without_one(tmp_path: Path) -> None:
     assert table.count("\n") == 3
 
 
-_KILLED = """
+_ENDED = """
 import os, signal, sys
 sys.path[:0] = [sys.argv[1]]
 from _program import Program, Row
@@ -173,26 +174,41 @@ from _lines import Line
 def measured(session):
     return [Line("first", "work", "peer", "GB/s", [1.0], [2.0])]
 
-def killed(session):
-    os.kill(os.getpid(), signal.SIGKILL)
+def ended(session):
+    os.kill(os.getpid(), int(sys.argv[2]))
 
 rows = {name: Row(name, measure, lambda size, quick: 0)
-        for name, measure in {"first": measured, "second": killed}.items()}
-Program("A test.", rows, (), 4096, 4096).run(sys.argv[2:])
+        for name, measure in {"first": measured, "second": ended, "third": measured}.items()}
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as shells have it for what is in the background
+sys.exit(Program("A test.", rows, (), 4096, 4096).run(sys.argv[3:]))
 """
 
 
-def test_rows_that_were_measured_stay_where_the_next_one_never_ends(tmp_path: Path) -> None:
-    """`make figures` interrupts what takes too long, and then kills it: all figures were lost."""
-    if not probe_direct(tmp_path).supported:
-        pytest.skip(f"{tmp_path} does not take O_DIRECT")
-    to = tmp_path / "result.json"
-    options = ["--dir", str(tmp_path), "--json", str(to), "--only", "first,second"]
+def ends_in_its_second_row(directory: Path, by: signal.Signals) -> int:
+    """The exit status of a benchmark of three rows, of which the first was kept."""
+    if not probe_direct(directory).supported:
+        pytest.skip(f"{directory} does not take O_DIRECT")
+    to = directory / "result.json"
+    options = ["--dir", str(directory), "--json", str(to)]
     ran = subprocess.run(
-        [sys.executable, "-c", _KILLED, str(BENCHMARKS), *options],
+        [sys.executable, "-c", _ENDED, str(BENCHMARKS), str(int(by)), *options],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
     )
-    assert ran.returncode == -9, ran.stderr
-    assert [line["row"] for line in json.loads(to.read_text())["lines"]] == ["first"]
+    assert [line["row"] for line in json.loads(to.read_text())["lines"]] == ["first"], ran.stderr
+    return ran.returncode
+
+
+def test_rows_that_were_measured_stay_where_the_next_one_never_ends(tmp_path: Path) -> None:
+    """`make figures` interrupts what takes too long, and then kills it: all figures were lost."""
+    assert ends_in_its_second_row(tmp_path, signal.SIGKILL) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM], ids=lambda by: by.name)
+def test_a_benchmark_in_the_background_can_be_interrupted(
+    by: signal.Signals, tmp_path: Path
+) -> None:
+    """It was killed in place of that, and left its files."""
+    assert ends_in_its_second_row(tmp_path, by) == 130
+    assert [each.name for each in tmp_path.iterdir()] == ["result.json"]
