@@ -39,7 +39,7 @@ from nvmeio import files
 from nvmeio._files.system import journal_keeps_order
 from nvmeio._storage.durable import allocate, make_directory, send, sync_directory, write_all
 from nvmeio._storage.locks import become_writer
-from nvmeio._storage.untrusted import create
+from nvmeio._storage.untrusted import create, open_again
 from nvmeio._threads.closing import on_error
 from nvmeio.errors import ClosedError, TransferError, errno_of, naming, transfer_error
 
@@ -169,26 +169,8 @@ class Replacement:
         """
         if self._file is None:
             with naming("open", self.path):
-                self._file = self._opened()
+                self._file = open_again(self.temporary, self._fd)
         return self._file
-
-    def _opened(self) -> files.File:
-        """Open the temporary file again for transfers; never another one in its place."""
-        file = files.open(self.temporary, "r+")
-        opened = file.acquire(True)
-        try:
-            if os.path.samestat(os.fstat(opened.any_fd()), os.fstat(self._fd)):
-                return file
-        finally:
-            opened.release()
-        file.close()
-        raise TransferError(
-            errno.ESTALE,
-            operation="open",
-            path=self.temporary,
-            detail="another file was put in the place of the temporary one: others write in "
-            f"{self._directory}",
-        )
 
     def _undo(self) -> None:
         with contextlib.suppress(OSError):

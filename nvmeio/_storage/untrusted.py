@@ -82,11 +82,31 @@ def create(path: str | os.PathLike[str], mode: int = FILE_MODE) -> int:
 def open_nameless(directory: str | os.PathLike[str]) -> File:
     """Open a new file without a name for reading and writing: closing removes it."""
     fd, name = tempfile.mkstemp(prefix=".nvmeio-", dir=directory)
-    os.close(fd)
     try:
-        return files.open(name, "r+")
+        return open_again(name, fd)
     finally:
-        os.unlink(name)
+        os.close(fd)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def open_again(path: str, fd: int) -> File:
+    """Open a file that was made here for transfers; never another one in its place (ESTALE)."""
+    file = files.open(path, "r+")
+    opened = file.acquire(True)
+    try:
+        if os.path.samestat(os.fstat(opened.any_fd()), os.fstat(fd)):
+            return file
+    finally:
+        opened.release()
+    file.close()
+    raise TransferError(
+        errno.ESTALE,
+        operation="open",
+        path=path,
+        detail="another file was put in the place of the temporary one: others write in "
+        f"{os.path.dirname(path)}",
+    )
 
 
 def open_own(path: str | os.PathLike[str]) -> int:

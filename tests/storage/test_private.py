@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support import run_python
 
 from nvmeio._storage.durable import allocate, reserve
-from nvmeio._storage.untrusted import create, make_private_directory, open_own
+from nvmeio._storage.untrusted import create, make_private_directory, open_nameless, open_own
 from nvmeio.errors import TransferError
 
 
@@ -143,3 +145,24 @@ def test_spilled_weights_are_private(tmp_path: Path) -> None:
         (shard,) = spiller.path.iterdir()
         assert (mode_of(spiller.path), mode_of(shard)) == (0o700, 0o600)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_in_the_place_of_a_file_without_a_name_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between making it and opening it for transfers, where others may write in the directory."""
+    others = tmp_path / "others"
+    others.write_bytes(b"kept")
+    real = tempfile.mkstemp
+
+    def replaced(*args: Any, **named: Any) -> tuple[int, str]:
+        fd, name = real(*args, **named)
+        os.unlink(name)
+        os.symlink(others, name)
+        return fd, name
+
+    monkeypatch.setattr(tempfile, "mkstemp", replaced)
+    with pytest.raises(TransferError, match="another file was put in the place"):
+        open_nameless(tmp_path)
+    assert others.read_bytes() == b"kept"
+    assert os.listdir(tmp_path) == ["others"]
