@@ -209,6 +209,8 @@ void nv_rows_end(nv_request *);
 
 /* --- packed_tiles.c ---------------------------------------------------------------------- */
 
+int nv_packed_tiled(const nv_packed *);
+void nv_packed_pairs(const nv_packed *, uint64_t first, uint64_t last);   /* rows of the weight */
 uint64_t nv_packed_rows_at_once(const nv_packed *);
 uint64_t nv_packed_room(const nv_packed *); /* bytes that each thread needs */
 void nv_packed_arrange(const nv_packed *, uint64_t first, uint64_t last); /* blocks of 16 inputs */

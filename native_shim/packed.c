@@ -225,7 +225,7 @@ typedef struct {
 static void take_shares(void *argument) {
   shared *of = argument;
   nv_packed own = *of->of;
-  own.room = (char *)own.room + atomic_fetch_add(&of->thread, 1) * of->room;
+  if (of->room) own.room = (char *)own.room + atomic_fetch_add(&of->thread, 1) * of->room;
   for (;;) {
     uint64_t first = atomic_fetch_add(&of->next, of->step);
     if (first >= of->all) return;
@@ -240,7 +240,7 @@ static void *take_in_thread(void *argument) {
 
 /* `all` rows, or blocks of inputs, some `unit`s of them at a time. */
 static void share(const nv_packed *of, loop run, uint64_t all, uint64_t unit, uint32_t threads) {
-  shared work = {.of = of, .run = run, .all = all, .room = of->halves ? nv_packed_room(of) : 0};
+  shared work = {.of = of, .run = run, .all = all, .room = of->room ? nv_packed_room(of) : 0};
   if (threads < 2) {
     run(of, 0, all);
     return;
@@ -267,6 +267,10 @@ int nv_packed_run(const nv_packed *of, uint32_t threads) {
   if (of->rows * width * (of->inputs ? of->inputs : 1) < SMALL) threads = 1;
   if (!of->halves) {
     share(of, choose(of), of->rows, ROWS, threads);
+    return 0;
+  }
+  if (!nv_packed_tiled(of)) {
+    share(of, nv_packed_pairs, of->rows, ROWS, threads);
     return 0;
   }
   nv_packed tiled = *of;

@@ -304,7 +304,7 @@ def test_where_tile_registers_multiply_nothing_is_widened(
 ) -> None:
     """They are faster for any number of rows: nothing is measured, and the bits never change."""
     calls = _seen_to_cost(monkeypatch, (3,), 2)
-    monkeypatch.setattr(packed_weights, "in_tiles", lambda *_: True)
+    monkeypatch.setattr(packed_weights, "in_halves", lambda *_: True)
     what = _weight(torch.bfloat16)
     for rows in (16, 700):
         what.product(torch.randn(rows, 128).bfloat16(), None)

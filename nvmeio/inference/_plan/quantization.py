@@ -10,8 +10,9 @@ Four-bit elements lie two in a byte: the first half of a group in the low halves
 the high ones, so that taking them apart writes two contiguous runs.
 
 On a CPU the shim's loops (native_shim/packed.c) widen and multiply, on as many threads as torch
-computes with and without the GIL. A product sums the very elements that widening gives, in float32;
-in bfloat16 a CPU's tile registers do that for three rows or more (native_shim/packed_tiles.c).
+computes with and without the GIL. A product sums the very elements that widening gives, in float32.
+A CPU that multiplies bfloat16 itself does so: one row or two by instructions for pairs of elements,
+more in its tile registers (native_shim/packed_tiles.c).
 """
 
 from __future__ import annotations
@@ -139,8 +140,8 @@ def multiply(
     return out
 
 
-def in_tiles(rows: int, setting: Quantised, dtype: torch.dtype) -> bool:
-    """Whether `multiply` has this CPU's tile registers make a product with so many rows."""
+def in_halves(rows: int, setting: Quantised, dtype: torch.dtype) -> bool:
+    """Whether this CPU itself multiplies so many rows of inputs with a bfloat16 weight."""
     call = ffi.new("nv_packed *", {"inputs": rows, "dtype": _DTYPES.get(dtype, -1)})
     call.group_size, call.bits = setting.group_size, setting.bits
     return bool(lib.nv_packed_has_tiles(call))
@@ -165,9 +166,9 @@ def _run(
     memory = {"steps": steps, "scales": scales, "minima": minima, "out": out}
     if inputs is not None:
         call.inputs = len(inputs)
-        has_tiles = lib.nv_packed_has_tiles(call)
-        given = inputs if has_tiles else inputs.float()
-        memory["halves" if has_tiles else "input"] = given.contiguous()
+        halves = lib.nv_packed_has_tiles(call)
+        given = inputs if halves else inputs.float()
+        memory["halves" if halves else "input"] = given.contiguous()
     if bias is not None:
         memory["bias"] = bias.float().contiguous()
     for name, tensor in memory.items():

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from nvmeio._memory import devices
-from nvmeio.inference._plan.quantization import Compute, Quantised, dequantise, in_tiles, multiply
+from nvmeio.inference._plan.quantization import Compute, Quantised, dequantise, in_halves, multiply
 from nvmeio.inference._plan.slot_layout import Weight
 from nvmeio.inference._stream.stand_ins import FrozenElsewhere
 
@@ -274,7 +274,7 @@ def _multiplied(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -
     if what.turned:
         return _in_parts(inputs, what, bias)
     rows = len(inputs)
-    if what.compute == "packed" or rows < _FIRST_TRIAL or in_tiles(rows, what.setting, what.dtype):
+    if what.compute == "packed" or rows < _FIRST_TRIAL or in_halves(rows, what.setting, what.dtype):
         return _by_loops(inputs, what, bias)
     return _CHOICES.made((_by_loops, _in_parts), inputs, what, bias)
 
