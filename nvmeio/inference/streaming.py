@@ -120,7 +120,7 @@ def stream_model(
             cut by transformers' own plan for the model: each rank reads its rows or columns of
             them, and all of what is not cut; transformers' hooks exchange results. A dictionary
             replaces some of the plan's words. All ranks make the same passes with the same
-            prompts, one at a time. On the CPU, from plain safetensors files. If a pass fails on
+            prompts, one at a time. On the CPU, from plain or packed files. If a pass fails on
             one rank, all refuse to go on.
         timeout_s: How long a rank may make no progress before it is given up, in seconds.
 

@@ -198,9 +198,14 @@ class WeightStream(NotPickled, Closing):
         self._own_pass.waits()
         try:
             with profiled("wait", unit.name):
-                return in_turn(
+                entered = in_turn(
                     owner, uses.enter, unit, _caller(lockstep), self._cuda_stream(), self._grads()
                 )
+            try:
+                uses.convert()
+                return entered
+            finally:
+                del entered
         except BaseException:
             self._own_pass.spoil()
             raise
@@ -235,9 +240,10 @@ class WeightStream(NotPickled, Closing):
             return memory
         caller = _caller(block_schedule.current())
         with profiled("wait", unit.name):
-            return in_turn(
+            make = in_turn(
                 owner, uses.lend, unit, converted, caller, self._cuda_stream(), self._grads()
             )
+        return make()
 
     def need_experts(self, unit: Unit, top_k_index: torch.Tensor) -> None:
         """Have those experts in place that tokens are routed to.
@@ -256,6 +262,7 @@ class WeightStream(NotPickled, Closing):
         hit = [e for e in torch.unique(top_k_index).tolist() if 0 <= e < count]
         try:
             owner.call(uses.need_experts, unit, hit, self._cuda_stream())
+            uses.convert()
         except BaseException:
             self._own_pass.spoil()
             raise
@@ -287,7 +294,7 @@ class WeightStream(NotPickled, Closing):
             raise RuntimeError(ABSENT)
         owner, uses = self._check()
         with profiled("wait", unit.name):
-            return owner.call(uses.weight, unit, number, self._cuda_stream())
+            return owner.call(uses.weight, unit, number, self._cuda_stream())()
 
     def begin_pass(self, cache: Any) -> None:
         """A forward pass of the whole model begins.

@@ -19,7 +19,7 @@ import torch
 from inference._models import gpt2, llama, loaded, mixtral, prompt, saved
 
 from nvmeio.errors import ClosedError
-from nvmeio.inference._stream.uses import Uses
+from nvmeio.inference.weight_stream import WeightStream
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -265,14 +265,14 @@ def test_what_is_looked_at_is_read_and_goes(base: Make, monkeypatch: pytest.Monk
     alive: list[Any] = []
     most = 0
 
-    def counted(*args: Any, real: Any = Uses.weight) -> Any:
+    def counted(*args: Any, real: Any = WeightStream.weight) -> Any:
         nonlocal most
         weight = real(*args)
         alive.append(weakref.ref(weight.untyped_storage()))
         most = max(most, sum(ref() is not None for ref in alive))
         return weight
 
-    monkeypatch.setattr(Uses, "weight", counted)
+    monkeypatch.setattr(WeightStream, "weight", counted)
     _, streamed = base()
     model = streamed()
     before = model.weight_stream.stats.bytes_read

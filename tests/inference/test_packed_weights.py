@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +19,13 @@ from torch import nn
 from torch.nn import functional
 from typer.testing import CliRunner
 
+from nvmeio._formats.packed_index import KEY
+from nvmeio.checkpoint.safetensors import read_header
 from nvmeio.cli import app
-from nvmeio.inference import pack
+from nvmeio.inference import generate_in_blocks, pack
+from nvmeio.inference._plan import quantization
 from nvmeio.inference._plan.quantization import Quantised, dequantise, multiply, quantise
-from nvmeio.inference._stream import packed_weights
+from nvmeio.inference._stream import packed_weights, slots
 
 Make = Callable[..., Any]
 
@@ -174,16 +179,136 @@ def test_only_experts_that_are_used_are_widened(
 
 
 @pytest.mark.parametrize("compute", ["auto", "packed"])
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": False}])
 def test_batches_and_beams(
-    options: dict[str, Any], compute: str, tmp_path: Path, stream: Make
+    options: dict[str, Any], bits: int, compute: str, tmp_path: Path, stream: Make
 ) -> None:
-    path = packed(tmp_path, bits=8)
+    path = packed(tmp_path, bits=bits)
+    ids = prompt(batch=3)
     found, wanted = (
-        stream(path, compute=c).generate(prompt(), max_new_tokens=6, **options)
+        stream(path, compute=c).generate(ids, max_new_tokens=6, **options)
         for c in (compute, "widened")
     )
-    assert found.equal(wanted)
+    assert found.shape == (3, ids.shape[1] + 6) and found.equal(wanted)
+
+
+def _widening_threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the threads that widen weights; prompts are given parts that are widened."""
+    threads: list[str] = []
+    stock = quantization._run
+
+    def run(parts: Any, setting: Any, out: Any, inputs: Any = None, *rest: Any) -> None:
+        if inputs is None:
+            threads.append(threading.current_thread().name)
+        stock(parts, setting, out, inputs, *rest)
+
+    monkeypatch.setattr(quantization, "_run", run)
+    monkeypatch.setattr(packed_weights, "_CHOICES", packed_weights._Choices())
+    monkeypatch.setattr(packed_weights, "_is_faster", lambda *_: False)
+    return threads
+
+
+@pytest.mark.parametrize("compute", ["auto", "packed", "widened"])
+@pytest.mark.parametrize(("name", "budget"), [("llama", 400_000), ("mixtral", 700_000)])
+def test_the_thread_that_computes_widens(
+    name: str,
+    budget: int,
+    compute: str,
+    tmp_path: Path,
+    stream: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The owner of the window did, for `compute="widened"`: with OpenMP threads of its own."""
+    model = stream(packed(tmp_path, MODELS[name]), resident_bytes=budget, window=1, compute=compute)
+    threads = _widening_threads(monkeypatch)
+    for ids in (prompt(), prompt(length=1)):
+        logits(model, ids)
+    assert set(threads) == {threading.current_thread().name}
+
+
+@pytest.mark.parametrize("compute", ["auto", "widened"])
+def test_the_thread_that_trains_widens(
+    compute: str, tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In backward too, and where a weight is looked at by itself."""
+    options: dict[str, Any] = {"resident_bytes": 250_000, "window": 1, "trainable": True}
+    model = stream(packed(tmp_path), compute=compute, **options)
+    threads = _widening_threads(monkeypatch)
+    given = torch.ones(2, 7, 64, requires_grad=True)
+    model(inputs_embeds=given, labels=prompt()).loss.backward()
+    assert given.grad is not None and threads
+    forward_and_backward = len(threads)
+    copy.deepcopy(model.lm_head)
+    assert len(threads) == forward_and_backward + 1
+    assert set(threads) == {threading.current_thread().name}
+
+
+@pytest.mark.parametrize("budget", [400_000, 1 << 30])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_what_an_interrupt_left_packed_is_widened_by_the_next_pass(
+    blocks: int, budget: int, tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = packed(tmp_path)
+    model = stream(path, compute="widened", resident_bytes=budget, window=1)
+    ids = prompt(batch=4)
+    options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    wanted = stream(path, compute="packed").generate(ids, **options)
+    stock, left = slots._convert, [0]
+
+    def interrupted(*given: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        stock(*given)
+
+    monkeypatch.setattr(slots, "_convert", interrupted)
+    for at in (1, 2, 9, 20):
+        left[0] = at
+        with pytest.raises(KeyboardInterrupt):
+            generate_in_blocks(model, ids, micro_batches=blocks, **options)
+        assert generate_in_blocks(model, ids, micro_batches=blocks, **options).equal(wanted)
+
+
+@pytest.mark.parametrize("compute", ["auto", "packed", "widened"])
+@pytest.mark.parametrize(
+    ("asked", "name", "most"),
+    [(None, "F32", 2e-6), ("bfloat16", "BF16", 2**-8)],
+    ids=["float32 as it is", "bfloat16 was asked for"],
+)
+def test_linear_layers_compute_in_the_dtype_of_the_model_unless_another_is_asked_for(
+    asked: str | None, name: str, most: float, compute: str, tmp_path: Path, stream: Make
+) -> None:
+    """Weights, inputs, outputs and sums; and the index says which dtype it is."""
+    path = packed(tmp_path, lambda: llama(width=256), dtype=asked)
+    header = read_header(path / "model.safetensors")
+    index = json.loads(header.metadata[KEY])["quantised"]
+    assert len(index) == 4 * 7 + 2 and {each["dtype"] for each in index.values()} == {name}
+    whole = {n: t.dtype for n, t in header.tensors.items() if n.endswith("norm.weight")}
+    assert len(whole) == 9 and set(whole.values()) == {name}
+    dtype = getattr(torch, asked or "float32")
+    assert json.loads((path / "config.json").read_text())["dtype"] == (asked or "float32")
+    model = stream(path, compute=compute)
+    assert model.dtype is dtype
+    for unit in model.weight_stream.units:  # as it lies: one read a layer, of whole pages
+        assert len(unit.layout.reads) == 1
+        assert all(read.start % 4096 == 0 == read.at % 4096 for read in unit.layout.reads)
+    seen_layers: list[str] = []
+
+    def look(layer: nn.Module, given: tuple[torch.Tensor, ...], found: torch.Tensor) -> None:
+        weight: Any = layer.weight
+        wide = weight.packed.widened() if compute != "widened" else weight.detach()
+        assert {weight.dtype, wide.dtype, given[0].dtype, found.dtype} == {dtype}
+        exact = given[0].double() @ wide.double().T
+        assert float((found.double() - exact).abs().max()) <= most * float(exact.abs().max())
+        seen_layers.append(str(layer))
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(look)
+    assert logits(model, prompt()).dtype is dtype
+    logits(model, prompt(length=1))
+    assert len(seen_layers) == 2 * (4 * 7 + 1)
 
 
 def test_the_first_product_has_the_bits_of_later_ones(
@@ -322,7 +447,7 @@ def test_there_is_no_such_way(tmp_path: Path, stream: Make) -> None:
         stream(packed(tmp_path), compute="fast")
 
 
-@pytest.mark.parametrize("width", [256, 1024])
+@pytest.mark.parametrize("width", [256, 1024, 4096])
 @pytest.mark.parametrize(
     ("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)]
 )

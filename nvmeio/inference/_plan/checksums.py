@@ -66,25 +66,17 @@ def expected_of(
         extent, count = part.extents[0], len(part.sums)
         if part.cut is not None:
             among_files = files(extent.file, extent.offset, part.nbytes)
-            place = (among_files, extent.offset, start, part.nbytes)
-            whole = part.cut[0].whole
-            found.append(ExpectedBytes(sources[number], *place, whole, range(0), part.cut))
+            place = (among_files, extent.offset, start)
+            whole = part.nbytes, part.cut[0].whole
+            found.append(ExpectedBytes(sources[number], *place, *whole, range(0), part.cut))
         for share, value in enumerate(part.sums):
             nbytes = part.nbytes // count
             at = share * nbytes
             # Its experts, where there are as many checksums as these or not.
             among = range(share * experts // count, -(-(share + 1) * experts // count))
-            found.append(
-                ExpectedBytes(
-                    sources[number],
-                    files(extent.file, extent.offset + at, nbytes),
-                    extent.offset + at,
-                    start + at,
-                    nbytes,
-                    value,
-                    among if mark else range(0),
-                )
-            )
+            place = (files(extent.file, extent.offset + at, nbytes), extent.offset + at, start + at)
+            of = among if mark else range(0)
+            found.append(ExpectedBytes(sources[number], *place, nbytes, value, of))
     return tuple(sorted(found, key=lambda each: each.at))
 
 

@@ -103,20 +103,15 @@ def lay_out(
             together += moved
             share = part.nbytes // count
             for number in range(count):
-                own = extents_within(part.extents, number * share, (number + 1) * share)
+                some = extents_within(part.extents, number * share, (number + 1) * share)
                 by_expert[number] += [
-                    _read(extent, starts[index], sizes, whole) for extent in _joined(own)
+                    _read(extent, starts[index], sizes, whole) for extent in _joined(some)
                 ]
         else:
             reads += moved
         end = round_up(starts[index] + part.nbytes, PAGE_BYTES)
-    return SlotLayout(
-        max(end, PAGE_BYTES),
-        tuple(starts),
-        tuple(reads),
-        tuple(map(tuple, by_expert)),
-        tuple(together),
-    )
+    own = tuple(map(tuple, by_expert))
+    return SlotLayout(max(end, PAGE_BYTES), tuple(starts), tuple(reads), own, tuple(together))
 
 
 def dealt(
@@ -157,17 +152,12 @@ def _read(extent: FileExtent, start: int, sizes: Sequence[int], agrees: bool) ->
 def _joined(extents: Sequence[FileExtent]) -> list[FileExtent]:
     """Extents, joined where they follow each other in file and memory."""
     found: list[FileExtent] = []
-    for extent in extents:
-        last = found[-1] if found else None
-        if (
-            last is not None
-            and last.file == extent.file
-            and last.offset + last.nbytes == extent.offset
-            and last.at + last.nbytes == extent.at
-        ):
-            found[-1] = last._replace(nbytes=last.nbytes + extent.nbytes)
+    for file, offset, nbytes, at in extents:
+        last = found[-1] if found else FileExtent(-1, 0, 0, 0)
+        if (file, offset, at) == (last.file, last.offset + last.nbytes, last.at + last.nbytes):
+            found[-1] = last._replace(nbytes=last.nbytes + nbytes)
         else:
-            found.append(extent)
+            found.append(FileExtent(file, offset, nbytes, at))
     return found
 
 

@@ -36,6 +36,20 @@ from nvmeio.inference._stream.packed_weights import Packed
 from nvmeio.pool import Lease, PinnedPool
 
 
+class Conversions(dict[int, tuple[Any, ...]]):
+    """Arguments of `_convert`: what whoever computes has to convert first, in its own thread.
+
+    The owner of the window does not: its OpenMP threads would spin beside those that compute.
+    """
+
+    def make(self, memory: Any = None) -> Any:
+        """Make them; several threads may at once. An interrupt leaves the rest to the next use."""
+        for conversion in tuple(self.values()):
+            _convert(*conversion)
+            self.pop(id(conversion), None)
+        return memory
+
+
 class WeightSlot(window.Slot[Unit]):
     """The memory of a unit of weights.
 
@@ -46,6 +60,7 @@ class WeightSlot(window.Slot[Unit]):
         experts: For each expert, 1 where its bytes are there.
         tensors: The weights, while they are bound.
         shown: What the modules show, for each target, while they are bound.
+        conversions: What is not converted yet of these.
         work: Where converted weights are, if that is memory of its own.
         streams: On a GPU: those that compute with the weights since they were bound.
         used: On a GPU: when streams of earlier uses are done with them.
@@ -64,6 +79,7 @@ class WeightSlot(window.Slot[Unit]):
         self.used: list[Mark] = []
         self.tensors: list[Any] = []
         self.shown: list[torch.Tensor] = []
+        self.conversions = Conversions()
         self.work: torch.Tensor | None = None
 
     def has(self, sum_: ExpectedBytes) -> bool:
@@ -283,11 +299,8 @@ class SlotPools:
         arriving = Arriving(sums, files) if sums else None
         copies = self._copies
         if copies is None:
-            return (
-                Fill(wanted)
-                if arriving is None
-                else Fill(wanted, arriving.arrived, arriving.finished)
-            )
+            steps = () if arriving is None else (arriving.arrived, arriving.finished)
+            return Fill(wanted, *steps)
 
         def arrived(chunk: WantedBytes) -> None:
             target = slot.memory[chunk.at : chunk.at + chunk.memory.nbytes]
@@ -401,9 +414,9 @@ class SlotPools:
         """The weights of a unit whose reads are done, in the order of `Unit.weights`.
 
         They have the model's dtypes and shapes; those that modules compute with while packed are
-        `Packed`. Experts have their places, but `convert_expert` has to convert what is read later.
-        With `keep`, converted ones get memory of their own, instead of the room that all units
-        share.
+        `Packed`. On a CPU `WeightSlot.conversions` are to be made before they are used. Experts
+        have their places, but `convert_expert` is to be called for what is read later. With `keep`,
+        converted ones get memory of their own, instead of the room that all units share.
         """
         unit = slot.unit
         found: list[Any] = []
@@ -418,24 +431,19 @@ class SlotPools:
             if not weight.converted_bytes:
                 found.append(parts[0] if weight.order is None else parts[0].permute(weight.order))
                 continue
+            memory, start = room, at
             if keep:
-                if self._copies is None:
-                    out = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
-                else:
-                    own = devices.empty(weight.converted_bytes, self.device)
-                    (out,) = laid_over(own, [(0, weight.dtype, weight.shape, ())])
-            else:
-                if room is None:
-                    raise RuntimeError(f"no room was set aside to convert {weight.name!r}")
-                (out,) = laid_over(room, [(at, weight.dtype, weight.shape, ())])
-                at += round_up(weight.converted_bytes, TENSOR_ALIGNMENT)
+                memory, start = devices.empty(weight.converted_bytes, self.device), 0
+            elif memory is None:
+                raise RuntimeError(f"no room was set aside to convert {weight.name!r}")
+            (out,) = laid_over(memory, [(start, weight.dtype, weight.shape, ())])
+            at += round_up(weight.converted_bytes, TENSOR_ALIGNMENT)
             if unit.experts is None or index not in unit.experts.weights:
-                _convert(weight, parts, out)
-            else:
-                for expert, there in enumerate(slot.experts):
-                    if there:
-                        _convert(weight, [p[expert : expert + 1] for p in parts], out[expert])
+                self._convert(slot, weight, parts, out)
             found.append(out)
+        if unit.converted_bytes:
+            for expert in itertools.compress(itertools.count(), slot.experts):
+                self.convert_expert(slot, found, expert)
         return found
 
     def convert_expert(self, slot: WeightSlot, tensors: list[Any], expert: int) -> None:
@@ -444,7 +452,14 @@ class SlotPools:
         for index, (weight, parts) in enumerate(_weights_in(slot)):
             if experts is not None and index in experts.weights and weight.converted_bytes:
                 out = tensors[index][expert]
-                _convert(weight, [p[expert : expert + 1] for p in parts], out)
+                self._convert(slot, weight, [p[expert : expert + 1] for p in parts], out)
+
+    def _convert(self, slot: WeightSlot, *conversion: Any) -> None:
+        """A device does it in the order of what is asked of it; on a CPU, who computes does."""
+        if self._copies is None:
+            slot.conversions[id(conversion)] = conversion
+        else:
+            _convert(*conversion)
 
     @property
     def refused(self) -> BaseException | None:

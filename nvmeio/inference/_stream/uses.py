@@ -7,7 +7,8 @@ flight, and what was on its way is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,6 @@ from nvmeio._threads.closing import on_error
 from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio.errors import ClosedError, DeviceTimeoutError
 from nvmeio.inference._plan.units import Partition, Unit
-from nvmeio.inference._stream.packed_weights import Packed
 from nvmeio.inference._stream.slots import WeightSlot
 from nvmeio.inference._stream.stand_ins import check, check_frozen, install, shows, uninstall
 from nvmeio.inference._stream.turns import CLOSED, Turns, Waiting
@@ -93,6 +93,7 @@ class Uses:
         with devices.on_stream(stream):
             memory.ready(slot)
             slot.shown = install(self._fixed.targets, memory.tensors(slot, keep=True))
+            slot.conversions.make()
             devices.now(memory.device).wait()  # for streams of any thread
         self._fixed_slot = slot
 
@@ -165,6 +166,11 @@ class Uses:
         self.units_used += 1
         return self._owner.claim(self._leave, use, caller)
 
+    def convert(self) -> None:
+        """Convert what is in use. In the thread that uses it, and has the turn."""
+        if self._use is not None:
+            self._use[0].conversions.make()
+
     def hold(self, waited: Waiting | None, lockstep: Lockstep[Any]) -> Claim | Waiting:
         """Give the turn to micro-batches, until the claim ends."""
         queued = self.turns.take(lockstep, waited)
@@ -215,11 +221,15 @@ class Uses:
     def lent(self, unit: Unit, converted: bool) -> torch.Tensor | None:
         """`lend` of a unit that is in memory; None: ask the owner. From any thread."""
         slot = self._window.slot(unit)
-        if slot is None or not slot.shown:
+        shown = [] if slot is None else slot.shown
+        if slot is None or not shown:
             return None
         self.resources.memory.ready(slot)
-        memory = slot.work if converted else slot.memory
-        return memory if memory is not None and memory.nbytes else None  # it may go at any moment
+        memory, conversions = slot.work if converted else slot.memory, slot.conversions
+        if memory is None or slot.shown is not shown:  # it may go at any moment, and come again
+            return None
+        conversions.make()
+        return memory
 
     def note_lent(self, unit: Unit) -> None:
         if self._lent is not unit and not self.turns.closed:
@@ -234,8 +244,8 @@ class Uses:
         caller: Hashable,
         cuda_stream: Any,
         grad_mode: GradMode,
-    ) -> torch.Tensor | Waiting:
-        """The memory of a unit, which keeps its bytes for as long as its storage lives."""
+    ) -> Callable[[], torch.Tensor] | Waiting:
+        """What makes the memory of a unit, which keeps its bytes for as long as its storage."""
         had = self.turns.has(caller)  # backward within a forward
         queued = self.turns.take(caller, waited)
         if queued is not None:
@@ -244,9 +254,7 @@ class Uses:
             with on_error(self._give_up), devices.on_stream(cuda_stream):
                 slot = self._need(unit, grad_mode)
                 self.resources.memory.ready(slot)
-            memory = slot.work if converted else slot.memory
-            assert memory is not None
-            return memory
+            return partial(slot.conversions.make, slot.work if converted else slot.memory)
         finally:
             if not had:
                 self._end_turn(caller)
@@ -288,25 +296,24 @@ class Uses:
 
     # --- experts --------------------------------------------------------------------------------
 
-    def weight(self, unit: Unit, number: int, cuda_stream: Any) -> torch.Tensor:
-        """A copy of one weight: of what stays, or else read."""
+    def weight(self, unit: Unit, number: int, cuda_stream: Any) -> Callable[[], torch.Tensor]:
+        """What makes a copy of one weight: of what stays as it is, or else read."""
         if self.turns.closed:
             raise ClosedError(CLOSED)
         memory = self.resources.memory
         with devices.on_stream(cuda_stream):
             alone = self._keeper.alone(unit, number)
-            if unit.resident and unit.experts is None and not unit.converted_bytes:
+            stays = unit.resident and unit.experts is None
+            if stays and not (unit.converted_bytes or unit.weights[number].compute):
                 slot = self._window.need(unit, computing=False)
                 memory.ready(slot)
-                shown = slot.tensors[number]
-                copy: torch.Tensor = memory.tensors(alone, keep=True)[0]
-                return copy.copy_(shown.widened() if isinstance(shown, Packed) else shown)
+                copy = memory.tensors(alone, keep=True)[0]
+                return partial(alone.conversions.make, copy.copy_(slot.tensors[number]))
             self._keeper.beside_bytes += self._window.read_now(alone)
             if alone.event is not None:
                 alone.event.wait()  # its host memory goes
             memory.ready(alone)
-            copy = memory.tensors(alone, keep=True)[0]
-            return copy
+            return partial(alone.conversions.make, memory.tensors(alone, keep=True)[0])
 
     def need_experts(self, unit: Unit, hit: Sequence[int], cuda_stream: Any) -> None:
         """Read those experts of a unit in use that are missing."""

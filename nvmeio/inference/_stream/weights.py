@@ -24,7 +24,7 @@ from nvmeio.inference._parallel.rank_reader import RankReader, SharedFill
 from nvmeio.inference._plan.slot_layout import FileExtent, Read, WeightPart
 from nvmeio.inference._plan.units import Unit
 from nvmeio.inference._stream.packed_weights import Packed
-from nvmeio.inference._stream.slots import SlotPools, WeightSlot
+from nvmeio.inference._stream.slots import Conversions, SlotPools, WeightSlot
 from nvmeio.inference._stream.stand_ins import check_frozen, install, names_in, uninstall
 from nvmeio.operation import Operation
 
@@ -114,7 +114,7 @@ class Weights(Keeper[Unit, WeightSlot]):
     def unbind(self, slot: WeightSlot) -> None:
         """Show nothing; the room for conversions is the next one's."""
         uninstall(slot.unit.targets)
-        slot.tensors, slot.shown = [], []
+        slot.tensors, slot.shown, slot.conversions = [], [], Conversions()
         if self._trainable:
             for memory in (slot.memory, slot.work):
                 if memory is not None:
