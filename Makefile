@@ -235,7 +235,7 @@ $(SGLANG_STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim
 $(BENCH_STAMP): $(STAMP)
 	@echo "== installing the peers"
 	@for peer in ninja caio deepspeed==0.19.8 transformers safetensors fastsafetensors runai-model-streamer \
-	    airllm llama-cpp-python gguf; do \
+	    airllm xllamacpp gguf; do \
 	    $(PIP) install --quiet "$$peer" || echo "== $$peer cannot be installed here: the table goes without it" >&2; \
 	done
 	@touch $@

@@ -26,7 +26,7 @@ DISTRIBUTIONS = (
     "runai-model-streamer",
     "accelerate",
     "airllm",
-    "llama-cpp-python",
+    "xllamacpp",
 )
 
 

@@ -55,7 +55,7 @@ class AirLLM(Decoding):
 
 
 class LlamaCpp:
-    """llama.cpp through its Python binding: a GGUF file in float32, or in few bits.
+    """llama.cpp in the wheel of xllamacpp: a GGUF file in float32, or in few bits.
 
     Mapped, it has as much memory for the file as the others have for weights, and a bit for
     computing: what is mapped is in the page cache, which would else hold all of it.
@@ -66,12 +66,12 @@ class LlamaCpp:
     def __init__(self) -> None:
         try:
             import gguf
-            import llama_cpp
+            import xllamacpp
         except ImportError as error:
             raise PeerUnavailable(
-                f"llama.cpp cannot be imported ({error})", "pip install llama-cpp-python gguf"
+                f"llama.cpp cannot be imported ({error})", "pip install xllamacpp gguf"
             ) from error
-        self._gguf, self._cpp = gguf, llama_cpp
+        self._gguf, self._cpp = gguf, xllamacpp
         self._model: Any = None
         self._group = contextlib.ExitStack()
 
@@ -84,36 +84,51 @@ class LlamaCpp:
         if mapped:
             nbytes = path.stat().st_size // 8 + self._BESIDE_BYTES
             self._group.enter_context(limited(nbytes))
-        threads = torch.get_num_threads()
-        self._model = self._cpp.Llama(
-            str(path), n_ctx=512, n_threads=threads, use_mmap=mapped, verbose=False
-        )
+        params = self._cpp.CommonParams()
+        params.model.path = str(path)
+        params.n_ctx = params.n_batch = params.n_ubatch = 256
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
+        how = self._cpp.llama_load_mode
+        params.load_mode = how.LLAMA_LOAD_MODE_MMAP if mapped else how.LLAMA_LOAD_MODE_NONE
+        params.no_extra_bufts = mapped  # in the layout that it prefers all would be copied
+        params.warmup = params.fit_params = False
+        params.verbosity = params.cache_ram_mib = 0
+        self._model = self._cpp.Server(params)
 
     def begin(self, prompts: int = 1) -> None:
         assert prompts == 1
-        self._model.reset()
-        self._model.eval(prompt_ids(1)[0].tolist())
+        self._generated(1)
 
     @with_peak
     def passes(self, count: int) -> Sample:
-        token = prompt_ids(1)[0, :1].tolist()
         with timed(operations=count) as sample:
-            for _ in range(count):
-                self._model.eval(token)
+            passes = self._generated(count)["timings"]["prompt_n"] + count - 1
+        if passes != count:
+            raise RuntimeError(
+                f"it made {passes} passes for {count} tokens: the prompt is computed"
+            )
         return sample
 
     def tokens(self, count: int) -> list[int]:
-        self._model.reset()
-        self._model.eval(prompt_ids(1)[0].tolist())
-        found: list[int] = []
-        while len(found) < count:
-            found.append(self._model.sample(temp=0.0, repeat_penalty=1.0))
-            self._model.eval(found[-1:])
+        return [int(piece) for piece in self._generated(count)["choices"][0]["text"].split()]
+
+    def _generated(self, count: int) -> Any:
+        """The likeliest tokens after the prompt, whose keys and values are kept."""
+        found = self._model.handle_completions(
+            {
+                "prompt": prompt_ids(1)[0].tolist(),
+                "max_tokens": count,
+                "temperature": 0.0,
+                "ignore_eos": True,
+                "cache_prompt": True,
+            }
+        )
+        if "choices" not in found:
+            raise RuntimeError(f"llama.cpp computes nothing: {found}")
         return found
 
     def close(self) -> None:
-        if self._model is not None:
-            self._model.close()
+        self._model = None
         self._group.close()
 
     def _convert(self, directory: Path, path: Path, kind: Any) -> None:
@@ -132,7 +147,12 @@ class LlamaCpp:
         out.add_layer_norm_rms_eps(config["rms_norm_eps"])
         out.add_rope_dimension_count(config["hidden_size"] // heads)
         out.add_vocab_size(config["vocab_size"])
-        out.add_tokenizer_model("none")
+        out.add_tokenizer_model("llama")  # a token's text is its number
+        out.add_token_list([f"\u2581{number}" for number in range(config["vocab_size"])])
+        out.add_token_scores([0.0] * config["vocab_size"])
+        out.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
+        out.add_bos_token_id(1)
+        out.add_eos_token_id(2)
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
         with safe_open(directory / "model.safetensors", "np") as file:
             for name in file.keys():  # noqa: SIM118
