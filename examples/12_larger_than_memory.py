@@ -99,18 +99,20 @@ def generated(model: Any, ids: torch.Tensor, count: int, micro_batches: int = 1)
 
 def timed(
     label: str, model: Any, ids: torch.Tensor, count: int, parts: int = 1
-) -> tuple[torch.Tensor, float]:
-    """The tokens, and how many a second."""
-    before, began = model.weight_stream.stats, time.perf_counter()
+) -> tuple[torch.Tensor, float, float]:
+    """The tokens, how many a second, and the CPU seconds of each."""
+    before, began, computed = model.weight_stream.stats, time.perf_counter(), time.process_time()
     found = generated(model, ids, count, parts)
-    took, after = time.perf_counter() - began, model.weight_stream.stats
+    took, cpu = time.perf_counter() - began, time.process_time() - computed
+    after, made = model.weight_stream.stats, ids.shape[0] * count
     read = after.bytes_read - before.bytes_read
     say(
         label,
-        f"{ids.shape[0] * count / took:.2f} tokens/s ({took:.1f} s); {read / 1e9:.2f} GB read at "
-        f"{read / took / 1e9:.2f} GB/s, waited for it {after.waited_s - before.waited_s:.1f} s",
+        f"{made / took:.2f} tokens/s ({took:.1f} s), {cpu / made:.2f} s of CPU each; "
+        f"{read / 1e9:.2f} GB read at {read / took / 1e9:.2f} GB/s, waited for it "
+        f"{after.waited_s - before.waited_s:.1f} s",
     )
-    return found, ids.shape[0] * count / took
+    return found, made / took, cpu / made
 
 
 def main(folder: Path, size: int, memory: int, count: int, batch: int, bits: int) -> None:
@@ -123,14 +125,14 @@ def main(folder: Path, size: int, memory: int, count: int, batch: int, bits: int
 
     before = forget_peak()
     model = nvmeio.stream_model(directory, resident_bytes=memory)
-    one, unpacked = timed("one prompt", model, ids[:1], count)
+    one, unpacked, unpacked_cpu = timed("one prompt", model, ids[:1], count)
     grown = process_bytes("VmHWM") - before
     stats = model.weight_stream.stats
     weights = stats.resident_bytes + stats.window_bytes + stats.work_bytes
     say("memory", f"{weights / 1e6:.0f} MB of weights; the process grew by {grown / 1e6:.0f} MB")
     verify(weights <= memory, "the weights stay within their memory")
     verify(grown < memory + (192 << 20), "the process grew by little more than the weights")
-    many, _ = timed(f"{batch} prompts", model, ids, count, parts=min(2, batch))
+    many, _, _ = timed(f"{batch} prompts", model, ids, count, parts=min(2, batch))
     model.weight_stream.close()
     if total <= COMPARED_BYTES:
         import transformers
@@ -153,9 +155,13 @@ def main(folder: Path, size: int, memory: int, count: int, batch: int, bits: int
         report = pack(directory, folder / "packed", quant_bits=bits)
         say("packed", f"{bits} bits a weight: {report.bytes_written / 1e9:.2f} GB")
         model = nvmeio.stream_model(folder / "packed", resident_bytes=memory)
-        _, rate = timed(f"one prompt, {bits} bits", model, ids[:1], count)
+        _, rate, cpu = timed(f"one prompt, {bits} bits", model, ids[:1], count)
         verify(model.weight_stream.stats.bytes_read > 0, "weights were streamed")
-        say("ahead", f"{bits} bits give {rate / unpacked:.1f} times as many tokens/s as bfloat16")
+        say(
+            "ahead",
+            f"{bits} bits give {rate / unpacked:.1f} times as many tokens/s as bfloat16, for "
+            f"{cpu / unpacked_cpu:.2f} of the CPU time of each",
+        )
         model.weight_stream.close()
     _common.verified(
         f"{count} tokens for {batch} prompts, with {total / memory:.1f} times the memory"
