@@ -124,8 +124,8 @@ format: $(STAMP) ## let ruff format and fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# In an environment of its own, as the plots: it reads the sources and imports nothing.
-docs: $(DOCS_STAMP) ## the documentation site, in site/; warnings are errors
+# In an environment of its own, as the plots. It reads the sources; the tutorial runs with .venv's torch and nvmeio.
+docs: $(STAMP) $(DOCS_STAMP) ## the documentation site, in site/; warnings are errors
 	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet --strict && echo "== site/index.html"
 
 plots: $(DOCS_STAMP) ## the pictures in docs/images of what benchmarks/measured/*.json says
@@ -198,9 +198,17 @@ $(CLIENTS_STAMP): $(STAMP)
 	    echo "== they cannot be compiled here: the tests that need them say why" >&2
 	@touch $@
 
-$(DOCS_STAMP): pyproject.toml
+# The tutorial's kernel: Jupyter from here, torch and nvmeio from .venv.
+DOCS_KERNEL := $(VENV)-docs/share/jupyter/kernels/nvmeio
+
+$(DOCS_STAMP): pyproject.toml Makefile | $(STAMP)
 	@test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs
 	@$(VENV)-docs/bin/python -m pip --disable-pip-version-check install --quiet "mkdocs-material>=9.6" "mkdocs-jupyter>=0.26" "mkdocstrings[python]>=0.27" "ruff>=0.9" "matplotlib>=3.9"
+	@mkdir -p $(DOCS_KERNEL)
+	@$(BIN)/python -c 'import json, sysconfig; print(json.dumps({ \
+	    "argv": ["$(abspath $(VENV))-docs/bin/python", "-m", "ipykernel_launcher", "-f", "{connection_file}"], \
+	    "display_name": "nvmeio", "language": "python", \
+	    "env": {"PYTHONPATH": "$(CURDIR):" + sysconfig.get_path("purelib")}}))' > $(DOCS_KERNEL)/kernel.json
 	@touch $@
 
 # torchvision, torchaudio and torchcodec are for models with images and sound, and want a CUDA build of torch from PyPI.
