@@ -8,8 +8,8 @@ Three ways in, from one line to none that knows nvmeio:
     torch.save(state, nvmeio.FastFileWriter(path))   where torch.save must stay
     torch.load(path)                                 everywhere: the files are torch's own
 
-A load of more than 8 MiB makes a handle and closes it, which takes the kernel some 40 ms. To load
-many files, make one handle and give it to each: `nvmeio.load(path, handle=handle)`.
+A load of more than 8 MiB makes a handle and closes it, with its threads and its bounce memory. To
+load many files, make one handle and give it to each: `nvmeio.load(path, handle=handle)`.
 
 What was saved is durable and replaces the old file at once, whichever of them it was.
 """

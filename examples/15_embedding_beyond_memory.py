@@ -91,9 +91,11 @@ async def changing(
         beside: Read and write beside the caller's work; else one after the other.
         waits: Gets the seconds that were waited.
     """
+    # Memory that is used again and again: new tensors of this size cost more than the reads.
+    arriving, *rooms = torch.empty(4, max(map(len, wanted)), 2, WIDTH)
     none = torch.empty(0, dtype=torch.int64)
     # What the file does not have yet: records of the last two batches, the newest first.
-    recent = [(none, torch.empty(0, 2, WIDTH))] * 2
+    recent = [(none, rooms[0][:0])] * 2
     writing: nvmeio.Operation | None = None
 
     async def waited(awaitable: Awaitable[Any]) -> Any:
@@ -104,11 +106,12 @@ async def changing(
 
     def begin(numbers: torch.Tensor) -> tuple[torch.Tensor, nvmeio.data.Gather]:
         known = torch.isin(numbers, torch.cat([each for each, _ in recent]))
-        return known, records.gather(numbers[~known])
+        unknown = numbers[~known]
+        return known, records.gather(unknown, out=arriving[: len(unknown)])
 
     known, reading = begin(wanted[0])
     for number, numbers in enumerate(wanted):
-        rows = torch.empty(len(numbers), 2, WIDTH)
+        rows = rooms[number % 3][: len(numbers)]
         rows[~known] = await waited(reading)
         for before, left in reversed(recent):  # the newest last
             here = torch.isin(numbers, before)
@@ -136,10 +139,8 @@ async def train_on_drive(records: Records, batches: list[torch.Tensor], beside: 
     began = time.perf_counter()
     places = iter(inverse for _, inverse in unique)
     async for rows in changing(records, [numbers for numbers, _ in unique], beside, waits):
-        weights, sums = rows[:, 0].contiguous(), rows[:, 1].contiguous()
-        step = asyncio.to_thread(sparse_step, model, next(places), adagrad(weights, sums))
-        losses.append(await step)
-        rows[:, 0], rows[:, 1] = weights, sums
+        optimizer = adagrad(rows[:, 0], rows[:, 1])
+        losses.append(await asyncio.to_thread(sparse_step, model, next(places), optimizer))
     return Run(losses, time.perf_counter() - began, sum(waits))
 
 

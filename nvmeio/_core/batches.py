@@ -139,8 +139,8 @@ def memories_of(
                 found[item] = memory
                 if mover is not None and moves is not mover:
                     raise ValueError(
-                        f"item {item} lies on another kind of device than those before it: have a "
-                        "batch for CUDA tensors, and one for those on the CPU"
+                        f"item {item} lies on another kind of device than those before it: make a "
+                        "batch of CUDA tensors, and one of those on the CPU"
                     )
                 mover = moves
             memories.append(memory)

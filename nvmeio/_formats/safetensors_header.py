@@ -106,7 +106,7 @@ class TensorEntry(NamedTuple):
             return dtype, self.shape
         if self.shape[-1] % 2:
             raise as_package(TypeError)(
-                f"a tensor of dtype F4 and shape {self.shape} cannot be had in torch, which packs "
+                f"a tensor of dtype F4 and shape {self.shape} does not exist in torch, which packs "
                 "pairs along the last dimension: its size must be even"
             )
         return dtype, (*self.shape[:-1], self.shape[-1] // 2)

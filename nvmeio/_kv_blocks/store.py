@@ -389,7 +389,7 @@ class BlockStore(NotPickled, Closing):
 
     def _check_open(self) -> None:
         if self._stores.owner.forked:
-            raise ClosedError(f"the block store {self.path} is another process's: open it here")
+            raise ClosedError(f"the block store {self.path} is of another process: open it here")
         if self._closed:
             raise ClosedError(self._closed_message)
 

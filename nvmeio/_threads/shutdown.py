@@ -235,7 +235,7 @@ def _at_exit() -> None:
 def _say_what_was_lost() -> None:
     for pid, untold in _untold:
         if pid == os.getpid():  # not in a forked child: its parent says so
-            raise NvmeioError(f"nobody has seen this failure: {untold}")
+            raise NvmeioError(f"this failure was reported to nobody: {untold}")
 
 
 # What was registered last is called first.

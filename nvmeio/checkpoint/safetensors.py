@@ -417,10 +417,10 @@ def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str] | No
     if metadata is None:
         return None
     if not isinstance(metadata, Mapping):
-        raise TypeError(f"metadata must be texts by name, not {metadata!r}")
+        raise TypeError(f"metadata must be a dict of str to str, not {metadata!r}")
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise TypeError(f"metadata must be texts by name, not {key!r}: {value!r}")
+            raise TypeError(f"metadata must be a dict of str to str, not {key!r}: {value!r}")
     return dict(metadata)
 
 

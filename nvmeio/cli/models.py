@@ -47,7 +47,7 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     except ValueError:
         found = None
     if found is None or str(found).removeprefix("torch.") not in _DTYPES:
-        raise typer.BadParameter(f"{name!r} is none of {', '.join(_DTYPES)}", param_hint="--dtype")
+        raise typer.BadParameter(f"{name!r} is not in {', '.join(_DTYPES)}", param_hint="--dtype")
     return found
 
 
@@ -344,8 +344,8 @@ def _tokenizer(directory: Path) -> Any:
         return importlib.import_module("transformers").AutoTokenizer.from_pretrained(directory)
     except ImportError as missing:
         raise Refused(
-            f"text takes transformers ({missing}): pip install transformers, or give the prompt as "
-            "tokens: --ids 1,2,3"
+            f"a text needs transformers ({missing}): pip install transformers, or give the prompt "
+            "as tokens: --ids 1,2,3"
         ) from missing
     except Exception as failed:  # transformers raises many kinds
         raise Refused(

@@ -463,7 +463,7 @@ def record_layout(
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, not {dtype!r:.80}")
     if str(dtype).startswith(("torch.q", "torch.bits")):
-        raise TypeError(f"records are not of {dtype}: read them as torch.uint8, and view() them")
+        raise TypeError(f"records cannot be of {dtype}: read them as torch.uint8, and view() them")
     sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
     sizes = tuple(_checks.integer("a size in shape", each, 1) for each in sizes)
     nbytes = math.prod(sizes) * dtype.itemsize
@@ -485,7 +485,7 @@ def record_count(path: str, layout: RecordLayout, size: int, count: int | None) 
             )
         return count
     if size < layout.file_offset:
-        raise ValueError(f"{path} has {size} bytes, not {layout.file_offset} at least")
+        raise ValueError(f"{path} ends at byte {size}, before file_offset={layout.file_offset}")
     over = size - layout.end(held)
     padding = layout.stride - layout.nbytes if held else 0
     if over not in (0, padding):

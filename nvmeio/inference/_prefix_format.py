@@ -67,7 +67,7 @@ class Head(NamedTuple):
         text = json.dumps({"format": _FORMAT, **self._asdict(), "layers": layers}).encode()
         if len(text) > BLOCK_BYTES:
             raise ValueError(
-                f"what is to be said of the model takes {len(text)} bytes, {BLOCK_BYTES} at most"
+                f"the description of the model has {len(text)} bytes, {BLOCK_BYTES} are possible"
             )
         return torch.frombuffer(bytearray(text.ljust(BLOCK_BYTES)), dtype=torch.uint8)
 
@@ -210,8 +210,8 @@ def _plain(weight: torch.Tensor) -> list[torch.Tensor]:
 def _values_of(weight: torch.Tensor, name: str, how: How) -> bytes:
     if weight.is_meta:
         raise ValueError(
-            f"{name} of this model is not in memory (it is on the meta device), so nobody can tell "
-            "its weights from others: give PrefixCache weights_id=, a name for this version of them"
+            f"{name} of this model is not in memory (it is on the meta device), so its weights "
+            "cannot be told from others: give PrefixCache weights_id=, a name for this version"
         )
     flat = weight.reshape(-1).view(torch.uint8) if weight.numel() else torch.empty(0)
 

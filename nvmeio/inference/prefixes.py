@@ -335,8 +335,8 @@ def _layers_of(cache: Any) -> Sequence[Any]:
     for number, layer in enumerate(cache.layers):
         if type(layer) not in known and not isinstance(layer, kv_cache.OffloadedLayer):
             raise TypeError(
-                f"layer {number} of the cache is {an(type(layer).__name__)}: of this kind none can "
-                "be saved"
+                f"layer {number} of the cache is {an(type(layer).__name__)}: a layer of this kind "
+                "cannot be saved"
             )
     found: Sequence[Any] = cache.layers
     return found

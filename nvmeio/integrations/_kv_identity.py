@@ -123,10 +123,10 @@ def _looked_at(model: ServedModel, options: WeightOptions, directory: str) -> st
         make_private_directory(Path(directory) / DIRECTORY)
         found = look_at(path, options.fingerprint, Path(directory) / DIRECTORY / _KNOWN)
     except (OSError, TransferError, ChangingError) as failed:
-        raise Untold(f"the weights of {model.name} cannot be told: {failed}") from failed
+        raise Untold(f"the weights of {model.name} cannot be identified: {failed}") from failed
     if _began and found.changed > _began[0]:
         raise Untold(
-            f"{path} was written to after this server began, and nobody can tell what it loaded"
+            f"{path} was written to after this server began, so it is unknown what it loaded"
         )
     logger.info(
         "KV blocks are kept for the weights %s in %s (%d files, %d bytes, %s, %.1f s)",

@@ -328,7 +328,7 @@ def check_server(hooked: Sequence[str]) -> None:
                 )
     if missing:
         raise BackendUnavailableError(
-            "this SGLang lacks what nvmeio streams layers by", attempts=missing, remedy=TRIED
+            "this SGLang lacks what nvmeio needs to stream layers", attempts=missing, remedy=TRIED
         )
 
 

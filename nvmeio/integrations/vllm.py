@@ -243,8 +243,8 @@ class Loader:
         asked = mine.safetensors_load_strategy
         if asked not in (None, "lazy"):
             raise ValueError(
-                f"safetensors_load_strategy {asked!r} is a way of reading in which nvmeio has no "
-                f"part: leave it out, or leave out --load-format {FORMAT}"
+                f"safetensors_load_strategy {asked!r} reads without nvmeio: "
+                f"leave it out, or leave out --load-format {FORMAT}"
             )
         if (mine.model_loader_extra_config or {}).get("enable_multithread_load"):
             raise ValueError(

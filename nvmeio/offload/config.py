@@ -223,7 +223,7 @@ def _check_places(
     # With pin_memory, DeepSpeed's default, or without: on the "cpu" nothing is copied from there.
     if weights["device"] == "cpu" and _is_on_device(module):
         raise ValueError(
-            'offload_param: device "cpu" with a module on a device is not done: parameters '
+            'offload_param: device "cpu" with a module on a device is not supported: parameters '
             'would come from memory part by part. Keep them there (device "none"), or on the '
             'drive (device "nvme")'
         )
@@ -329,7 +329,7 @@ def _resume(config: Mapping[str, Any]) -> bool | str:
 def _master_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     half = known("fp16", or_empty(config, "fp16"), ("enabled",))
     if flag(half, "enabled", False):
-        raise ValueError("fp16: scale losses with torch.amp.GradScaler, which works as ever")
+        raise ValueError("fp16: scale losses with torch.amp.GradScaler, which works as always")
     bf16 = known("bf16", or_empty(config, "bf16"), ("enabled",))
     return torch.float32 if flag(bf16, "enabled", False) else None
 

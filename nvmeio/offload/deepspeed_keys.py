@@ -166,7 +166,7 @@ def known(name: str, section: Any, among: tuple[str, ...]) -> Mapping[str, Any]:
             continue
         if key in _NOT_OF_OFFLOADING:
             instead, _ = _NOT_OF_OFFLOADING[key]
-            raise ValueError(f"{name}: {key!r} is not of offloading: {instead}")
+            raise ValueError(f"{name}: {key!r} does not belong to offloading: {instead}")
         words = [*among, *_INFORMS, *_NOT_OF_OFFLOADING]
         raise ValueError(
             f"{name}: unknown key {key!r}{nearest(key, words)}; known are {', '.join(among)}"
@@ -220,6 +220,6 @@ def check_activations(section: Any, on_device: bool) -> None:
         number(name, section, "number_checkpoints", 1)
     if flag(section, "cpu_checkpointing", False) and on_device:
         raise ValueError(
-            f"{name}: cpu_checkpointing is not done here: run forward within "
+            f"{name}: cpu_checkpointing is not supported here: run forward within "
             "torch.autograd.graph.save_on_cpu(), or nvmeio.offload.SwappedActivations for the drive"
         )

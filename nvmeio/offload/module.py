@@ -397,7 +397,7 @@ def _check_buffers(module: torch.nn.Module, device: torch.device) -> None:
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise ValueError(
-                f"the buffer {name} is on the meta device, and nobody could fill it: make buffers "
+                f"the buffer {name} is on the meta device, where it has no value: make buffers "
                 "on the CPU (device='cpu' in register_buffer)"
             )
         if buffer.device.type != "cpu" and buffer.device != device:

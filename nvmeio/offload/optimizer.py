@@ -163,7 +163,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         arguments.choice("gradients", gradients, ("memory", "disk"))
         if swap_dir is None and (ratio != 0 or gradients == "disk"):
             raise ValueError(
-                "swap_dir must be a directory: None is for ratio=0.0 with gradients in memory, "
+                "swap_dir must be a directory: None needs ratio=0.0 and gradients in memory, "
                 "which leaves nothing for the drive"
             )
         resume = arguments.resume(resume)
@@ -362,7 +362,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
             parameters = [param.parameter for param in self._opened().params]
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         if norm_type != 2.0:
-            raise ValueError("of gradients on the drive only the 2-norm is known")
+            raise ValueError("gradients on the drive have their 2-norm only: leave out norm_type")
         inverse = (
             None if scaler is None else scaler._get_scale_async().double().reciprocal().float()
         )

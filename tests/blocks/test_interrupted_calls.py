@@ -179,7 +179,7 @@ def test_a_forked_child_is_refused(tmp_path: Path, handle: AioHandle) -> None:
                 os._exit(0)
         os.close(tell)
         with os.fdopen(told) as said:
-            assert "another process's: open it here" in said.read()
+            assert "is of another process: open it here" in said.read()
         os.waitpid(child, 0)
         assert loaded(store, [1]) == [True]
 

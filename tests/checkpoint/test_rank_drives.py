@@ -116,7 +116,7 @@ def test_checkpoints_of_one_directory_are_told_of(tmp_path: Path) -> None:
 
 def test_what_goes_with_several_directories(tmp_path: Path) -> None:
     two = [tmp_path / "a", tmp_path / "b"]
-    with pytest.raises(TypeError, match="shared=False goes with them"):
+    with pytest.raises(TypeError, match="give shared=False as well"):
         nvmeio.Checkpointer(two)
     with pytest.raises(ValueError, match="not an empty list"):
         nvmeio.Checkpointer([], shared=False)

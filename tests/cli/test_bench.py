@@ -313,7 +313,7 @@ def test_a_refused_flag_is_named_as_it_was_typed(
     monkeypatch.setattr(sys, "argv", ["nvmeio", "bench", str(tmp_path), *flags])
     done = invoke(tmp_path, *flags)
     assert "not available: --use_accelerator_pin_memory: there is no CUDA" in done.stderr
-    assert "leave --use_accelerator_pin_memory away" in done.stderr
+    assert "leave out --use_accelerator_pin_memory" in done.stderr
 
 
 @pytest.mark.gpu
@@ -380,7 +380,7 @@ def test_processes_start_together_and_one_failure_ends_all(
         (("{dir}", "--io-size", "0"), "not a whole, positive number"),
         (("{dir}", "--engine", "sg"), "no engine is called 'sg'"),
         (("{dir}", "--compare", "auto,auto"), "named twice"),
-        (("{dir}", "--compare", "auto", "--engine", "auto"), "leave --engine away"),
+        (("{dir}", "--compare", "auto", "--engine", "auto"), "leave out --engine"),
         (("{dir}", "--block-size", "1000"), "not a multiple of 4096"),
         (("{dir}", "--queue-depth", "0"), "queue_depth must lie between"),
         (("{dir}", "--loops", "0"), "--loops"),

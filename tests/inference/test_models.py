@@ -364,7 +364,7 @@ def test_layers_that_share_weights_are_refused(tmp_path: Path, stream: Make) -> 
 @pytest.mark.parametrize("layers", [["layers.0", "layers.0.1"], ["layers.0.1", "layers.0"]])
 def test_layers_within_layers_are_refused(layers: list[str], tmp_path: Path, stream: Make) -> None:
     _, empty = saved_sharing(tmp_path / "net.safetensors", matrix=False)
-    with pytest.raises(ValueError, match="lies in or around another one"):
+    with pytest.raises(ValueError, match="is in or around another: name one"):
         stream(empty, tmp_path / "net.safetensors", layers=layers)
 
 

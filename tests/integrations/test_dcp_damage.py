@@ -87,7 +87,7 @@ def test_metadata_runs_no_code(tmp_path: Path, where: str) -> None:
     else:
         setattr(metadata, where, hostile)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
-    with pytest.raises(nvmeio.IntegrityError, match=r"\.metadata: .*mkdir, which is none of DCP's"):
+    with pytest.raises(nvmeio.IntegrityError, match=r"\.metadata: .*mkdir, which is not a class"):
         NvmeStorageReader(tmp_path).read_metadata()
     assert not (tmp_path / "it ran").exists()
 

@@ -195,7 +195,7 @@ def _files_of(path: str) -> list[str]:
         sizes: dict[str, int] = dict(index["files"])
         names = sorted(sizes)
         if not names or any(os.path.basename(name) != name for name in names):
-            raise ValueError("names that are none of files here")
+            raise ValueError("it names files that are not here")
     except OSError as failed:
         raise transfer_error(failed, "open", index_path, detail=detail_of(failed)) from failed
     except (ValueError, KeyError, TypeError) as wrong:
@@ -222,7 +222,7 @@ def restore_parts(wanted: Wanted[PartRanks], drives: OwnDrives, how: HowToLoad) 
     if seam() is None:
         raise BackendUnavailableError(
             "parts of a checkpoint are put together beneath torch's unpickler, which this torch "
-            "has in another place than any that is known here",
+            "does not have where nvmeio looks for it",
             attempts=[("torch.serialization._load", "missing, or of other parameters")],
         )
     load = _LoadingParts(wanted, drives, how)

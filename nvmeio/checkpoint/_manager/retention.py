@@ -268,7 +268,7 @@ def checked_directories(directory: Any, shared: bool) -> list[str]:
         return [_checked_directory(directory)]
     if shared:
         raise TypeError(
-            "several directories are of ranks with drives of their own: shared=False goes with them"
+            "several directories are for ranks with their own drives: give shared=False as well"
         )
     if not directory:
         raise ValueError("directory must be one or several, not an empty list")

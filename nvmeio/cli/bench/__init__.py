@@ -334,7 +334,7 @@ def engine_names(engine: str | None, compare: str | None) -> list[str]:
     from nvmeio.cli.bench import engines
 
     if engine is not None and compare is not None:
-        raise typer.BadParameter("names all engines: leave --engine away", param_hint="--compare")
+        raise typer.BadParameter("names all engines: leave out --engine", param_hint="--compare")
     hint = "--engine" if compare is None else "--compare"
     names = []
     for asked in (compare or engine or "auto").split(","):

@@ -289,9 +289,9 @@ class FioPool:
     def __init__(self, workload: Workload) -> None:
         peers.require_fio()
         if workload.validate:
-            raise Refused("--validate cannot look into fio: leave one of them away")
+            raise Refused("--validate cannot look into fio: leave out one of them")
         if workload.gpu:
-            raise Refused("fio has no CUDA tensors: leave --gpu or fio away")
+            raise Refused("fio has no CUDA tensors: leave out --gpu or fio")
         self._workload = workload
         self._lanes = workload.options.intra_op_parallelism
         if workload.nbytes % (self._lanes * workload.options.block_size):

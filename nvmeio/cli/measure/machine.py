@@ -532,7 +532,7 @@ def _require_cuda(devices: tuple[int, ...], asked: str) -> None:
         raise BackendUnavailableError(
             f"{asked}: there is no CUDA device to move tensors to and from",
             attempts=[("torch", cuda)],
-            remedy=f"leave {asked} away, or install torch with CUDA on a machine with a GPU "
+            remedy=f"leave out {asked}, or install torch with CUDA on a machine with a GPU "
             "(https://pytorch.org/get-started)",
         )
     missing = [d for d in devices if d >= torch.cuda.device_count()]
@@ -561,8 +561,8 @@ def _require_cufile() -> None:
         attempts.append(("cuFile", found.reason))
     if attempts:
         raise BackendUnavailableError(
-            "--gds: GPUDirect Storage cannot be had",
+            "--gds: GPUDirect Storage is not available",
             attempts=attempts,
-            remedy="leave --gds away: --gpu alone goes through host memory; "
-            "`nvmeio report` tells what of cuFile there is",
+            remedy="leave out --gds: --gpu alone goes through host memory; "
+            "`nvmeio report` says what is missing of cuFile",
         )

@@ -56,7 +56,7 @@ def require_fio() -> str:
     program = shutil.which("fio")
     if program is None:
         raise BackendUnavailableError(
-            "the engine fio cannot be had", attempts=[("fio", "not on PATH")], remedy=FIO_INSTALL
+            "the engine fio is not available", attempts=[("fio", "not on PATH")], remedy=FIO_INSTALL
         )
     return program
 
@@ -188,5 +188,5 @@ def load_deepspeed() -> Any:
 def _no_deepspeed(reason: object, remedy: str) -> BackendUnavailableError:
     first = (str(reason).strip().splitlines() or [repr(reason)])[0]
     return BackendUnavailableError(
-        "the engine deepspeed cannot be had", attempts=[("async_io", first)], remedy=remedy
+        "the engine deepspeed is not available", attempts=[("async_io", first)], remedy=remedy
     )

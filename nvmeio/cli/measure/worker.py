@@ -177,7 +177,7 @@ def serve(descriptor: int) -> None:
             if peer is None:
                 module, _, name = method.partition(":")
                 if not name:
-                    raise Failed("it did not come up")
+                    raise Failed("its process did not start")
                 peer = getattr(importlib.import_module(module), name)(*arguments, **named)
                 answer: Answer = ("value", None)
             else:

@@ -172,7 +172,7 @@ def check_flush() -> None:
         raise BackendUnavailableError(
             "--flush-page-cache: this user may not drop the page cache",
             attempts=[(str(DROP_CACHES), "not writable")],
-            remedy="run as root, or leave it away: direct reads do not go through the page cache",
+            remedy="run as root, or leave it out: direct reads do not go through the page cache",
         )
 
 

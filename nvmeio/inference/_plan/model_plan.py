@@ -250,7 +250,7 @@ class Asked(NamedTuple):
             name = os.fspath(given)
             directory = packed_format.of_rank(hub.directory_of(given, revision), rank)
         elif revision is not None:
-            raise ValueError("revision is of a repository on the hub: give its name with it")
+            raise ValueError("revision is for a repository on the hub: give its name as the model")
         sources, given = _sources(given if directory is None else directory, checkpoint, rank)
         check_numbers(rest["window"], resident_bytes)
         return cls(
@@ -271,13 +271,13 @@ def _check_trainable(where: torch.device, generates: bool, rank: int | None) -> 
         raise ValueError(f"trainable=True computes on the CPU or on a CUDA device, not on {where}")
     if generates:
         raise ValueError(
-            "kv_offload is for generating, where backward does not come: leave it out, or "
+            "kv_offload is for generating, which has no backward: leave it out, or "
             "stream another model without trainable=True"
         )
     if rank is not None:
         raise ValueError(
-            "trainable=True reads in one process: backward's order is each rank's own. Leave out "
-            "process_group=, and give each rank a copy of the files"
+            "trainable=True reads in one process: each rank has its own order in backward. Leave "
+            "out process_group=, and give each rank a copy of the files"
         )
 
 

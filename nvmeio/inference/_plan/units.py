@@ -171,7 +171,7 @@ def partition(
             if module not in covered:
                 continue
             if module in chosen:
-                raise ValueError(f"layer {names[layer]!r} lies in or around another one: name one")
+                raise ValueError(f"layer {names[layer]!r} is in or around another: name one")
             if _weights_of(module, weights):
                 raise ValueError(
                     f"layer {names[layer]!r} shares {names[module]!r} and its weights with another "
@@ -347,7 +347,7 @@ def _given(
             chosen.append(layer)
         else:
             kind = type(layer).__name__
-            raise ValueError(f"layers holds {an(kind)} that is no part of the model: name its own")
+            raise ValueError(f"layers holds {an(kind)} that is not in the model: name its modules")
     return chosen
 
 

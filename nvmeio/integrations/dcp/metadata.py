@@ -67,8 +67,8 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(
-            f"it names {module}.{name}, which is none of DCP's own classes; where its source is to "
-            "be trusted, torch's FileSystemReader makes anything"
+            f"it names {module}.{name}, which is not a class of DCP; if you trust its "
+            "source, load it with torch's FileSystemReader"
         )
 
 
