@@ -21,4 +21,4 @@ RUN pip install --no-cache-dir /wheels/*.whl && rm -r /wheels
 COPY examples /examples
 VOLUME /data
 WORKDIR /data
-CMD ["python", "/examples/01_await_beside_compute.py", "--dir", "/data"]
+CMD ["sh", "-c", "python /examples/00_first_look.py && python /examples/01_await_beside_compute.py"]

@@ -208,7 +208,8 @@ $(DOCS_STAMP): pyproject.toml Makefile | $(STAMP)
 	@$(BIN)/python -c 'import json, sysconfig; print(json.dumps({ \
 	    "argv": ["$(abspath $(VENV))-docs/bin/python", "-m", "ipykernel_launcher", "-f", "{connection_file}"], \
 	    "display_name": "nvmeio", "language": "python", \
-	    "env": {"PYTHONPATH": "$(CURDIR):" + sysconfig.get_path("purelib")}}))' > $(DOCS_KERNEL)/kernel.json
+	    "env": {"PYTHONPATH": "$(CURDIR):" + sysconfig.get_path("purelib"), "PYTHONWARNINGS": "ignore:IProgress"}}))' \
+	    > $(DOCS_KERNEL)/kernel.json
 	@touch $@
 
 # torchvision, torchaudio and torchcodec are for models with images and sound, and want a CUDA build of torch from PyPI.
