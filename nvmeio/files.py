@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import sys
 import tempfile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nvmeio._checks import NotPickled
 from nvmeio._files.descriptors import MEMORY_FILE_SYSTEMS, Descriptors, open_error
@@ -62,9 +63,10 @@ class File(NotPickled, Closing):
             self._closed = True
             self._descriptors.release()
 
-    def __del__(self) -> None:
+    def __del__(self, finalizing: Any = sys.is_finalizing) -> None:
         # Descriptors are counted, so nothing can be lost here: like a path, a dropped file closes.
-        if not getattr(self, "_closed", True):
+        # At the end of the program the kernel does it, when modules have lost their names.
+        if not (getattr(self, "_closed", True) or finalizing()):
             self.close()
 
     @property

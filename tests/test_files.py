@@ -23,6 +23,7 @@ from support import (
     open_descriptors,
     random_bytes,
     raw,
+    run_python,
     spin_until,
     spin_until_collected,
 )
@@ -181,6 +182,20 @@ def test_a_dropped_file_closes(file: Path) -> None:
     assert opened_on(file) == 1
     del opened
     spin_until_collected(lambda: opened_on(file) == 0)
+
+
+def test_a_program_that_ends_with_an_open_file_says_nothing(file: Path) -> None:
+    """Each file, and each `Records`, that a program left open ended it with a traceback."""
+    ran = run_python(
+        f"""
+        import torch, nvmeio
+        opened = nvmeio.open({str(file)!r})
+        records = nvmeio.data.Records({str(file)!r}, torch.uint8)
+        records[[0]]
+        """,
+        fresh=True,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 def test_descriptors_stay_until_the_last_transfer_is_done(file: Path) -> None:

@@ -485,7 +485,7 @@ def record_count(path: str, layout: RecordLayout, size: int, count: int | None) 
             )
         return count
     if size < layout.file_offset:
-        raise ValueError(f"{path} ends at byte {size}, before file_offset={layout.file_offset}")
+        raise ValueError(f"file_offset must be at most {size}, where {path} ends")
     over = size - layout.end(held)
     padding = layout.stride - layout.nbytes if held else 0
     if over not in (0, padding):

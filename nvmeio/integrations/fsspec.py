@@ -17,8 +17,8 @@ import contextlib
 import errno
 import io
 import os
+import sys
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -256,9 +256,10 @@ class _Writing(Discarding, io.RawIOBase):
             self._opened.close()
             super().close()
 
-    def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
-        # The one of io.IOBase closes, which would give a broken-off file its name.
-        if not hasattr(self, "_replacement") or self._replacement.closed:
+    def __del__(self, warn: Any = warnings.warn, finalizing: Any = sys.is_finalizing) -> None:
+        # The one of io.IOBase closes, which would give a broken-off file its name. At the end of
+        # the program modules have lost their names: what is left goes with the next save here.
+        if not hasattr(self, "_replacement") or self._replacement.closed or finalizing():
             return
         try:
             if not self.closed:

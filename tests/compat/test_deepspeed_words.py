@@ -73,7 +73,7 @@ def test_no_key_of_upstreams_is_unknown(section: str, key: str, tmp_path: Path) 
         return
     config = config_of(section, {key: default}, tmp_path)
     if section == "checkpoint":
-        with pytest.raises(ValueError, match="'checkpoint' does not belong .*: save with nvmeio"):
+        with pytest.raises(ValueError, match=r"'checkpoint' does not belong .*: save with nvmeio"):
             run(config)
     else:
         run(config)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support import random_bytes, spin_until_collected
+from support import random_bytes, run_python, spin_until_collected
 
 import nvmeio
 
@@ -109,6 +109,21 @@ def test_a_file_that_is_broken_off_leaves_the_old_one(nbytes: int, tmp_path: Pat
         del dropped
     assert path.read_bytes() == b"old"
     spin_until_collected(lambda: list(tmp_path.iterdir()) == [path])
+
+
+def test_a_program_that_ends_with_an_open_file_says_nothing(tmp_path: Path) -> None:
+    """Its finalizer met modules that had lost their names, and printed a traceback."""
+    path = tmp_path / "file"
+    script = f"""
+        import nvmeio, fsspec
+        file = fsspec.open({url(path)!r}, "wb").open()
+        file.write(b"new")
+    """
+    ran = run_python(script, fresh=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert not path.exists()
+    fsspec.open(url(path), "wb").open().close()
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_nobody_writes_past_the_buffers(tmp_path: Path) -> None:

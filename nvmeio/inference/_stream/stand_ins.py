@@ -377,9 +377,8 @@ def check_frozen(targets: Sequence[Target], shown: Sequence[torch.Tensor] | None
         if tensor.requires_grad:
             raise RuntimeError(
                 f"{target.attribute!r} of {an(type(target.module).__name__)} requires gradients, "
-                "and is read from its checkpoint each time, so they would be lost. Train "
-                "adapters, or put a module of your own in its place; requires_grad_(False) "
-                "undoes it"
+                "and is read from its checkpoint, so they would be lost: train adapters, or put a "
+                "module of your own in its place (requires_grad_(False) undoes it)"
             )
 
 
