@@ -205,11 +205,11 @@ $(DOCS_STAMP): pyproject.toml Makefile | $(STAMP)
 	@test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs
 	@$(VENV)-docs/bin/python -m pip --disable-pip-version-check install --quiet "mkdocs-material>=9.6" "mkdocs-jupyter>=0.26" "mkdocstrings[python]>=0.27" "ruff>=0.9" "matplotlib>=3.9"
 	@mkdir -p $(DOCS_KERNEL)
-	@$(BIN)/python -c 'import json, sysconfig; print(json.dumps({ \
+	@$(BIN)/python -c 'import json, sys; print(json.dumps({ \
 	    "argv": ["$(abspath $(VENV))-docs/bin/python", "-m", "ipykernel_launcher", "-f", "{connection_file}"], \
 	    "display_name": "nvmeio", "language": "python", \
-	    "env": {"PYTHONPATH": "$(CURDIR):" + sysconfig.get_path("purelib"), "PYTHONWARNINGS": "ignore:IProgress"}}))' \
-	    > $(DOCS_KERNEL)/kernel.json
+	    "env": {"PYTHONPATH": ":".join(["$(CURDIR)", *(p for p in sys.path if p.endswith("site-packages"))]), \
+	        "PYTHONWARNINGS": "ignore:IProgress"}}))' > $(DOCS_KERNEL)/kernel.json
 	@touch $@
 
 # torchvision, torchaudio and torchcodec are for models with images and sound, and want a CUDA build of torch from PyPI.

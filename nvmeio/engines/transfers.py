@@ -366,7 +366,7 @@ def as_integers(name: str, given: FileOffsets) -> torch.Tensor:
             f"{type(given).__name__}"
         )
     if found.dtype not in _INTEGERS:
-        raise TypeError(f"{name} must be integers of 64 bits, not {found.dtype}")
+        raise TypeError(f"{name} must be integers of 64 bits, not {found.dtype} (mask: nonzero())")
     return found.detach().to("cpu", torch.int64).contiguous()
 
 
