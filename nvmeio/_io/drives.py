@@ -296,11 +296,11 @@ class ScratchFile:
         striping = Striping(self._weights, bands)
         try:
             for file, length in zip(self._files, striping.lengths, strict=True):
-                with _descriptor(file) as fd:
+                with descriptor(file, True) as fd:
                     durable.reserve(fd, length, file.path)
         except BaseException:  # the other drives keep no room that this one has not
             for file, length in zip(self._files, self._lengths, strict=True):
-                with contextlib.suppress(OSError), _descriptor(file) as fd:
+                with contextlib.suppress(OSError), descriptor(file, True) as fd:
                     os.ftruncate(fd, length)
             raise
         self._lengths = striping.lengths
@@ -315,8 +315,9 @@ class ScratchFile:
 
 
 @contextlib.contextmanager
-def _descriptor(file: File) -> Iterator[int]:
-    opened = file.acquire(True)
+def descriptor(file: File, writing: bool) -> Iterator[int]:
+    """A descriptor of an open file, which stays open for the body whoever closes the file."""
+    opened = file.acquire(writing)
     try:
         yield opened.any_fd()
     finally:

@@ -6,6 +6,7 @@ sentence that says what to do.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import warnings
@@ -240,6 +241,10 @@ CHANGES: list[Callable[[torch.Tensor], Any]] = [
     lambda weight: weight.copy_(torch.zeros(weight.shape)),
     lambda weight: torch.nn.init.normal_(weight),
     lambda weight: weight.__setitem__(0, 1.0),
+    lambda weight: weight.pow_(2),
+    lambda weight: weight.masked_fill_(weight > 0, 0),
+    lambda weight: weight.index_put_((torch.tensor([0]),), torch.tensor(1.0)),
+    lambda weight: weight.__ifloordiv__(2),
     lambda weight: weight.data.mul_(2),
     lambda weight: weight.data.T.zero_(),
     lambda weight: torch.add(weight, 1, out=weight.data),
@@ -258,6 +263,29 @@ def test_a_weight_cannot_be_changed_in_place(share: float, base: Make) -> None:
                 change(weight)
     assert logits(model).equal(wanted)
     assert logits(whole).equal(wanted)
+
+
+PAST_ITS_METHODS: list[Callable[[torch.Tensor], Any]] = [
+    lambda weight: torch.add(weight, 1, out=weight),
+    lambda weight: torch.nn.init.eye_(weight),
+    lambda weight: weight.view(-1).zero_(),
+    lambda weight: weight.detach().mul_(2),
+]
+
+
+@pytest.mark.parametrize("change", PAST_ITS_METHODS, ids=["out", "init", "view", "detach"])
+@pytest.mark.parametrize("name", ["lm_head", "model.layers.0.mlp.up_proj"])
+def test_a_change_past_a_weights_methods_is_told_of(
+    change: Callable[[torch.Tensor], Any], name: str, base: Make
+) -> None:
+    """It was computed with until the layer was read again, and lost then."""
+    _, streamed = base(share=3.0)
+    model = streamed()
+    logits(model)
+    with torch.no_grad(), contextlib.suppress(RuntimeError):
+        change(model.get_submodule(name).weight)
+    with pytest.raises(RuntimeError, match="cannot be changed"):
+        logits(model)
 
 
 def test_what_is_looked_at_is_read_and_goes(base: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,9 +27,9 @@ def flip(optimizer: SwappedOptimizer, number: int, name: str) -> str:
     (part,) = swapper.store.files.file_parts(piece, name)
     path = Path(optimizer.swap_dir) / f"state.{piece.current}"
     with path.open("r+b") as file:
-        file.seek(part.offset + part.nbytes // 2)
+        file.seek(part.file_offset + part.nbytes // 2)
         (byte,) = file.read(1)
-        file.seek(part.offset + part.nbytes // 2)
+        file.seek(part.file_offset + part.nbytes // 2)
         file.write(bytes([byte ^ 0x10]))
     return str(path)
 

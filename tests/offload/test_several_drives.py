@@ -17,10 +17,14 @@ from _offload_models import assert_same_weights, loss_of, model, train
 from inside import swapper_of
 
 import nvmeio
+from nvmeio._io.drives import FileSpan
+from nvmeio._pages import PAGE_BYTES
 from nvmeio.engines.base import Opcode
 from nvmeio.engines.threads import Block, ThreadsEngine
+from nvmeio.errors import ClosedError
 from nvmeio.offload import SwappedModule, SwappedOptimizer
 from nvmeio.offload._swap_files import swap_dirs
+from nvmeio.offload._swap_files.extents import file_tensor
 from nvmeio.offload._swap_files.swap_dirs import SwapDir
 
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10, "lr": 1e-2}
@@ -384,7 +388,7 @@ def test_a_flipped_bit_names_the_drive(drives: list[Path]) -> None:
         piece = engine.params[4].pieces[0]
         parts = engine.store.files.file_parts(piece, "exp_avg")
         assert len(parts) > 1
-        places = [(os.readlink(f"/proc/self/fd/{part.fd}"), part.offset) for part in parts]
+        places = [(part.file.path, part.file_offset) for part in parts]
         assert len({path for path, _ in places}) == len(parts)
         path, offset = places[1]
         with open(path, "r+b") as file:
@@ -471,3 +475,18 @@ def loss(made: Any) -> torch.Tensor:
     x = torch.randn(4, 200, generator=torch.Generator().manual_seed(1))
     found: torch.Tensor = made(x).square().mean()
     return found
+
+
+def test_a_tensor_over_files_that_are_closed_meanwhile_is_refused(tmp_path: Path) -> None:
+    """Their descriptors' numbers may be another file's by then, which was mapped in their place."""
+    nbytes = 3 * PAGE_BYTES
+    for name in ("ours", "others"):
+        (tmp_path / name).write_bytes(name[0].encode() * nbytes)
+    for spans in ([(0, nbytes)], [(0, PAGE_BYTES + 4), (PAGE_BYTES + 4, PAGE_BYTES)]):
+        file = nvmeio.open(tmp_path / "ours")
+        parts = [FileSpan(file, at, 0, nbytes) for at, nbytes in spans]
+        whole = sum(part.nbytes for part in parts)
+        assert file_tensor(parts, torch.uint8, (whole,)).eq(ord("o")).all()
+        file.close()
+        with nvmeio.open(tmp_path / "others"), pytest.raises(ClosedError):
+            file_tensor(parts, torch.uint8, (whole,))

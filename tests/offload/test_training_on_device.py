@@ -89,3 +89,29 @@ def test_gradients_on_the_drive_leave_the_device_in_backward(
         assert left[0].numel() == WIDTH
         assert cuda.has(left[0])
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("pace", EVERY_PACE)
+def test_gradients_whose_elements_are_not_in_order_come_down(
+    pace: tuple[Pace, Pace], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Set by hand, of parameters in several pieces: each piece is copied, by the right stream."""
+    weights, gradients = torch.randn(192, 256), torch.randn(3, 256, 192)
+    known = torch.nn.Parameter(weights.clone())
+    reference = torch.optim.AdamW([known], lr=1e-2)
+    with accelerator(monkeypatch, *pace) as cuda:
+        weight = torch.nn.Parameter(cuda.tensor(weights))
+        with SwappedOptimizer(
+            torch.optim.AdamW,
+            [weight],
+            swap_dir=tmp_path,
+            lr=1e-2,
+            subgroup_bytes=64 << 10,
+            durable=False,
+        ) as optimizer:
+            for gradient in gradients:
+                weight.grad = cuda.tensor(gradient).T
+                known.grad = gradient.T.contiguous()
+                optimizer.step()
+                reference.step()
+                assert torch.equal(cuda.value(weight), known)

@@ -39,8 +39,19 @@ _FACTORIES = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
     *("randint_like", "new_empty", "new_zeros", "new_ones", "new_full"),
 }
-_IN_PLACE = {"__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
-_CHANGES_NO_ELEMENTS = {"__set__", "requires_grad_"}
+_IN_PLACE = {
+    *(
+        "__set__",
+        "__setitem__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "__ifloordiv__",
+    ),
+    *("__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+}
+_CHANGES_NO_ELEMENTS = {"__set__", "requires_grad_", "detach_", "share_memory_"}
 _NEEDS_ELEMENTS = object()
 
 
@@ -56,6 +67,11 @@ _SEAMS = {"_call_impl", "_apply", "__deepcopy__"}
 
 # Tensors that an error names; a layer is read as one and rarely has more.
 _NAMED = 16
+
+
+def _changes(name: str) -> bool:
+    """Whether a function of torch's with this name changes its first argument in place."""
+    return name in _IN_PLACE or (name.endswith("_") and not name.startswith("_"))
 
 
 def refuse_change() -> NoReturn:
@@ -144,6 +160,14 @@ class Elsewhere(nn.Parameter):
         return _remember(memo, self, _read(self))
 
 
+def _set_to_itself(weight: torch.Tensor, source: Any = None, *_: Any) -> torch.Tensor:
+    """Torch's parametrisations begin with that; nothing is done, so that the version stays."""
+    here = isinstance(source, torch.Tensor) and not is_meta(weight) and not is_meta(source)
+    if here and (source.data_ptr(), source.shape) == (weight.data_ptr(), weight.shape):
+        return weight
+    refuse_change()
+
+
 class Frozen(nn.Parameter):
     """A weight of a base that is not trained: adapters are, beside it.
 
@@ -155,10 +179,11 @@ class Frozen(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return _remember(memo, self, self.detach())
 
-    # By name: a `__torch_function__` would cost time in each product.
-    copy_ = zero_ = fill_ = add_ = sub_ = mul_ = div_ = addmm_ = clamp_ = _refuse
-    normal_ = uniform_ = trunc_normal_ = index_copy_ = index_add_ = _refuse
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = __setitem__ = _refuse
+
+# By name: a `__torch_function__` would cost time in each product. `check` finds what goes past it.
+for _name in dir(torch.Tensor):
+    if _changes(_name) and _name not in _CHANGES_NO_ELEMENTS:
+        setattr(Frozen, _name, _set_to_itself if _name == "set_" else _refuse)
 
 
 class FrozenElsewhere(Frozen, Elsewhere):
@@ -237,9 +262,8 @@ def _absent(value: Any) -> Any:
 
 def _changed_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors that a function changes in place, or would."""
-    name = getattr(func, "__name__", "")
     changed = tree_leaves(kwargs.get("out"))
-    if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+    if _changes(getattr(func, "__name__", "")):
         changed += tree_leaves(args[0] if args else next(iter(kwargs.values()), None))
     return changed
 
@@ -478,9 +502,11 @@ def uninstall(targets: Sequence[Target]) -> None:
 
 
 def check(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> None:
-    """Raise where modules show something else than they should."""
+    """Raise if modules show something else than they should, or a frozen weight was changed."""
     replaced = _replaced(targets, shown)
     if replaced is not None:
+        if any(map(_was_changed, shown)):
+            refuse_change()
         raise RuntimeError(
             f"{replaced.attribute!r} of {an(type(replaced.module).__name__)} was replaced after "
             "its model was streamed: the weights that are used are those of the checkpoint. "
@@ -497,9 +523,14 @@ def _replaced(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> Targe
     for target, wanted in zip(targets, shown, strict=True):
         module, attribute, is_buffer, *_ = target
         tensors: dict[str, Any] = module._buffers if is_buffer else module._parameters
-        if tensors.get(attribute) is not wanted:
+        if tensors.get(attribute) is not wanted or _was_changed(wanted):
             return target
     return None
+
+
+def _was_changed(shown: torch.Tensor) -> bool:
+    """Whether a frozen weight was changed past its methods: by `out=`, or through a view of it."""
+    return type(shown) is Frozen and _version(shown) not in (0, None)
 
 
 def names_in(unit: Unit, at: int, nbytes: int) -> str:

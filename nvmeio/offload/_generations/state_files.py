@@ -16,7 +16,7 @@ import torch
 from nvmeio import _checks
 from nvmeio._bindings import memory_at
 from nvmeio._checks import Paths
-from nvmeio._io.drives import StripedFile
+from nvmeio._io.drives import FileSpan, StripedFile
 from nvmeio._storage import crc32, durable, untrusted
 from nvmeio._storage.durable import make_directory
 from nvmeio._threads.closing import do_all, on_error
@@ -25,7 +25,7 @@ from nvmeio.files import File
 from nvmeio.offload._generations import manifests
 from nvmeio.offload._generations.manifests import Manifest
 from nvmeio.offload._generations.transactions import Transaction
-from nvmeio.offload._swap_files.extents import Extent, FilePart, extents_of, moves_of, parts_of
+from nvmeio.offload._swap_files.extents import Extent, extents_of, moves_of
 from nvmeio.offload._swap_files.pipeline import Move
 from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, SlotSpan, Subgroup, runs, sections
 from nvmeio.offload._swap_files.swap_dirs import LOCK, OURS, SwapDirs
@@ -193,11 +193,11 @@ class StateFiles:
     def subgroup_of(self, piece: Piece) -> Subgroup:
         return self._subgroup_of[piece.number]
 
-    def file_parts(self, piece: Piece, name: str) -> list[FilePart]:
+    def file_parts(self, piece: Piece, name: str) -> list[FileSpan]:
         """A piece's current state as spans of open files."""
         span = piece.spans[name]
         offset = self._subgroup_of[piece.number].offset + span.offset
-        return parts_of(self._files[piece.current].spans(offset, span.nbytes))
+        return self._files[piece.current].spans(offset, span.nbytes)
 
     # What they are
 

@@ -11,7 +11,7 @@ import torch
 
 from nvmeio._io.drives import FileSpan, StripedFile
 from nvmeio._pages import PAGE_BYTES, round_up
-from nvmeio.offload._swap_files.extents import Extent, extents_of, file_tensor, moves_of, parts_of
+from nvmeio.offload._swap_files.extents import Extent, extents_of, file_tensor, moves_of
 from nvmeio.offload._swap_files.pipeline import Move
 from nvmeio.offload._swap_files.subgroups import SlotSpan, aligned
 from nvmeio.offload._swap_files.tensors import like, local, own_strides
@@ -205,7 +205,7 @@ class ParamPlaces:
         shape, strides = tuple(local(parameter).shape), self.span_of(parameter).strides
         if rest:
             shape = (sum(each.shape[0] for each in (parameter, *rest)), *shape[1:])
-        return like(parameter, file_tensor(parts_of(spans), parameter.dtype, shape, strides))
+        return like(parameter, file_tensor(spans, parameter.dtype, shape, strides))
 
 
 def _follows(last: Move, move: Move, limit: int) -> bool:

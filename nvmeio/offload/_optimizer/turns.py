@@ -31,6 +31,7 @@ from nvmeio.offload._swap_files.tensors import laid, local, part, strides_of, vi
 logger = logging.getLogger("nvmeio")
 
 MASTER = "master"
+_DOWN = "step down"  # which copies the stream is for
 _IN_MEMORY = "the part of the state that is in memory (ratio) was stepped already"
 _NOT_STORED = "the weights have no copy on the drive (recoverable=False)"
 
@@ -275,7 +276,7 @@ class Step:
         self._resident: list[tuple[Subgroup, list[Piece]]] = []
         beside = [param.computes_on for param in swapped.params] if swapped.copies_beside else []
         there = {*beside} - {torch.device("cpu")}
-        self._down = {device: devices.Beside(device, "step down") for device in there}
+        self._down = {device: devices.Beside(device, _DOWN) for device in there}
         self._up = {device: devices.Beside(device, "step up") for device in there}
         for copies in (*self._down.values(), *self._up.values()):
             copies.follow()
@@ -409,7 +410,12 @@ class Step:
                 f"parameter {number} has a {given.layout} gradient: only dense ones "
                 "can be stepped (an embedding wants sparse=False)"
             )
-        return part(local(given), piece.start, piece.stop, piece.shape)
+        whole = local(given)
+        # One whose elements are not in order is copied: by the stream that takes it to the host.
+        down = whole.device in self._down
+        stream = devices.side_stream(whole.device, _DOWN) if down else None
+        with devices.on_stream(stream):
+            return part(whole, piece.start, piece.stop, piece.shape)
 
     def _compute(self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
         """Step some pieces of a subgroup in a slot."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from nvmeio._io.drives import FileSpan, StripedFile
+from nvmeio._io.drives import FileSpan, StripedFile, descriptor
 from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio.files import File
 from nvmeio.offload._swap_files.pipeline import Move
@@ -54,18 +54,6 @@ def extents_of(
     ]
 
 
-def parts_of(spans: Iterable[FileSpan]) -> list[FilePart]:
-    """Spans as parts of a tensor over files."""
-    found: list[FilePart] = []
-    for span in spans:
-        opened = span.file.acquire(False)
-        try:
-            found.append(FilePart(opened.any_fd(), span.file_offset, span.nbytes))
-        finally:
-            opened.release()
-    return found
-
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [
@@ -80,16 +68,8 @@ _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
 
 
-class FilePart(NamedTuple):
-    """Bytes of a file, by an open descriptor."""
-
-    fd: int
-    offset: int
-    nbytes: int
-
-
 def file_tensor(
-    parts: Sequence[FilePart],
+    parts: Sequence[FileSpan],
     dtype: torch.dtype,
     shape: tuple[int, ...],
     strides: tuple[int, ...] = (),
@@ -109,22 +89,23 @@ def file_tensor(
         return torch.empty(shape, dtype=dtype)
     if not _maps(parts):
         return _shaped(_copied(parts, dtype), shape, strides)
-    lead = parts[0].offset % PAGE_BYTES
+    lead = parts[0].file_offset % PAGE_BYTES
     room = mmap.mmap(-1, lead + total)
     at = ctypes.addressof(ctypes.c_char.from_buffer(room))
     for each in parts:
-        start = round_down(each.offset, PAGE_BYTES)
-        nbytes = each.nbytes + each.offset - start
-        found = _libc.mmap(
-            at,
-            nbytes,
-            mmap.PROT_READ | mmap.PROT_WRITE,
-            mmap.MAP_PRIVATE | _MAP_FIXED,
-            each.fd,
-            start,
-        )
-        if found in (None, _FAILED):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        start = round_down(each.file_offset, PAGE_BYTES)
+        nbytes = each.nbytes + each.file_offset - start
+        with descriptor(each.file, False) as fd:
+            found = _libc.mmap(
+                at,
+                nbytes,
+                mmap.PROT_READ | mmap.PROT_WRITE,
+                mmap.MAP_PRIVATE | _MAP_FIXED,
+                fd,
+                start,
+            )
+            if found in (None, _FAILED):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         at += nbytes
     # The object owns the addresses, and with them what was mapped over them since.
     flat = torch.frombuffer(room, dtype=dtype, count=total // dtype.itemsize, offset=lead)
@@ -135,23 +116,24 @@ def _shaped(flat: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
     return flat.as_strided(shape, strides) if strides else flat.view(shape)
 
 
-def _maps(parts: Sequence[FilePart]) -> bool:
+def _maps(parts: Sequence[FileSpan]) -> bool:
     inner = all(each.nbytes % PAGE_BYTES == 0 for each in parts[:-1])
-    return len(parts) == 1 or (inner and all(each.offset % PAGE_BYTES == 0 for each in parts))
+    return len(parts) == 1 or (inner and all(each.file_offset % PAGE_BYTES == 0 for each in parts))
 
 
-def _copied(parts: Sequence[FilePart], dtype: torch.dtype) -> torch.Tensor:
+def _copied(parts: Sequence[FileSpan], dtype: torch.dtype) -> torch.Tensor:
     data = bytearray(sum(each.nbytes for each in parts))
     at = 0
     for each in parts:
         if not each.nbytes:
             continue
-        start = round_down(each.offset, PAGE_BYTES)
-        lead = each.offset - start
+        start = round_down(each.file_offset, PAGE_BYTES)
+        lead = each.file_offset - start
         # Not read(2), which takes no such offsets where the descriptor is for direct I/O.
-        with mmap.mmap(
-            each.fd, lead + each.nbytes, access=mmap.ACCESS_READ, offset=start
-        ) as mapped:
+        with (
+            descriptor(each.file, False) as fd,
+            mmap.mmap(fd, lead + each.nbytes, access=mmap.ACCESS_READ, offset=start) as mapped,
+        ):
             data[at : at + each.nbytes] = mapped[lead : lead + each.nbytes]
         at += each.nbytes
     return torch.frombuffer(data, dtype=dtype)
