@@ -78,7 +78,7 @@ class Packed(NamedTuple):
     def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``inputs @ weight.T + bias``, of one matrix; differentiable in inputs and bias."""
         flat = inputs.reshape(-1, inputs.shape[-1])
-        wanted = any(t is not None and t.requires_grad for t in (inputs, bias))
+        wanted = inputs.requires_grad or (bias is not None and bias.requires_grad)
         made: torch.Tensor
         if torch.is_grad_enabled() and wanted:
             made = _Product.apply(flat, bias, self._replace(parts=()), *self.parts)  # type: ignore[no-untyped-call]
