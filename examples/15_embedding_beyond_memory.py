@@ -136,11 +136,15 @@ async def changing(
 async def train_on_drive(records: Records, batches: list[torch.Tensor], beside: bool) -> Run:
     model, losses, waits = Model(), [], []
     unique = [torch.unique(words, return_inverse=True) for words in batches]
+    # Weights and sums apart, each contiguous: torch's sparse Adagrad takes no others.
+    apart = torch.empty(2, max(len(numbers) for numbers, _ in unique), WIDTH)
     began = time.perf_counter()
     places = iter(inverse for _, inverse in unique)
     async for rows in changing(records, [numbers for numbers, _ in unique], beside, waits):
-        optimizer = adagrad(rows[:, 0], rows[:, 1])
-        losses.append(await asyncio.to_thread(sparse_step, model, next(places), optimizer))
+        weights, sums = parts = apart[:, : len(rows)].copy_(rows.transpose(0, 1))
+        step = asyncio.to_thread(sparse_step, model, next(places), adagrad(weights, sums))
+        losses.append(await step)
+        rows.copy_(parts.transpose(0, 1))
     return Run(losses, time.perf_counter() - began, sum(waits))
 
 
