@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
+import fake_collectives
 import fake_cuda
 import fake_memory
 import fake_order
@@ -164,7 +165,7 @@ class Event:
         self._cuda.call("record")
         stream = self._cuda.current_stream() if stream is None else stream
         with self._cuda.lock:
-            self.stream, self.position = stream, stream.asked
+            self.stream, self.position, self._polls = stream, stream.asked, 0
             self.number = self._cuda.order.record(stream.number)
 
     def query(self) -> bool:
@@ -211,6 +212,7 @@ class Accelerator(fake_cuda.FakeCuda):
 
     Attributes:
         order: Of all accesses to memory.
+        collectives: That were asked for.
         compute: The pace of the streams that are current by themselves.
         copies: That of streams which somebody makes.
         limit_bytes: Of its memory, each device's.
@@ -226,6 +228,7 @@ class Accelerator(fake_cuda.FakeCuda):
         super().__init__()
         self.lock = threading.RLock()
         self.order = fake_order.Order()
+        self.collectives = fake_collectives.Collectives(self)
         self.copies_pace = copies
         self.random = random.Random(seed)
         self.limit_bytes = fake_memory.NBYTES // _DEVICES
@@ -659,8 +662,7 @@ def accelerator(
         cuda.record_stream(tensor, stream)
 
     to_numpy = torch.Tensor.numpy
-    patch.setattr(devices, "_side_streams", {})
-    patch.setattr(devices, "_pause", fake_cuda.synchronized)
+    fake_cuda.begin_anew(patch)
     patch.setattr(torch._C, "_cuda_hasPrimaryContext", cuda.contexts.__contains__, raising=False)
     patch.setattr(devices, "as_here", with_kernels)
     patch.setattr(threads.Thread, "run", run_with_kernels)
@@ -675,6 +677,7 @@ def accelerator(
     patch.setattr(devices, "empty", empty)
     patch.setattr(devices, "part_of", part_of)
     fake_tensors.tell_device(patch, cuda)
+    fake_collectives.tell_collectives(patch, cuda)
     fake_order.watch_drives(patch, cuda.order)
     fake_order.watch_cufile(patch, cuda.order, cuda.reached)
     problems: list[str] = []

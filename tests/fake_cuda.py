@@ -73,7 +73,8 @@ class Stream:
         self.wait_event(stream.record_event())
 
     def wait_event(self, event: Event) -> None:
-        self.ask(lambda: event.wait_here())
+        """What was recorded until now, whatever is recorded later."""
+        self.ask(event.what_was_recorded())
 
     def record_event(self) -> Event:
         event = Event(self._cuda)
@@ -108,7 +109,16 @@ class Event:
             raise self._cuda.failure
 
     def wait_here(self) -> None:
-        assert self._reached.wait(_PATIENCE_S)
+        self.what_was_recorded()()
+
+    def what_was_recorded(self) -> Callable[[], None]:
+        """Waits for it."""
+        reached = self._reached
+
+        def wait() -> None:
+            assert reached.wait(_PATIENCE_S)
+
+        return wait
 
 
 class Tensor:
@@ -391,12 +401,17 @@ def synchronized(seconds: float, mark: Any) -> None:
         mark.event.synchronize()
 
 
+def begin_anew(patch: pytest.MonkeyPatch) -> None:
+    """What nvmeio keeps of a device is this one's; a wait for it is no sleep."""
+    patch.setattr(devices, "_side_streams", {})
+    patch.setattr(devices, "_pause", synchronized)
+
+
 def fake_cuda(patch: pytest.MonkeyPatch) -> FakeCuda:
     """`torch.cuda` is the model from now on."""
     page_locked.forget()
     cuda = FakeCuda()
-    patch.setattr(devices, "_side_streams", {})
-    patch.setattr(devices, "_pause", synchronized)
+    begin_anew(patch)
     patch.setattr(system, "tolerate_captures", cuda.tolerate_captures)
     has_context = cuda.contexts.__contains__
     patch.setattr(torch._C, "_cuda_hasPrimaryContext", has_context, raising=False)

@@ -56,6 +56,9 @@ class Kernels(TorchDispatchMode):
         returns = [r.alias_info for r in schema.returns]
         if any(info is not None and not info.is_write for info in returns):
             return func(*args, **kwargs)  # a view
+        is_beside = func.namespace == "_c10d_functional" and first is not None
+        if is_beside and not _is_collective(func):  # it waits for one, or has somebody wait
+            return args[0]  # what comes later on its stream comes after it
         wanted = kwargs.get("device")
         if first is None and isinstance(wanted, torch.device) and wanted.type == "cuda":
             # A factory: what it makes is moved there.
@@ -80,6 +83,8 @@ class Kernels(TorchDispatchMode):
         if schema.name.startswith(("aten::new_", "aten::empty")) or schema.name.endswith("_like"):
             reads = []  # of the shape alone
         if func is torch.ops.aten.copy_.default and not cuda.has(args[0]):
+            if _goes_on_beside(args[0], *args[2:]):
+                return self._down_beside(stream, name, *args[:2])
             cuda.order.asked(stream.number, name, [span(args[1])], [])
             stream.synchronize()
             return func(args[0], cuda.inside(args[1]))
@@ -113,7 +118,7 @@ class Kernels(TorchDispatchMode):
         kept = (args, kwargs)  # a kernel's memory is not given away before it was asked
 
         def call() -> Any:
-            return quietly(lambda: func(*there_args, **there_kwargs))
+            return quietly(lambda: _to_its_end(func, func(*there_args, **there_kwargs)))
 
         if written:
             writes = [span(t) for t in written if cuda.has(t)]
@@ -142,8 +147,27 @@ class Kernels(TorchDispatchMode):
 
         writes = [] if "empty" in schema.name else [span(t) for t in results if cuda.has(t)]
         cuda.order.asked(stream.number, name, reads, writes)
-        stream.ask(work)
+        if _is_collective(func):
+            cuda.collectives.ask(stream, work)
+        else:
+            stream.ask(work)
         return made
+
+    def _down_beside(
+        self, stream: Any, name: str, target: torch.Tensor, source: torch.Tensor
+    ) -> torch.Tensor:
+        """A copy to page-locked memory, which nobody waits for."""
+        self._cuda.order.note_host(*span(target))
+        self._cuda.order.asked(stream.number, name, [span(source)], [span(target)])
+        there, inside = fake_memory.bare(target.detach()), self._cuda.inside(source.detach())
+        kept = [target]  # torch gives it to nobody before the copy is done
+
+        def copy() -> None:
+            quietly(lambda: there.copy_(inside))
+            kept.clear()
+
+        stream.ask(copy)
+        return target
 
     def _made_there(self, func: Any, args: Any, kwargs: dict[str, Any], where: Any) -> Any:
         made = func(*args, **{**kwargs, "device": torch.device("cpu"), "pin_memory": False})
@@ -176,10 +200,23 @@ class Kernels(TorchDispatchMode):
         return found
 
 
-def _goes_on_beside(source: torch.Tensor, non_blocking: bool = False) -> bool:
-    """Whether a copy from host memory goes on after the call: others are staged."""
-    locked = non_blocking and source.is_contiguous() and source.numel()
-    return bool(locked) and mappings.locked.covers(*span(source))
+def _goes_on_beside(host: torch.Tensor, non_blocking: bool = False) -> bool:
+    """Whether a copy from or to host memory goes on after the call: others are staged."""
+    locked = non_blocking and host.is_contiguous() and host.numel()
+    return bool(locked) and mappings.locked.covers(*span(host))
+
+
+def _is_collective(func: Any) -> bool:
+    """Whether it is one of DTensor's."""
+    is_one = func.namespace == "_c10d_functional"
+    return is_one and any(each.name == "group_name" for each in func._schema.arguments)
+
+
+def _to_its_end(func: Any, result: Any) -> Any:
+    """What it made; of a collective, once every rank is there."""
+    if not _is_collective(func):
+        return result
+    return tree_map(torch.ops._c10d_functional.wait_tensor, result)
 
 
 def is_wrapper(kind: type) -> bool:

@@ -42,7 +42,8 @@ def tell_device(patch: pytest.MonkeyPatch, cuda: Any) -> None:
             where, dtype, waits_not, memory_format = parsed
         here = device(tensor)
         dtype = dtype or tensor.dtype
-        where = here if where is None else where
+        if where is None or is_wrapper(type(tensor)):  # torch takes its device for the CPU
+            where = here
         if where.type == "cuda":
             where = torch.device("cuda", cuda.index_of(where))
         if where == here or "cuda" not in (where.type, here.type):
@@ -52,7 +53,9 @@ def tell_device(patch: pytest.MonkeyPatch, cuda: Any) -> None:
         made = torch.empty_like(
             tensor, device="meta", dtype=dtype, memory_format=torch.preserve_format
         )
-        if where.type == "cpu":
+        if where.type == "cpu" and waits_not and made.is_contiguous() and made.numel():
+            there = page_locked.take(made.nbytes).view(dtype).view(made.shape)
+        elif where.type == "cpu":
             there = torch.empty_strided(made.shape, made.stride(), dtype=dtype)
         else:
             with cuda.device(where):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeCuda, Tensor, fake_cuda
-from support import collect
+from support import collect, run_python
 
 import nvmeio
 from nvmeio._io import spans as span_reads
@@ -138,6 +138,37 @@ def test_streams_are_made_once_for_each_purpose(cuda: FakeCuda) -> None:
         devices.Beside(GPU, "snapshot")
         devices.side_stream(GPU, "reads")
     assert len(cuda.streams) == 3
+
+
+def test_a_part_of_a_device_s_memory_has_a_storage_of_its_own() -> None:
+    """By torch's own code for `__cuda_array_interface__`, over memory that is the host's here.
+
+    It makes the same tensors of any address, and asks for CUDA first, which is told to be there.
+    """
+    run_python(
+        """
+import gc, weakref
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from nvmeio._memory import devices
+
+torch.cuda._lazy_init = lambda: None
+there, host = torch.device("cuda", 0), torch.zeros(4096, dtype=torch.uint8)
+memory = torch.as_tensor(devices._Part(host, 0, 4096), device=there)
+part = devices.part_of(memory, 512, 1024)
+assert (part.device, part.dtype, part.shape) == (there, torch.uint8, (1024,))
+assert part.data_ptr() == part.untyped_storage().data_ptr() == host.data_ptr() + 512
+assert part.untyped_storage().nbytes() == 1024
+whole, end = StorageWeakRef(memory.untyped_storage()), StorageWeakRef(part.untyped_storage())
+part = part.detach()
+del memory
+gc.collect()
+assert not whole.expired() and not end.expired()  # a part keeps the whole
+del part
+gc.collect()
+assert end.expired() and whole.expired()
+"""
+    )
 
 
 def test_work_on_a_stream_makes_a_context_on_its_device_alone(cuda: FakeCuda) -> None:

@@ -332,19 +332,21 @@ def empty(nbytes: int, device: torch.device) -> torch.Tensor:
 class _Part:
     """Some memory, by the protocol with which libraries share it, and what it is a part of."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, start: int, nbytes: int) -> None:
         self._memory = memory
-        self.__cuda_array_interface__ = memory.__cuda_array_interface__
+        kind = {"shape": (nbytes,), "typestr": "|u1", "version": 2}
+        self.__cuda_array_interface__ = {**kind, "data": (memory.data_ptr() + start, False)}
 
 
 def part_of(memory: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
-    """Some bytes of a device's memory, with a storage of their own that ends with its last tensor.
+    """Some bytes of a device's memory, with a storage of their own.
 
-    The allocator does not know that storage: `record_use` is for the whole.
+    That ends with the last tensor over it. The allocator knows nothing of it: `record_use` is for
+    the whole.
     """
     if not nbytes:
         return memory.new_empty(0)
-    return torch.as_tensor(_Part(memory[start : start + nbytes]), device=memory.device)
+    return torch.as_tensor(_Part(memory, start, nbytes), device=memory.device)
 
 
 def is_expandable(tensor: torch.Tensor) -> bool:

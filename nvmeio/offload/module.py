@@ -112,7 +112,7 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
         sharded = _sharded_by_fsdp(module, there, stage_bytes)
         if sharded is None:
             _check_parameters(module, there)
-        _check_buffers(module, there)
+        _check_buffers(module, there if sharded is None else None)  # FSDP has moved them
         tiled = tiles.TiledLayers()
         try:
             direct = is_direct(handle, there)
@@ -143,10 +143,10 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
                     del gathered
                 store.evict()
             store.go_on_device(handle)
-            devices.move_buffers(module, there)
             if sharded is not None:
                 sharded.attach(store)
             else:
+                devices.move_buffers(module, there)
                 for stage in stages:
                     attach(store, stage)
             watch(module)
@@ -393,14 +393,14 @@ def _check_parameters(module: torch.nn.Module, device: torch.device) -> None:
             )
 
 
-def _check_buffers(module: torch.nn.Module, device: torch.device) -> None:
+def _check_buffers(module: torch.nn.Module, device: torch.device | None) -> None:
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise ValueError(
                 f"the buffer {name} is on the meta device, where it has no value: make buffers "
                 "on the CPU (device='cpu' in register_buffer)"
             )
-        if buffer.device.type != "cpu" and buffer.device != device:
+        if device is not None and buffer.device.type != "cpu" and buffer.device != device:
             raise ValueError(
                 f"the buffer {name} is on {buffer.device}, and the module is to compute on "
                 f"{device}: move it to the CPU first, or to that device"

@@ -1,7 +1,12 @@
-"""FSDP2 on the stand-in: an optimizer's state on the drive, and checkpoints, of its shards."""
+"""FSDP2 on the stand-in: an optimizer's state on the drive, and checkpoints, of its shards.
+
+One rank in this process; several in others, with gloo beside the stand-in's memory
+(`fake_collectives`).
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,13 +14,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fake_accelerator import DEVICE, Accelerator, Pace, accelerator
+from fake_accelerator import DEVICE, Accelerator, Event, Pace, accelerator
+from support import run_ranks
 from test_sharded import fsdp, plain
 from torch.distributed.device_mesh import init_device_mesh
 
 import nvmeio
 from nvmeio.offload import SwappedModule, SwappedOptimizer
 from nvmeio.offload._module import sharded as sharded_module
+
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,6 +119,40 @@ def test_a_shard_whose_copy_is_not_waited_for_shows(
     assert told and any("write by the drive" in each for each in told), told
 
 
+@pytest.mark.parametrize("pin_memory", [False, True], ids=["pageable", "pinned"])
+def test_copies_both_ways_go_on_beside_where_fsdp_is_to_pin(
+    pin_memory: bool, cuda: Accelerator, tmp_path: Path
+) -> None:
+    """Shards lie in a window that is page-locked in any case, and gradients as FSDP is told."""
+    with SwappedModule(offloaded(pin_memory), swap_dir=tmp_path, resident_bytes=4096) as ours:
+        assert ours.pinned
+        ours(torch.ones(2, 7).to("cuda")).square().mean().backward()
+        for parameter in ours.parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.to_local().is_pinned() == pin_memory
+
+
+def test_gradients_on_their_way_to_the_host_that_are_not_waited_for_show(
+    cuda: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tests with pin_memory rest on: FSDP waits for these at the end of backward."""
+    own = Event.synchronize
+
+    def synchronize(event: Event) -> None:
+        if not sys._getframe(1).f_code.co_filename.endswith("_fsdp_param_group.py"):
+            own(event)
+
+    with (
+        SwappedModule(offloaded(True), swap_dir=tmp_path, resident_bytes=4096) as ours,
+        SwappedOptimizer(torch.optim.AdamW, ours.parameters(), swap_dir=tmp_path) as optimizer,
+    ):
+        monkeypatch.setattr(Event, "synchronize", synchronize)
+        ours(torch.ones(2, 7).to("cuda")).square().mean().backward()
+        optimizer.step()
+    told = cuda.forgive()
+    assert told and any("of the host" in each for each in told), told
+
+
 def test_shards_that_devices_have_are_refused(cuda: Accelerator, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"offload_policy=CPUOffloadPolicy\(\)"):
         SwappedModule(sharded(), swap_dir=tmp_path, resident_bytes=16384)
@@ -130,3 +172,19 @@ def test_shards_are_saved_as_they_were_when_save_was_called(
     for (name, mine), other in zip(found.items(), wanted, strict=True):
         local = mine.to_local() if hasattr(mine, "to_local") else mine
         assert torch.equal(cuda.value(local), other), name
+
+
+PACES = [Pace.EAGER, Pace.LAZY, Pace.RANDOM]
+
+
+@pytest.mark.parametrize("pace", PACES, ids=lambda pace: pace.name.lower())
+@pytest.mark.parametrize("kind", ["state", "memory", "disk", "saved", "planted"])
+def test_ranks_with_a_device_each(kind: str, pace: Pace, tmp_path: Path) -> None:
+    """Losses are FSDP2's own in memory, and nothing of a rank is on another's device.
+
+    "planted": shards that nobody waits for are told of by both.
+    """
+    for status, told in run_ranks(
+        HERE / "_sharded_device_rank.py", 2, tmp_path, kind, pace.name.lower()
+    ):
+        assert status == 0, told

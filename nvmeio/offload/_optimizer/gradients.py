@@ -125,6 +125,7 @@ class GradSheets:
                 if device in copied:
                     up.after(copied[device])
                 up.copy(tensors.flat(there), tensors.flat(old))
+                copied[device] = up.mark()  # the sheet of another piece may take this one's memory
                 up.precede()
                 old = there
             mine.add_(old)
