@@ -58,9 +58,11 @@ PARTS = {
     "D": Part("how fast", 6, speed.steps),
 }
 
-# What docs say that no GPU has run, and the steps that have to be right before they may stop.
+# What pages say that no GPU has run, and the steps that have to be right before they may stop; none
+# where one GPU alone cannot show it.
 CLAIMS = {
-    "CUDA tensors are read and written through the ring (README, docs/gds.md)": (
+    "CUDA tensors are read and written through the ring (README.md, docs/gds.md, "
+    "docs/transfers.md, docs/deepspeed.md)": (
         "correctness aio",
         "aio ring",
         "40 streams of the user's",
@@ -68,18 +70,18 @@ CLAIMS = {
         "a fork between reads",
         "expandable segments",
     ),
-    "checkpoints of CUDA tensors are snapshots (docs/checkpoint.md)": (
+    "checkpoints of CUDA tensors are snapshots (docs/how/checkpoints.md)": (
         "checkpoint, protected",
         "checkpoint, copied",
         "save",
         "load and safe_open",
     ),
-    "models stream to a GPU (docs/inference.md)": (
+    "models stream to a GPU (docs/inference.md, docs/how/inference.md)": (
         "stream",
         "stream, adapters trained",
         "KV cache",
     ),
-    "SwappedModule and SwappedOptimizer train on a GPU (docs/offload.md, comparison.md)": (
+    "SwappedModule and SwappedOptimizer train on a GPU (docs/offload.md, docs/comparison.md)": (
         "train, gradients in memory",
         "train, gradients on the drive",
         "train, stepped on the device",
@@ -89,7 +91,13 @@ CLAIMS = {
         "a full device",
         "torch's sanitizer",
     ),
-    "GPUDirect Storage moves them (docs/gds.md)": ("correctness gds", "train, gds"),
+    "FSDP2 gathers shards from the drive (docs/offload.md, several processes)": ("FSDP2",),
+    "GPUDirect Storage moves them (docs/gds.md, docs/comparison.md, docs/offload.md)": (
+        "correctness gds",
+        "train, gds",
+    ),
+    "several ranks have a GPU each (docs/inference.md, docs/offload.md)": (),
+    "servers load, keep and swap on a GPU (docs/serving.md, docs/frameworks/sglang.md)": (),
 }
 
 
@@ -213,16 +221,12 @@ def summary(results: dict[str, Any]) -> str:
     """One page: the machine, what of "no GPU has run this" may go, what failed, the verdicts."""
     facts = results.get("facts", {})
     lines = ["# What a GPU has shown", ""]
-    names = ("gpu", "kernel", "torch", "python", "file_system")
+    names = ("gpu", "driver", "kernel", "torch", "python", "file_system")
     lines += [f"- {name}: {facts[name]}" for name in names if name in facts]
     lines += ["", '## "No GPU has run this"', ""]
     for claim, needed in CLAIMS.items():
-        open_ones = [
-            name
-            for name in needed
-            if "checked" not in results.get(name, {}) and ("read" not in results.get(name, {}))
-        ]
-        state = "may go" if not open_ones else f"stays: {', '.join(open_ones)}"
+        left = ", ".join(name for name in needed if not is_shown(results.get(name, {})))
+        state = f"stays: {left}" if left else "may go" if needed else "stays: not in these steps"
         lines.append(f"- {claim}: **{state}**")
     bad = {name: result["failed"] for name, result in results.items() if "failed" in result}
     lines += ["", "## Failed", "", *(f"- {name}: {why}" for name, why in bad.items())]
@@ -230,6 +234,11 @@ def summary(results: dict[str, Any]) -> str:
     lines += ["", f"Skipped: {', '.join(left) or 'nothing'}.", "", "## Verdicts", ""]
     lines += [f"- {name}: {value}" for name, value in verdicts(results).items()]
     return "\n".join(lines) + "\n"
+
+
+def is_shown(result: dict[str, Any]) -> bool:
+    """Whether a step has run to its end; one that was wrong has not."""
+    return "checked" in result or "read" in result
 
 
 def replace(path: Path, text: str) -> None:

@@ -79,7 +79,10 @@ exec {sys.executable} {HERE / "gpu_on_stand_in.py"} {library} {scratch} "$@"
             assert results["correctness gds"]["mode"] == "p2p"
             assert results["train, gds"]["straight_to_the_device"]
     told = (out / "gpu-summary.md").read_text()
-    assert told.count("**may go**") == len(gpu_check.CLAIMS) and "stays:" not in told
+    shown = [claim for claim, needed in gpu_check.CLAIMS.items() if needed]
+    assert len(shown) >= 6 and all(f"- {claim}: **may go**\n" in told for claim in shown)
+    assert told.count("stays: not in these steps") == len(gpu_check.CLAIMS) - len(shown)
+    assert told.count("stays:") == len(gpu_check.CLAIMS) - len(shown)
     assert "Skipped: nothing." in told
     assert "- passes through host memory / by gds, >= 1: " in told, "of parts B and C"
     assert not list(place.iterdir())
@@ -256,6 +259,61 @@ def test_without_a_gpu_each_step_is_told(
     for name in gpu_check.steps(True):
         (line,) = [line for line in lines if line.startswith(f"  {name:38} ")]
         assert len(line.split(": ", 1)[1]) > 20, line
+
+
+def test_make_gpu_check_tells_each_step_on_a_machine_without_a_gpu(
+    gpu_check: Any, tmp_path: Path
+) -> None:
+    """As make runs it, in a tree of its own: it must leave nothing behind."""
+    if shutil.which("make") is None or not (BENCHMARKS.parent / "Makefile").exists():
+        pytest.skip("there is no make, or no Makefile")
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    stamp = tmp_path / "venv" / ".nvmeio-installed"
+    stamp.touch()
+    os.utime(stamp, (2**32, 2**32))  # newer than what it is made of
+    before = set(BENCHMARKS.parent.iterdir())
+    command = ["make", "--no-print-directory", "-C", str(BENCHMARKS.parent), "gpu-check"]
+    environment = {name: value for name, value in os.environ.items() if "MAKE" not in name}
+    done = subprocess.run(
+        [*command, f"VENV={tmp_path / 'venv'}"],
+        env={**environment, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *lines = done.stdout.splitlines()
+    assert first.startswith("No GPU here. With one, these would run")
+    parts = [line for line in lines if not line.startswith(" ")]
+    assert [part[0] for part in parts] == list("ABCD"), parts
+    steps = gpu_check.steps(True)
+    assert len(lines) == len(parts) + len(steps)
+    for name, plan in steps.items():
+        (line,) = [line for line in lines if line.startswith(f"  {name:38} ")]
+        told = line[len(f"  {name:38} ") :]
+        limit = rf" *{plan.limit_s:.0f} s"
+        assert re.match(limit + r"( \(needs cuFile\))?( \w+=[\w:]+)*: \S.{20,}", told), told
+        assert ("(needs cuFile)" in told) == plan.needs_cufile
+    assert set(BENCHMARKS.parent.iterdir()) == before
+
+
+def test_the_summary_has_a_line_for_each_page_that_says_no_gpu_has_run_it(gpu_check: Any) -> None:
+    """Else a sentence that is not true any more stays where nobody looks."""
+    root = BENCHMARKS.parent
+    said = re.compile(r"no GPU has run|Not run: any of it on a GPU", re.IGNORECASE)
+    pages = [root / "README.md", *root.glob("docs/**/*.md")]
+    saying = {str(page.relative_to(root)) for page in pages if said.search(page.read_text())}
+    named = set(re.findall(r"[\w/]+\.md", " ".join(gpu_check.CLAIMS)))
+    assert named == saying
+
+
+def test_each_step_that_a_claim_needs_is_there(gpu_check: Any) -> None:
+    needed = {name for names in gpu_check.CLAIMS.values() for name in names}
+    assert needed <= set(gpu_check.steps(True))
 
 
 def test_the_day_carries_what_nvmeio_needs() -> None:

@@ -20,11 +20,12 @@ from gpu_steps.correctness import correctness
 
 
 def facts(step: Step) -> dict[str, Any]:
-    """Kernel, file system, torch, GPU, and whether cuFile can be used."""
+    """Driver, kernel, file system, torch, GPU, and whether cuFile can be used."""
     from nvmeio.cli.measure.machine import find_cufile, look_into_cufile
 
     cufile = look_into_cufile(find_cufile())
     told = {
+        "driver": driver(),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -35,6 +36,18 @@ def facts(step: Step) -> dict[str, Any]:
     if torch.cuda.is_available():
         told["gpu"] = torch.cuda.get_device_name()
     return told
+
+
+def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Which one of NVIDIA's is loaded; nvidia-smi knows it where a container hides the file."""
+    if path.exists():
+        return path.read_text().split("\n")[0].removeprefix("NVRM version: ").strip()
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return asked.stdout.strip().split("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return "none"
 
 
 def file_system(directory: Path) -> str:

@@ -508,6 +508,7 @@ def steps(on_gpu: bool) -> dict[str, Plan]:
         "a full device": Plan(full_device),
         "expandable segments": Plan(expandable, 90, environment=memory),
         "torch's sanitizer": Plan(sanitized, 90, environment={"TORCH_CUDA_SANITIZER": "1"}),
+        "FSDP2": Plan(fsdp, 90),
         "checkpoint, copied": Plan(partial(checkpoint, snapshot="copy"), 90),
     }
 
@@ -515,6 +516,11 @@ def steps(on_gpu: bool) -> dict[str, Plan]:
 def stream(step: Step) -> dict[str, Any]:
     """Weights read while they are computed with: values are those in memory."""
     return training.streaming(step.file.parent, step.size, step.device)
+
+
+def fsdp(step: Step) -> dict[str, Any]:
+    """FSDP2 with its shards on the drive, one rank: losses are those with shards in host memory."""
+    return training.fsdp(step.file.parent, step.size, step.device)
 
 
 def adapters(step: Step) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Each also runs on the CPU, so that a machine without a GPU can tell whether the 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -292,4 +293,67 @@ def adapters(directory: Path, size: int, device: str) -> dict[str, Any]:
             "read_mb": round(read / 1e6, 1),
             "step_s": found["step_s"],
             "step_in_memory_s": wanted["step_s"],
+        }
+
+
+@contextlib.contextmanager
+def one_rank(folder: Path, device: str) -> Iterator[Any]:
+    """A mesh of this process alone."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    is_real = device == "cuda" and torch.version.cuda
+    dist.init_process_group(
+        "nccl" if is_real and dist.is_nccl_available() else "gloo",
+        store=dist.FileStore(str(folder / "store"), 1),
+        rank=0,
+        world_size=1,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    try:
+        yield init_device_mesh(device, (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def fsdp(directory: Path, size: int, device: str) -> dict[str, Any]:
+    """Shards of FSDP2 on the drive, which the device gathers, beside FSDP2's own in host memory."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    def sharded(mesh: Any) -> tuple[Any, int]:
+        made, width = model(size // 32)
+        options = {"mesh": mesh, "offload_policy": CPUOffloadPolicy()}
+        for part in made:
+            fully_shard(part, **options)
+        return fully_shard(made, **options), width
+
+    with (
+        tempfile.TemporaryDirectory(dir=directory) as made_in,
+        one_rank(Path(made_in), device) as mesh,
+    ):
+        theirs, width = sharded(mesh)
+        whole = bytes_of(theirs)
+        wanted = train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-3), width, device)
+        del theirs
+        ours, _ = sharded(mesh)
+        with (
+            SwappedModule(ours, swap_dir=made_in, resident_bytes=whole // 2 + (1 << 20)) as module,
+            SwappedOptimizer(
+                torch.optim.AdamW, module.parameters(), swap_dir=made_in, lr=1e-3
+            ) as optimizer,
+        ):
+            found = train(module, optimizer, width, device)
+            read, pinned = module.bytes_read, module.pinned
+        pairs = list(zip(found["losses"], wanted["losses"], strict=True))
+        furthest = max(abs(mine - other) / abs(other) for mine, other in pairs)
+        if furthest > 1e-5:
+            raise SystemExit(f"WRONG: losses differ by {furthest:.1e} of FSDP2's: {pairs}")
+        return {
+            "checked": len(pairs),
+            "losses_equal": furthest == 0,
+            "window_is_page_locked": pinned,
+            "parameter_mb": round(whole / 1e6, 1),
+            "read_mb": round(read / 1e6, 1),
+            "passes_s": found["passes_s"],
+            "passes_in_memory_s": wanted["passes_s"],
         }
