@@ -355,7 +355,8 @@ def gathers_shards(cuda: Accelerator, folder: Path) -> None:
     losses_of(theirs, lambda x: x)
     torch.cuda.set_device(0)
     with one_rank():
-        options = {"mesh": init_device_mesh("cuda", (1,)), "offload_policy": CPUOffloadPolicy()}
+        options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()}
+        options["mesh"] = init_device_mesh("cuda", (1,))
         for part in dict.fromkeys(ours):
             fully_shard(part, **options)
         fully_shard(ours, **options)
@@ -363,8 +364,8 @@ def gathers_shards(cuda: Accelerator, folder: Path) -> None:
             assert ours.seen.device.type == "cuda"  # FSDP's, which was refused, and taken back
             losses_of(module, lambda x: x.to("cuda"))
             for mine, other in zip(module.parameters(), theirs.parameters(), strict=True):
-                assert mine.grad is not None
-                torch.testing.assert_close(mine.grad.to_local(), other.grad)
+                shard: Any = mine.grad
+                torch.testing.assert_close(shard.to_local(), other.grad)
 
 
 # On whatever device they are told; and on the one that a process of a mesh has.

@@ -128,8 +128,8 @@ def test_copies_both_ways_go_on_beside_where_fsdp_is_to_pin(
         assert ours.pinned
         ours(torch.ones(2, 7).to("cuda")).square().mean().backward()
         for parameter in ours.parameters():
-            assert parameter.grad is not None
-            assert parameter.grad.to_local().is_pinned() == pin_memory
+            gradient: Any = parameter.grad
+            assert gradient.to_local().is_pinned() == pin_memory
 
 
 def test_gradients_on_their_way_to_the_host_that_are_not_waited_for_show(
