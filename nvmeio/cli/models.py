@@ -74,7 +74,7 @@ def pack(
         _option.value("float32, bfloat16 or float16; by default the model's.", "DTYPE"),
     ] = None,
     quant_bits: Annotated[
-        int | None, _option.value("4 or 8: quantise all matrices, embedding and head too.", "BITS")
+        int | None, _option.value("4 or 8: quantise layers, and other matrices over 1 MiB.", "BITS")
     ] = None,
     quant_group_size: Annotated[
         int, _option.value("Elements that share a scale and a minimum.", "N")

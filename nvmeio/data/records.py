@@ -192,7 +192,8 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         Raises: As `gather`; ValueError also where records overlap, and TransferError where they
         were opened to be read. The operation fails with ValueError, before anything is written, if
         a number is named twice (sum such rows up first: ``index_add_``), and with `RowsError` if
-        some cannot be written; all others are.
+        some cannot be written; all others are. If the file was cut short since, it becomes longer
+        again.
         """
         layout = self._layout
         if layout.stride < layout.nbytes:

@@ -111,8 +111,9 @@ def pack(
             equally where it did not measure all. `stream_model` takes that list and reads from all
             of them at once. As for `ranks` the files have holes.
         dtype: Of the weights in the file, or its name ("bfloat16"); by default the model's.
-        quant_bits: 4 or 8 to quantise the matrices of layers, embedding and head, in groups of a
-            row; see `stream_model` for how it computes with them. None quantises nothing.
+        quant_bits: 4 or 8 to quantise the matrices of layers, and embeddings and heads that take
+            more than 1 MiB in `model_directory`, in groups of a row; see `stream_model` for how it
+            computes with them. None quantises nothing.
         quant_group_size: Elements that share a scale and a minimum, even; matrices whose rows
             are no multiple of it stay as they are.
         modules_to_not_convert: Names of modules that are not quantised, or the last parts of

@@ -109,7 +109,8 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
             damaged (names file, parameter and span), or lies in further directories (names those).
 
     Attributes:
-        generation: How many times the state has changed: 1 when made, one more with each step.
+        generation: How many times the state has changed: 1 when made, one more with each step,
+            `load_state_dict` and `reload_weights`.
         resumed: Whether it went on from what was in the directory.
         last_step: Where the time of the last step went, and its bytes.
 
@@ -479,7 +480,8 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
     def generation(self) -> int:
         """How many times the state has changed: 1 when made, one more with each step.
 
-        Waits for what is under way: after an interrupt it tells whether the step has happened.
+        `load_state_dict` and `reload_weights` change it too. Waits for what is under way: after an
+        interrupt it tells whether the step has happened.
         """
         store = self._opened().store
         with contextlib.suppress(ClosedError):
