@@ -11,6 +11,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_on_stand_in
@@ -248,6 +249,29 @@ def test_a_wrong_byte_ends_the_run(
     with pytest.raises(SystemExit):
         gpu_check.main([*arguments, "--keep-going"])
     assert len(begun) == 2 + len(gpu_check.steps(True))
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_torchs_sanitizer_is_told_what_it_would_take_for_a_fault(
+    reached: bool, gpu_check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took `new_empty` for a reader of its model, and knew of no event that was polled."""
+    from gpu_steps.correctness import without_false_alarms
+    from torch.cuda import _sanitizer as sanitizer
+
+    told: list[int] = []
+    handler = sanitizer.cuda_sanitizer.dispatch.event_handler
+    monkeypatch.setattr(handler, "_handle_event_synchronization", told.append)
+    monkeypatch.setattr(torch.cuda.Event, "query", lambda _: reached)
+    own = torch.cuda.Event.query
+    event: Any = SimpleNamespace(cuda_event=7)
+    with without_false_alarms(sanitizer):
+        assert torch.cuda.Event.query(event) == reached
+        aten = torch.ops.aten
+        names = [each.default._schema.name for each in (aten.new_empty, aten.empty_like, aten.mm)]
+        assert [bool(sanitizer.FACTORY_FUNCTION_REGEX.match(name)) for name in names] == [1, 1, 0]
+    assert told == [7] * reached
+    assert torch.cuda.Event.query is own
 
 
 def test_without_a_gpu_each_step_is_told(
