@@ -321,7 +321,7 @@ def test_quantised_tensors_are_refused(file: Path) -> None:
 
 @pytest.mark.parametrize("metadata", [{"a": 1}, {1: "a"}, {"a": None}, 5, "a"])
 def test_metadata_is_texts(file: Path, metadata: Any) -> None:
-    with pytest.raises(TypeError, match="metadata must be texts"):
+    with pytest.raises(TypeError, match="metadata must be a dict of str to str"):
         save_safetensors({}, file, metadata)
 
 
