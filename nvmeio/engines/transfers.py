@@ -347,7 +347,7 @@ def as_integers(name: str, given: FileOffsets) -> torch.Tensor:
     elif hasattr(given, "__array_interface__"):  # numpy's, which torch warns of if read-only
         array: Any = given
         if array.dtype.kind not in "iu" or array.dtype == "uint64":
-            raise TypeError(f"{name} must be integers of 64 bits, not {array.dtype}")
+            raise TypeError(f"{name} must be integers, not {array.dtype}")
         found = torch.from_numpy(array.astype("int64"))
     elif isinstance(given, range):
         return torch.arange(given.start, given.stop, given.step)
@@ -366,7 +366,7 @@ def as_integers(name: str, given: FileOffsets) -> torch.Tensor:
             f"{type(given).__name__}"
         )
     if found.dtype not in _INTEGERS:
-        raise TypeError(f"{name} must be integers of 64 bits, not {found.dtype} (mask: nonzero())")
+        raise TypeError(f"{name} must be integers, not {found.dtype} (mask: nonzero().flatten())")
     return found.detach().to("cpu", torch.int64).contiguous()
 
 

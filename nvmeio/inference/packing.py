@@ -147,6 +147,8 @@ def pack(
     if not isinstance(ranks, int) or not 1 <= ranks < 100_000:
         raise ValueError(f"ranks must be a number of processes, not {ranks!r}")
     setting = None if quant_bits is None else check_setting(quant_bits, quant_group_size)
+    if isinstance(modules_to_not_convert, str):
+        raise TypeError(f"modules_to_not_convert: give a list, [{modules_to_not_convert!r}]")
     if setting is None and modules_to_not_convert:
         raise ValueError("modules_to_not_convert: nothing is quantised anyway; give quant_bits=4")
     if ranks > 1 and len(targets) > 1:

@@ -135,8 +135,8 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     ([None, 1], TypeError, "NoneType among them"),
     (torch.ones(300, dtype=torch.bool), TypeError, "not torch.bool"),
     (1.0, TypeError, "sequence of integers"),
-    ([1.0], TypeError, "integers of 64 bits"),
-    (torch.tensor([1.0]), TypeError, "integers of 64 bits"),
+    ([1.0], TypeError, "must be integers, not"),
+    (torch.tensor([1.0]), TypeError, "must be integers, not"),
     ([2**63], TypeError, r"below 2\*\*63"),
     (None, TypeError, "sequence of integers"),
     ("12", TypeError, "sequence of integers"),
@@ -164,7 +164,7 @@ def test_numpys_wrong_numbers_are_refused(file: Path) -> None:
     numpy = pytest.importorskip("numpy")
     with Records(file, torch.int32, 7) as records:
         for wrong in (numpy.array([1.0]), numpy.array([True]), numpy.array([1], dtype="uint64")):
-            with pytest.raises(TypeError, match="integers of 64 bits"):
+            with pytest.raises(TypeError, match="must be integers, not"):
                 records[wrong]
         with pytest.raises(IndexError):
             records[numpy.array([-1])]
