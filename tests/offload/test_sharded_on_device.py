@@ -176,8 +176,9 @@ def test_shards_are_saved_as_they_were_when_save_was_called(
 
 PACES = [Pace.EAGER, Pace.LAZY, Pace.RANDOM]
 KINDS = ["state", "memory", "disk", "saved", "planted"]
+# Not strict: threads have a part in that order.
 WITHOUT_NVMEIO_TOO = pytest.mark.xfail(
-    strict=True, reason="the stand-in's fault: FSDP2 alone gives NaN in its second forward there"
+    strict=False, reason="the stand-in's fault: FSDP2 alone gives NaN in its second forward there"
 )
 
 
