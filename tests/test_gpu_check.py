@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -272,6 +273,17 @@ def test_torchs_sanitizer_is_told_what_it_would_take_for_a_fault(
         assert [bool(sanitizer.FACTORY_FUNCTION_REGEX.match(name)) for name in names] == [1, 1, 0]
     assert told == [7] * reached
     assert torch.cuda.Event.query is own
+
+
+def test_losses_that_are_no_numbers_are_wrong(gpu_check: Any) -> None:
+    """NaN is what memory has that nobody wrote: each comparison with it is false."""
+    from gpu_steps.training import compared
+
+    assert compared([1.0, 2.0], [1.0, 2.0], 1e-3) == {"checked": 2, "losses_equal": True}
+    assert compared([1.0, 2.001], [1.0, 2.0], 1e-3) == {"checked": 2, "losses_equal": False}
+    for losses in ([1.0, 2.01], [1.0, math.nan], [math.nan, 2.0]):
+        with pytest.raises(SystemExit, match="WRONG"):
+            compared(losses, [1.0, 2.0], 1e-3)
 
 
 def test_without_a_gpu_each_step_is_told(
