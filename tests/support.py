@@ -324,6 +324,11 @@ def nvmeio_threads() -> set[threading.Thread]:
     return {t for t in threading.enumerate() if t.name.startswith("nvmeio")}
 
 
+def threads_but_finishers() -> int:
+    """How many threads nvmeio has; a handle keeps the finisher of an interrupt until it closes."""
+    return sum(thread.name != "nvmeio-finish" for thread in nvmeio_threads())
+
+
 def run_python(
     script: str, *flags: str, fresh: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from checkpoint._objects import assert_same, noise
 from interrupting import at_places
+from support import threads_but_finishers
 
 import nvmeio
 from nvmeio.checkpoint._manager.saver import SaveCall
@@ -31,12 +32,8 @@ class Resources:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._threads = self._count_threads()
+        self._threads = threads_but_finishers()
         self._files = self._open_files()
-
-    @staticmethod
-    def _count_threads() -> int:
-        return sum("nvmeio" in thread.name for thread in threading.enumerate())
 
     def _open_files(self) -> set[str]:
         found = set()
@@ -51,7 +48,7 @@ class Resources:
         deadline = time.monotonic() + 60
         while not (
             gc.collect() >= 0
-            and self._count_threads() <= self._threads
+            and threads_but_finishers() <= self._threads
             and self._open_files() <= self._files
             and not [name for name in os.listdir(self._folder) if name.endswith("nvmeio-tmp")]
         ):

@@ -16,7 +16,14 @@ import torch
 from faults._support import wait_until_asleep
 from inside import store_of
 from interrupting import at_places, at_random_times
-from support import PATIENCE_S, HeldEngine, spin_until, spin_until_collected, thread
+from support import (
+    PATIENCE_S,
+    HeldEngine,
+    spin_until,
+    spin_until_collected,
+    thread,
+    threads_but_finishers,
+)
 from torch import nn
 
 import nvmeio
@@ -335,7 +342,7 @@ def test_making_one(tmp_path: Path, handle: nvmeio.AioHandle, interrupts: Interr
         ).close()
 
     make()
-    threads = threading.active_count()
+    threads = threads_but_finishers()
     for _ in interrupts(make, 40):
         gc.collect()
         spin_until(lambda: not list(tmp_path.iterdir()))
@@ -343,4 +350,4 @@ def test_making_one(tmp_path: Path, handle: nvmeio.AioHandle, interrupts: Interr
             net(), swap_dir=tmp_path, resident_bytes=96 << 10, stage_bytes=10_000, handle=handle
         ) as module:
             assert same(gradients(module, x), expected)
-    spin_until(lambda: threading.active_count() <= threads)
+    spin_until(lambda: threads_but_finishers() <= threads)
