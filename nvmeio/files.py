@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from nvmeio._checks import NotPickled
@@ -139,6 +141,18 @@ def acquire(file: str | os.PathLike[str] | int | File, writing: bool | None) -> 
     if isinstance(file, int) and not isinstance(file, bool):
         return Descriptors.borrow(file, writing)
     raise TypeError(f"file must be a path, an open descriptor or an nvmeio.File, not {file!r}")
+
+
+@contextlib.contextmanager
+def in_use(
+    file: str | os.PathLike[str] | int | File, writing: bool = False
+) -> Iterator[Descriptors]:
+    """The descriptors of a file, which stay open for the body whoever closes it; see `acquire`."""
+    opened = acquire(file, writing)
+    try:
+        yield opened
+    finally:
+        opened.release()
 
 
 def checked_path(path: str | os.PathLike[str]) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nvmeio import files
 from nvmeio._formats import pickle_calls, pickle_values, torch_unpickler, torch_zip
 from nvmeio._formats.pickle_values import Scan
 from nvmeio._memory import system
@@ -204,11 +205,8 @@ def unsafe_globals(file: File) -> list[str]:
 @contextlib.contextmanager
 def same_file(file: File) -> Iterator[str]:
     """A path to the open file itself: another one may lie at its own path by now."""
-    opened = file.acquire(False)
-    try:
+    with files.in_use(file) as opened:
         yield f"/proc/self/fd/{opened.any_fd()}"
-    finally:
-        opened.release()
 
 
 def size_error(checkpoint: TorchFile, name: str, nbytes: int) -> IntegrityError:
@@ -223,11 +221,8 @@ def size_error(checkpoint: TorchFile, name: str, nbytes: int) -> IntegrityError:
 
 def read_ahead(file: File) -> None:
     """Have the kernel read a small file ahead, as one read."""
-    opened = file.acquire(False)
-    try:
+    with files.in_use(file) as opened:
         os.posix_fadvise(opened.buffered_fd(), 0, 0, os.POSIX_FADV_WILLNEED)
-    finally:
-        opened.release()
 
 
 def read_buffered(file: File, offset: int, nbytes: int) -> bytes:
@@ -247,17 +242,14 @@ def read_buffered(file: File, offset: int, nbytes: int) -> bytes:
 
 def read_into(file: File, offset: int, memory: memoryview) -> None:
     """Fill memory with bytes of a file, through the page cache; errors as `read_buffered`."""
-    opened = file.acquire(False)
     done, nbytes = 0, memory.nbytes
-    try:
-        while done < nbytes:
-            count = os.preadv(opened.buffered_fd(), [memory[done:]], offset + done)
-            if not count:
-                raise OSError(errno.ENODATA, "the file was cut")
-            done += count
-    except OSError as failed:
-        raise transfer_error(
-            failed, "pread", file.path, file_offset=offset, nbytes=nbytes
-        ) from failed
-    finally:
-        opened.release()
+    with files.in_use(file) as opened:
+        try:
+            while done < nbytes:
+                count = os.preadv(opened.buffered_fd(), [memory[done:]], offset + done)
+                if not count:
+                    raise OSError(errno.ENODATA, "the file was cut")
+                done += count
+        except OSError as failed:
+            span = {"file_offset": offset, "nbytes": nbytes}
+            raise transfer_error(failed, "pread", file.path, **span) from failed

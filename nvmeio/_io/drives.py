@@ -15,12 +15,12 @@ import errno
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from nvmeio import tuned
+from nvmeio import files, tuned
 from nvmeio._io.handles import new_handle
 from nvmeio._memory.leases import FreeBlocks
 from nvmeio._pages import PAGE_BYTES, round_up
@@ -206,11 +206,8 @@ class DriveHandles:
         """The handle of the drive that a file lies on; the first one's for a file elsewhere."""
         if len(self._by_device) < 2:
             return self.first
-        opened = file.acquire(False)
-        try:
+        with files.in_use(file) as opened:
             return self._by_device.get(opened.inode[0], self.first)
-        finally:
-            opened.release()
 
     def async_pread(self, memory: torch.Tensor, file: File, file_offset: int = 0) -> Operation:
         return self.of(file).async_pread(memory, file, file_offset)
@@ -296,12 +293,12 @@ class ScratchFile:
         striping = Striping(self._weights, bands)
         try:
             for file, length in zip(self._files, striping.lengths, strict=True):
-                with descriptor(file, True) as fd:
-                    durable.reserve(fd, length, file.path)
+                with files.in_use(file, True) as opened:
+                    durable.reserve(opened.any_fd(), length, file.path)
         except BaseException:  # the other drives keep no room that this one has not
             for file, length in zip(self._files, self._lengths, strict=True):
-                with contextlib.suppress(OSError), descriptor(file, True) as fd:
-                    os.ftruncate(fd, length)
+                with contextlib.suppress(OSError), files.in_use(file, True) as opened:
+                    os.ftruncate(opened.any_fd(), length)
             raise
         self._lengths = striping.lengths
         self._striped = StripedFile(self._files, striping)
@@ -312,13 +309,3 @@ class ScratchFile:
         """Close the files, which are gone then; idempotent."""
         for file in self._files:
             file.close()
-
-
-@contextlib.contextmanager
-def descriptor(file: File, writing: bool) -> Iterator[int]:
-    """A descriptor of an open file, which stays open for the body whoever closes the file."""
-    opened = file.acquire(writing)
-    try:
-        yield opened.any_fd()
-    finally:
-        opened.release()

@@ -33,6 +33,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from nvmeio import files
 from nvmeio._files import system
 from nvmeio._io.inflight import MOST_BYTES
 from nvmeio._memory.devices import Mark
@@ -265,12 +266,9 @@ class Reader:
     def _copy(self, fill: Fill, wanted: WantedBytes) -> BaseException | None:
         """Copy a chunk from the page cache, or read it if that does not work."""
         try:
-            opened = wanted.file.acquire(False)
-            try:
+            with files.in_use(wanted.file) as opened:
                 if system.copy_cached(opened.buffered_fd(), wanted.start, wanted.memory):
                     return None
-            finally:
-                opened.release()
             return self._handle.async_pread(wanted.memory, wanted.file, wanted.start).exception()
         except BaseException as failed:
             return failed
@@ -330,13 +328,10 @@ class Reader:
             return False
         chunk = fill.chunks[0]
         try:
-            opened = chunk.file.acquire(False)
+            with files.in_use(chunk.file) as opened:
+                return system.is_cached(opened.any_fd(), chunk.start, chunk.memory.nbytes)
         except Exception:
             return False  # its read will say so
-        try:
-            return system.is_cached(opened.any_fd(), chunk.start, chunk.memory.nbytes)
-        finally:
-            opened.release()
 
     def _next_cached(self) -> tuple[Fill, WantedBytes] | None:
         """Take the next chunk off the queue if the page cache holds it."""

@@ -17,6 +17,7 @@ import errno
 import os
 from collections.abc import Callable
 
+from nvmeio import files
 from nvmeio.errors import TransferError, naming, transfer_error
 from nvmeio.files import File
 
@@ -110,12 +111,8 @@ def rename(old: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
 
 def sync_data(file: File) -> None:
     """Make an open file's bytes durable (fdatasync)."""
-    opened = file.acquire(True)
-    try:
-        with naming("fsync", file.path):
-            os.fdatasync(opened.any_fd())
-    finally:
-        opened.release()
+    with files.in_use(file, True) as opened, naming("fsync", file.path):
+        os.fdatasync(opened.any_fd())
 
 
 def send(fd: int) -> bool:

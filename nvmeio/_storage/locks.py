@@ -32,15 +32,14 @@ def open_reading(path: str | os.PathLike[str]) -> Iterator[File]:
     body read it.
     """
     for _ in range(_ATTEMPTS):
-        with files.open(path) as file:
-            opened = file.acquire(False)
-            try:
-                with reading(opened.any_fd(), path) as is_it:
-                    if is_it:
-                        yield file
-                        return
-            finally:
-                opened.release()
+        with (
+            files.open(path) as file,
+            files.in_use(file) as opened,
+            reading(opened.any_fd(), path) as is_it,
+        ):
+            if is_it:
+                yield file
+                return
     raise _recycled(path)
 
 

@@ -93,12 +93,9 @@ def open_nameless(directory: str | os.PathLike[str]) -> File:
 def open_again(path: str, fd: int) -> File:
     """Open a file that was made here for transfers; never another one in its place (ESTALE)."""
     file = files.open(path, "r+")
-    opened = file.acquire(True)
-    try:
+    with files.in_use(file, True) as opened:
         if os.path.samestat(os.fstat(opened.any_fd()), os.fstat(fd)):
             return file
-    finally:
-        opened.release()
     file.close()
     raise TransferError(
         errno.ESTALE,
@@ -219,9 +216,6 @@ def _facts(file: File) -> tuple[int, int]:
     """An open file's size and time of modification, which writes and cuts change."""
     # A file that is replaced or unlinked is still whole for whoever has it open: its link count and
     # with it st_ctime change, so ctime says nothing here.
-    opened = file.acquire(False)
-    try:
+    with files.in_use(file) as opened:
         found = os.fstat(opened.any_fd())
-    finally:
-        opened.release()
     return found.st_size, found.st_mtime_ns

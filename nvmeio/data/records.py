@@ -408,11 +408,8 @@ class _Identity(NamedTuple):
 
 def _identity(file: File) -> _Identity:
     """The identity of the open file: its path may be another one's by now."""
-    opened = file.acquire(False)
-    try:
+    with files.in_use(file) as opened:
         return _Identity(os.uname().nodename, opened.inode)
-    finally:
-        opened.release()
 
 
 def _is_number(index: object) -> bool:

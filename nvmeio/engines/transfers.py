@@ -384,11 +384,8 @@ def comparison(
         readable = file
         if isinstance(file, int):
             readable = f"/proc/self/fd/{file}"  # it may be open for writing only
-        opened = files.acquire(readable, False)
-        try:
+        with files.in_use(readable) as opened:
             _compare(memory, opened, file_offset)
-        finally:
-            opened.release()
 
     return compare
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._io.drives import FileSpan, StripedFile, descriptor
+from nvmeio import files
+from nvmeio._io.drives import FileSpan, StripedFile
 from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio.files import File
 from nvmeio.offload._swap_files.pipeline import Move
@@ -95,13 +96,13 @@ def file_tensor(
     for each in parts:
         start = round_down(each.file_offset, PAGE_BYTES)
         nbytes = each.nbytes + each.file_offset - start
-        with descriptor(each.file, False) as fd:
+        with files.in_use(each.file) as opened:
             found = _libc.mmap(
                 at,
                 nbytes,
                 mmap.PROT_READ | mmap.PROT_WRITE,
                 mmap.MAP_PRIVATE | _MAP_FIXED,
-                fd,
+                opened.any_fd(),
                 start,
             )
             if found in (None, _FAILED):
@@ -130,10 +131,11 @@ def _copied(parts: Sequence[FileSpan], dtype: torch.dtype) -> torch.Tensor:
         start = round_down(each.file_offset, PAGE_BYTES)
         lead = each.file_offset - start
         # Not read(2), which takes no such offsets where the descriptor is for direct I/O.
+        nbytes, access = lead + each.nbytes, mmap.ACCESS_READ
         with (
-            descriptor(each.file, False) as fd,
-            mmap.mmap(fd, lead + each.nbytes, access=mmap.ACCESS_READ, offset=start) as mapped,
+            files.in_use(each.file) as opened,
+            mmap.mmap(opened.any_fd(), nbytes, access=access, offset=start) as mapped,
         ):
-            data[at : at + each.nbytes] = mapped[lead : lead + each.nbytes]
+            data[at : at + each.nbytes] = mapped[lead:nbytes]
         at += each.nbytes
     return torch.frombuffer(data, dtype=dtype)
