@@ -79,14 +79,6 @@ def kernel_aio() -> KernelAio:
     return open_kernel_aio()[1]
 
 
-def load_libaio(path: str) -> Any:
-    """The call table of one particular library, for tests that inject faults through it."""
-    table = lib.nv_kaio_open(path.encode())
-    if table == ffi.NULL:
-        raise OSError(ffi.string(lib.nv_kaio_error()).decode(errors="replace"))
-    return table
-
-
 def copy_foreign(ours: Any, theirs: int, nbytes: int, into: bool) -> None:
     """Copy between a buffer and an address that may be read-only, or not there at all.
 

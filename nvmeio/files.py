@@ -53,8 +53,7 @@ class File(NotPickled, Closing):
 
     def acquire(self, writing: bool) -> Descriptors:
         """The descriptors, with one more user; release it when the transfer is done."""
-        if self._closed:
-            raise ClosedError(f"{self._path} is closed; open it again with nvmeio.open")
+        self._check_open()
         if writing and self._read_only:
             raise open_error(errno.EBADF, self._path, 'the file was opened with mode "r"')
         return self._descriptors.retain()
@@ -93,9 +92,12 @@ class File(NotPickled, Closing):
 
     def size(self) -> int:
         """The file's size in bytes (fstat)."""
+        self._check_open()
+        return os.fstat(self._descriptors.any_fd()).st_size
+
+    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"{self._path} is closed; open it again with nvmeio.open")
-        return os.fstat(self._descriptors.any_fd()).st_size
 
     def __repr__(self) -> str:
         users = self._descriptors.users - (not self._closed)

@@ -101,15 +101,11 @@ class Operation(NotPickled, Begun[int]):
             concurrent.futures.TimeoutError: Not done in time; it goes on.
         """
         self._wait(timeout)
-        if self._record.state == "cancelled":
-            raise concurrent.futures.CancelledError(f"{self!r} was cancelled")
         return self._value()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Block until done; the error, or None. Parameters and other errors as for `result`."""
         self._wait(timeout)
-        if self._record.state == "cancelled":
-            raise concurrent.futures.CancelledError(f"{self!r} was cancelled")
         self._watchers.retrieved(self._record)
         return self._record.error
 
@@ -184,6 +180,8 @@ class Operation(NotPickled, Begun[int]):
         record = self._record
         if record.state == "pending" and not self._watchers.wait_settled(record, deadline):
             raise concurrent.futures.TimeoutError(f"{self!r} is not done after {timeout} s")
+        if record.state == "cancelled":
+            raise concurrent.futures.CancelledError(f"{self!r} was cancelled")
 
     def _value(self) -> int:
         error = self._record.error

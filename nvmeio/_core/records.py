@@ -452,16 +452,13 @@ class LiveRecords:
     def count(self, **more: int) -> None:
         """Add to what the engine's counters lack (or, negative, have too much)."""
         with self.lock:
-            sums = {name: getattr(self._unissued, name) + n for name, n in more.items()}
-            self._unissued = self._unissued._replace(**sums)
+            self._unissued = self._unissued.plus(**more)
 
     def corrected(self, counters: base.Counters) -> base.Counters:
         """The engine's counters with what they lack."""
         with self.lock:
-            pairs = zip(counters, self._unissued, strict=True)
-            return base.Counters(*(sum(pair) for pair in pairs))._replace(
-                in_flight=len(self.records)
-            )
+            summed = counters.plus(**self._unissued._asdict())
+            return summed._replace(in_flight=len(self.records))
 
     def after_fork(self) -> None:
         """In the child: the lock may have been copied while held."""

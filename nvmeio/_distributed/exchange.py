@@ -145,8 +145,11 @@ class Exchange:
             del failed  # no cycle with the traceback
 
     def _agree(self, failed: BaseException | None) -> None:
+        import torch.distributed as dist
+
         flag = torch.tensor([failed is not None], dtype=torch.uint8, device="cpu")
-        work = self._all_reduce(flag)
+        with self._naming():
+            work = self._group.allreduce(flag, dist.ReduceOp.MAX)
         try:
             self.wait(work)
         except (TransferError, Cancelled):
@@ -157,12 +160,6 @@ class Exchange:
         if flag.item():
             self._check()
             raise self._store.error(errno.ECANCELED, "another rank failed, and did not say of what")
-
-    def _all_reduce(self, flag: torch.Tensor) -> Any:
-        import torch.distributed as dist
-
-        with self._naming():
-            return self._group.allreduce(flag, dist.ReduceOp.MAX)
 
     def share(self, data: bytes | None, root: int) -> bytes:
         """Send bytes of `root` to all; `data` is None elsewhere."""

@@ -76,8 +76,7 @@ class RankStore:
         shared: Any = dist.distributed_c10d._get_default_store()
         with contextlib.suppress(AttributeError, RuntimeError):
             shared = shared.clone()  # from torch 2.9 on
-        prefixed = dist.distributed_c10d.PrefixStore(f"nvmeio/{name}", shared)
-        return cls(prefixed, rank, size, path, operation)
+        return cls(_prefixed(f"nvmeio/{name}", shared), rank, size, path, operation)
 
     @classmethod
     def of_one(cls, path: str, operation: str) -> RankStore:

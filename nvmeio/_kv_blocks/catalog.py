@@ -49,14 +49,10 @@ class Index:
         self._pins: dict[int, int] = {}
         self._writing: set[int] = set()
 
-    def recover(self, slot: int, digest: bytes, place: BlockPlace) -> None:
+    def recover(self, digest: bytes, place: BlockPlace) -> None:
         """Take over what the table says, before `grow`; later records count more."""
-        self.forget_slot(slot)
-        before = self.where.get(digest)
-        if before is not None:
-            self.forget_slot(before.slot)
-        self.where[digest] = place
-        self._holds[slot] = digest
+        self.forget_slot(place.slot)
+        self.written(digest, place)
 
     def grow(self, limit: int) -> None:
         """Allow slots up to `limit`."""
@@ -294,7 +290,7 @@ class Catalog:
                 lost += 1
             else:
                 place = BlockPlace(slot, record.nbytes, record.crc)
-                self.index.recover(slot, record.digest, place)
+                self.index.recover(record.digest, place)
         self._seen = latest
         if self._writer:
             self.index.grow(room)

@@ -136,8 +136,8 @@ class BlockStore(NotPickled, Closing):
     def _open(self, slots: int, handle: AioHandle | None) -> Ending:
         """Open the files; called in the stores' thread."""
         with contextlib.ExitStack() as undo:
-            undo.callback(self._stores.close)
-            undo.callback(self._loads.close)
+            undo.callback(self._stores.owner.close)
+            undo.callback(self._loads.owner.close)
             self._loads.finish()  # or there is no thread to be had, and nobody would answer
             self._catalog = Catalog(
                 self.path, self.block_bytes, self.slot_bytes, slots, self._writer
@@ -328,7 +328,7 @@ class BlockStore(NotPickled, Closing):
         self._check_writer()
         # A load that failed says so before it answers; others wait for the stores before.
         digests = self._digests(keys)
-        if self._loads.is_here:
+        if self._loads.owner.is_here:
             self._catalog.locked(self._catalog.remove, digests)
         else:
             self._call(self._stores, self._catalog.locked, self._catalog.remove, digests)
@@ -412,7 +412,7 @@ class BlockStore(NotPickled, Closing):
             self._ending.begin()
             return
         _finish(self._loads)
-        self._loads.close()
+        self._loads.owner.close()
         self._ending.close()
 
     def __repr__(self) -> str:

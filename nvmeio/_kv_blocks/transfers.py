@@ -256,8 +256,8 @@ Value = TypeVar("Value")
 class StoreWorker:
     """Does one thing after the other, whoever asks.
 
-    It must not refer to what owns it: it ends when that is dropped. A call after `close` raises
-    ClosedError with the text `closed`.
+    It must not refer to what owns it: it ends when that is dropped. A call after its `owner`
+    was closed raises ClosedError with the text `closed`.
     """
 
     def __init__(self, name: str, closed: str) -> None:
@@ -331,11 +331,3 @@ class StoreWorker:
         """Do `finish`, in its thread."""
         with self._turn:
             pass
-
-    @property
-    def is_here(self) -> bool:
-        return self.owner.is_here
-
-    def close(self) -> None:
-        """End its thread once it has done what it was asked before; does not wait."""
-        self.owner.close()

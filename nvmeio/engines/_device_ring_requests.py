@@ -112,11 +112,7 @@ class RingPart:
 class RingRequest(DeviceRequest):
     """A transfer, and how far it got."""
 
-    def __init__(
-        self, engine: QueuedEngine[Any], token: int, transfer: Transfer, cq: CompletionQueue
-    ) -> None:
-        super().__init__(engine, token, transfer, cq)
-        self.next = 0  # the first byte of the tensor that no part has
+    next = 0  # the first byte of the tensor that no part has
 
     @property
     def exhausted(self) -> bool:

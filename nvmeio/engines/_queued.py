@@ -202,12 +202,6 @@ class DeviceRequest(QueuedRequest):
 
     transfer: DeviceTransfer
 
-    def __init__(
-        self, engine: QueuedEngine[Any], token: int, transfer: Transfer, cq: CompletionQueue
-    ) -> None:
-        assert isinstance(transfer, DeviceTransfer)
-        super().__init__(engine, token, transfer, cq)
-
     def reached(self, mark: Mark | None) -> bool:
         """Whether the device is done with what was asked before; fails with the device's error."""
         try:
@@ -330,6 +324,12 @@ class QueuedEngine(ABC, Generic[RequestT]):
         with self.lock:
             self.condition.notify_all()
 
+    def stop(self) -> None:
+        """Tell the threads to return once nothing is in flight."""
+        with self.lock:
+            self.stopping = True
+            self.condition.notify_all()
+
     def counters(self) -> Counters:
         with self.lock:
             return self._counters._replace(in_flight=self.in_flight + len(self.arrivals))
@@ -349,13 +349,12 @@ class QueuedEngine(ABC, Generic[RequestT]):
 def counted(counters: Counters, opcode: int, nbytes: int, outcome: Outcome) -> Counters:
     moved = "bytes_read" if opcode == Opcode.READ else "bytes_written"
     cancelled = outcome.error == errno.ECANCELED
-    added = {
-        moved: outcome.transferred,
-        "operations": 1,
-        "direct_bytes": outcome.direct_bytes,
-        "bounced_bytes": outcome.bounced_bytes,
-        "buffered_bytes": outcome.buffered_bytes,
-        "cancelled": int(cancelled),
-        "errors": int(not cancelled and (bool(outcome.error) or outcome.transferred < nbytes)),
-    }
-    return counters._replace(**{name: getattr(counters, name) + n for name, n in added.items()})
+    return counters.plus(
+        **{moved: outcome.transferred},
+        operations=1,
+        direct_bytes=outcome.direct_bytes,
+        bounced_bytes=outcome.bounced_bytes,
+        buffered_bytes=outcome.buffered_bytes,
+        cancelled=int(cancelled),
+        errors=int(not cancelled and (bool(outcome.error) or outcome.transferred < nbytes)),
+    )

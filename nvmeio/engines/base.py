@@ -121,6 +121,10 @@ class Counters(NamedTuple):
     row_blocks: int = 0
     row_bytes_saved: int = 0
 
+    def plus(self, **more: int) -> Counters:
+        """With some of them raised."""
+        return self._replace(**{name: getattr(self, name) + n for name, n in more.items()})
+
     def since(self, earlier: Counters) -> Counters:
         """What was counted after `earlier` was read; `in_flight` stays as it is now."""
         pairs = zip(self, earlier, strict=True)

@@ -120,11 +120,7 @@ class RingEngine(QueuedEngine[RingRequest]):
     def conclude(self, request: RingRequest) -> None:
         """Count a request out; of rows, what the host engine has not counted."""
         if isinstance(request, RingRowsRequest) and request.pieces:
-            rows, blocks = request.large_rows, request.pieces
-            before = self._counters
-            self._counters = before._replace(
-                rows=before.rows + rows, row_blocks=before.row_blocks + blocks
-            )
+            self._counters = self._counters.plus(rows=request.large_rows, row_blocks=request.pieces)
         super().conclude(request)
 
     def nudge(self) -> None:

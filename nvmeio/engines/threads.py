@@ -211,12 +211,6 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
         with self.lock:
             self.condition.notify()
 
-    def stop(self) -> None:
-        """Tell the workers to return once nothing is in flight."""
-        with self.lock:
-            self.stopping = True
-            self.condition.notify_all()
-
     def join(self) -> None:
         """Wait for the workers."""
         for worker in self._workers:
@@ -312,11 +306,10 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
             result = request.conclude()
             # Refused as direct I/O, it is done again; the others are counted.
             if request.outcome().error != errno.EINVAL:
-                counters = self._counters
-                self._counters = counters._replace(
-                    rows=counters.rows + result.whole,
-                    row_blocks=counters.row_blocks + result.blocks,
-                    row_bytes_saved=counters.row_bytes_saved + result.saved_bytes,
+                self._counters = self._counters.plus(
+                    rows=result.whole,
+                    row_blocks=result.blocks,
+                    row_bytes_saved=result.saved_bytes,
                 )
         self.conclude(request)
 

@@ -25,7 +25,7 @@ from programs import Program
 from support import collect, random_tensor
 
 import nvmeio
-from nvmeio._bindings import load_libaio
+from nvmeio._bindings import ffi, lib
 from nvmeio.engines.libaio import LibaioEngine
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -136,7 +136,8 @@ class FaultyKernel:
     """One copy of fakes/faulty_libaio.c: its switches and counters, and handles upon it."""
 
     def __init__(self, library: Path) -> None:
-        self._table = load_libaio(str(library))
+        self._table = lib.nv_kaio_open(str(library).encode())
+        assert self._table != ffi.NULL, ffi.string(lib.nv_kaio_error())
         self._library = ctypes.CDLL(str(library))
 
     def __getitem__(self, name: str) -> int:

@@ -99,6 +99,7 @@ class CuFileTask:
     edge: bool
 
 
+@dataclass(eq=False)
 class TaskMover:
     """Moves tasks, in whatever thread calls it; without the engine's condition held.
 
@@ -110,19 +111,11 @@ class TaskMover:
         mode: Which way bytes go at best, as `GdsHandle.mode` says it.
     """
 
-    def __init__(
-        self,
-        library: Library,
-        files: Files,
-        copier: Copier,
-        condition: threading.Condition,
-        mode: str,
-    ) -> None:
-        self._library = library
-        self._files = files
-        self._copier = copier
-        self._condition = condition
-        self._reaches_drive = mode in ("gds", "p2p")
+    library: Library
+    files: Files
+    copier: Copier
+    condition: threading.Condition
+    mode: str
 
     def run(self, task: CuFileTask) -> None:
         """Move a task's bytes; failures are the request's."""
@@ -132,7 +125,7 @@ class TaskMover:
             if request.stop:
                 return
             if memory.device is not None:
-                self._copier.enter(memory.device.device)
+                self.copier.enter(memory.device.device)
             if task.edge:
                 self._write_edge(task)
             else:
@@ -145,10 +138,10 @@ class TaskMover:
     def _move(self, task: CuFileTask) -> None:
         request, transfer = task.request, task.request.transfer
         fd = transfer.direct_fd if transfer.direct_fd >= 0 else transfer.buffered_fd
-        handle = self._files.handle(self._library, transfer.opened, fd)
+        handle = self.files.handle(self.library, transfer.opened, fd)
         memory = transfer.address - transfer.file_offset  # plus the offset in the file
         base = self._base(request)
-        move = self._library.read if transfer.opcode == Opcode.READ else self._library.write
+        move = self.library.read if transfer.opcode == Opcode.READ else self.library.write
         at = task.start
         if transfer.opcode == Opcode.READ and transfer.memory.device is None:
             copy_on_write.give_up(memory + at, task.end - at)
@@ -170,7 +163,7 @@ class TaskMover:
                 raise CuFileFailure(
                     errno.EIO, f"cuFileRead moved nothing at byte {at} of a file of {size}"
                 )
-            with self._condition:
+            with self.condition:
                 request.next = request.end  # the file ends here: nothing lies behind
             return
 
@@ -194,7 +187,7 @@ class TaskMover:
         done = 0
         while done < len(data):
             done += os.pwrite(transfer.opened.buffered_fd(), data[done:], task.start + done)
-        with self._condition:
+        with self.condition:
             if not task.request.done:
                 task.request.buffered += done
 
@@ -203,17 +196,17 @@ class TaskMover:
         if device is None:
             return transfer.memory.read(start, nbytes)
         chunk = torch.empty(nbytes, dtype=torch.uint8)
-        self._copier.download(chunk, device[start : start + nbytes]).wait()
+        self.copier.download(chunk, device[start : start + nbytes]).wait()
         return ctypes.string_at(chunk.data_ptr(), nbytes)
 
     def _count(self, task: CuFileTask, moved: int) -> None:
         request, transfer = task.request, task.request.transfer
         address = transfer.address + task.start - transfer.file_offset
         aligned = not any(n % PAGE_BYTES for n in (task.start, task.end, address))
-        with self._condition:
+        with self.condition:
             if request.done:
                 return  # given up; what comes later is nobody's
-            if self._reaches_drive and transfer.direct_fd >= 0 and aligned:
+            if self.mode in ("gds", "p2p") and transfer.direct_fd >= 0 and aligned:
                 request.direct += moved
             elif transfer.direct_fd >= 0:
                 request.bounced += moved
@@ -268,13 +261,8 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
             raise RuntimeError("this engine was started before: one engine serves one handle")
         self._library = self._driver.acquire(self.settings)
         self.mode = self._driver.mode(self.settings)
-        mover = TaskMover(
-            self._library,
-            self._driver.files,
-            self._copier,
-            self.condition,
-            self.mode,
-        )
+        files = self._driver.files
+        mover = TaskMover(self._library, files, self._copier, self.condition, self.mode)
         watch = Thread(self._watch_calls, "nvmeio-cufile-watch")
         try:
             for index in range(options.intra_op_parallelism):
@@ -310,12 +298,6 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
                 self._end(request)
             else:
                 self._turns.append(request)
-
-    def stop(self) -> None:
-        """Have the threads end; the last one gives memory and driver back."""
-        with self.condition:
-            self.stopping = True
-            self.condition.notify_all()
 
     def join(self) -> None:
         """Wait for the threads, but for those whose call hangs, and for the driver's close."""
