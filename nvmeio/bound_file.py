@@ -107,19 +107,6 @@ class _ShortWay:
         mask: Offset and size have none of these bits.
     """
 
-    __slots__ = (
-        "alignment",
-        "direct",
-        "mask",
-        "most",
-        "most_foreign",
-        "opcode",
-        "opened",
-        "path",
-        "prepare",
-        "reads",
-    )
-
     def __init__(self, engine: Any, opcode: Opcode, opened: Descriptors, most: int) -> None:
         unit, memory_unit = self.alignment = opened.alignment
         self.opcode = opcode

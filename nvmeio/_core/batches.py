@@ -270,21 +270,6 @@ def _check_apart(part: BatchMember, offsets: list[int], sizes: list[int]) -> Non
 class BatchRecord(Record):
     """A batch in flight: opens files in waves, and retries what was refused as direct I/O."""
 
-    __slots__ = (
-        "_again",
-        "_batch",
-        "_copies",
-        "_dropped",
-        "_failures",
-        "_inodes",
-        "_lost",
-        "_noted",
-        "_planner",
-        "_total",
-        "_waiting",
-        "_wave",
-    )
-
     def __init__(self, token: int, opcode: Opcode, batch: Batch, planner: Planner) -> None:
         parts = batch.parts
         one = len(parts) == 1

@@ -14,6 +14,7 @@ import select
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -143,44 +144,39 @@ def _nothing(*_: object) -> None:
     pass
 
 
+@dataclass(eq=False)
 class _LoopQueue:
     """A completion queue and the loop that watches it."""
 
-    def __init__(
-        self,
-        cq: CompletionQueue,
-        loop: asyncio.AbstractEventLoop,
-        reap: Callable[[CompletionQueue, bool], None],
-    ) -> None:
-        self.cq = cq
-        self._loop = loop
-        self._reap = reap
-        self._attached = False
-        self._closed = False
+    cq: CompletionQueue
+    loop: asyncio.AbstractEventLoop
+    reap: Callable[[CompletionQueue, bool], None]
+    attached: bool = False
+    closed: bool = False
 
     def attach(self) -> None:
         """Watch from now on; once is enough."""
-        if not self._attached:
-            self._loop.add_reader(self.cq.fileno(), self._ready)
-            self._attached = True
+        if not self.attached:
+            self.loop.add_reader(self.cq.fileno(), self._ready)
+            self.attached = True
 
     def _ready(self) -> None:
-        self._reap(self.cq, False)
+        self.reap(self.cq, False)
 
     def detach_from_anywhere(self) -> None:
         """Stop watching; a running loop does that in its own thread, selectors are not safe."""
-        if self._loop.is_running() and asyncio._get_running_loop() is not self._loop:
+        if self.loop.is_running() and asyncio._get_running_loop() is not self.loop:
             with suppress(RuntimeError):  # closed in this moment
-                self._loop.call_soon_threadsafe(self._detach)
+                self.loop.call_soon_threadsafe(self._detach)
                 return
         self._detach()
 
     def _detach(self) -> None:
-        if not self._closed:
-            if not self._loop.is_closed():
-                self._loop.remove_reader(self.cq.fileno())
+        if not self.closed:
+            if not self.loop.is_closed():
+                self.loop.remove_reader(self.cq.fileno())
             self.cq.close()
-            self._closed = True
+            self.closed = True
 
 
 def wake(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:

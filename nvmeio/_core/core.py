@@ -316,11 +316,6 @@ def _counted(core: Core) -> Counters:
     return counters.since(core.engine.inside())
 
 
-def counted_by(cores: Iterable[Core]) -> Counters:
-    """The counters of some cores, each transfer counted once."""
-    return _added_up(map(_counted, cores))
-
-
 def _after_fork_in_child() -> None:
     global _lock
     _lock = threading.RLock()  # it may have been copied while held
@@ -482,7 +477,7 @@ class Cores:
         return sum(len(core.live) for core in self._all())
 
     def counters(self) -> Counters:
-        return counted_by(self._all())
+        return _added_up(map(_counted, self._all()))
 
 
 def ring_core(copier: Copier, ring_bytes: int, options: Options, host: Core) -> Core:

@@ -62,20 +62,6 @@ class Descriptors:
     `alignment` is ``(0, 0)`` then. `inode` is device and inode number.
     """
 
-    __slots__ = (
-        "_before_close",
-        "_buffered_fd",
-        "_fds",
-        "_flags",
-        "_lock",
-        "_users",
-        "alignment",
-        "direct_fd",
-        "holders",
-        "inode",
-        "path",
-    )
-
     def __init__(
         self,
         path: str,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio import files
+from nvmeio._files.descriptors import open_error
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_header import Header, TensorEntry
@@ -20,7 +21,7 @@ from nvmeio._formats.safetensors_shards import as_package
 from nvmeio._io.spans import Load, Span
 from nvmeio._storage.untrusted import Unchanged
 from nvmeio._threads.closing import on_error
-from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 
@@ -142,12 +143,8 @@ def _parts(path: Path) -> list[tuple[Path, list[str] | None]]:
     parts = shards.read_index(path)
     for shard, names in parts.items():
         if not shard.exists():
-            raise TransferError(
-                errno.ENOENT,
-                operation="open",
-                path=str(shard),
-                detail=f"{path} names it for tensor {names[0]!r}, but it is not there",
-            )
+            detail = f"{path} names it for tensor {names[0]!r}, but it is not there"
+            raise open_error(errno.ENOENT, str(shard), detail)
     return [*parts.items()]
 
 

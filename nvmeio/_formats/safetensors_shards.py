@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from nvmeio import _checks
+from nvmeio._io.inflight import in_groups
 from nvmeio._storage.untrusted import INDEX_BYTES, read_small
 from nvmeio.errors import BackendUnavailableError, IntegrityError, TransferError, as_kind, joined
 
@@ -94,15 +96,8 @@ def index_text(shards: Iterable[tuple[str, Iterable[str]]], total_bytes: int) ->
 
 def split(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
     """Names in shards of at most `limit` bytes, in order; a larger tensor gets one of its own."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, nbytes in sizes.items():
-        if limit is not None and shards[-1] and filled + nbytes > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += nbytes
-    return shards
+    most = math.inf if limit is None else limit
+    return list(in_groups(sizes, sizes.__getitem__, most, math.inf)) or [[]]
 
 
 def shard_names(stem: str, count: int, taken: Sequence[str], token: str) -> list[str]:

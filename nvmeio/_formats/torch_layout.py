@@ -107,6 +107,10 @@ class FileLayout(NamedTuple):
     def data_nbytes(self) -> int:
         return sum(record.nbytes for record in self.records)
 
+    def crc_places(self) -> list[tuple[int, int]]:
+        """Where CRCs stand: (offset in the file, index of the record), in the file's order."""
+        return sorted((at, i) for i, record in enumerate(self.records) for at in record.crc_at)
+
 
 class Pickling(NamedTuple):
     """An object that was pickled, and will not be asked again.

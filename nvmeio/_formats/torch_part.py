@@ -124,9 +124,7 @@ class _Gaps:
         self._pieces = layout.pieces
         self._starts = [piece.offset for piece in layout.pieces]
         self._joined = joined
-        self._places = sorted(
-            (at, index) for index, record in enumerate(layout.records) for at in record.crc_at
-        )
+        self._places = layout.crc_places()
         self._records = len(layout.records)
 
     def read(self, start: int, end: int) -> bytearray:

@@ -26,6 +26,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -155,8 +156,7 @@ def finish(
     if not joined:
         return
     with InFlight() as flight:
-        writer = _Writer(handle, file, layout, flight, True, shift)
-        writer.know(joined)
+        writer = _Writer(handle, file, layout, flight, False, shift, known=joined)
         for page in unfinished_pages(layout, parts, own):
             writer.write_gathered(page, page + PAGE_BYTES)
 
@@ -208,42 +208,29 @@ def unfinished_pages(
     return sorted(page for page in pages if low <= page < high)
 
 
+@dataclass(eq=False)
 class _Writer:
-    def __init__(
-        self,
-        handle: AioHandle,
-        file: File,
-        layout: FileLayout,
-        flight: InFlight,
-        checksum: bool,
-        shift: int,
-        another: Callable[[], AioHandle] | None = None,
-    ) -> None:
-        self._shift = shift
-        self._another = another
-        self._handle = handle
-        self._file = file
-        self._layout = layout
-        self._flight = flight
-        self._checksum = checksum
+    handle: AioHandle
+    file: File
+    layout: FileLayout
+    flight: InFlight
+    checksum: bool
+    shift: int
+    another: Callable[[], AioHandle] | None = None
+    known: Sequence[int] = ()  # the CRCs of all records, where they are known before
+
+    def __post_init__(self) -> None:
+        layout = self.layout
         self._contents: list[KnownBytes | tuple[int, StorageRecord]] = sorted(
             [*layout.pieces, *enumerate(layout.records)], key=_start_of
         )
         self._starts = [_start_of(content) for content in self._contents]
         self._ends = [_end_of(content) for content in self._contents]
-        # Where CRCs stand: (offset in the file, index of the record).
-        self._places = sorted(
-            (at, index) for index, record in enumerate(layout.records) for at in record.crc_at
-        )
+        self._places = layout.crc_places()
         self._crcs: dict[int, Crc] = {}  # by record: of the piece from this part's start on
-        self._known: list[int] = []
         self.stagings: dict[int, Stagings] = {}  # by size
         # Parts of records that somebody wrote to while the drive read them.
         self._changed: deque[tuple[StorageRecord, ReadOnce, int, int]] = deque()
-
-    def know(self, crcs: list[int]) -> None:
-        """The CRCs of all records are known; none is computed."""
-        self._known = crcs
 
     def write(self, start: int, end: int) -> list[Crc]:
         position = start
@@ -263,10 +250,10 @@ class _Writer:
             self._write_body(index, record, low, high)
             position = high
         self.write_gathered(position, end)
-        self._flight.drain()
+        self.flight.drain()
         while self._changed:
             self._write_changed()
-            self._flight.drain()
+            self.flight.drain()
         return [self._crcs[index] for index in sorted(self._crcs)]
 
     @staticmethod
@@ -304,7 +291,7 @@ class _Writer:
             self._changed += ((record, data, *part) for part in data.settle(offset, nbytes))
 
         self._start(data.in_place[offset : offset + nbytes], start, done=settle)
-        if self._checksum and not self._known:
+        if self.checksum:
             self._extend(index, offset, nbytes, partial(data.sum, offset, nbytes))
         self._write_changed()
 
@@ -322,7 +309,7 @@ class _Writer:
     ) -> None:
         """Extend a record's CRC by its next bytes, and copy them to `to`, unless that is 0."""
         address, nbytes = data.data_ptr(), data.nbytes
-        if not self._checksum or self._known:
+        if not self.checksum:
             if to:
                 ctypes.memmove(to, address, nbytes)
             return
@@ -383,13 +370,13 @@ class _Writer:
         self, index: int, record: StorageRecord, data: ReadOnce, low: int, high: int, to: int
     ) -> None:
         offset = low - record.offset
-        if not self._checksum or self._known:
+        if not self.checksum:
             data.read(offset, high - low, to, None)
             return
         self._extend(index, offset, high - low, partial(data.read, offset, high - low, to))
 
     def _places_in(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        first = bisect_right(self._places, (start - 4, len(self._layout.records)))
+        first = bisect_right(self._places, (start - 4, len(self.layout.records)))
         for number in range(first, len(self._places)):
             if self._places[number][0] >= end:
                 return
@@ -397,10 +384,10 @@ class _Writer:
 
     def _crc_of(self, index: int) -> int:
         """The CRC of a whole record, or 0 if this part does not know it."""
-        if self._known:
-            return self._known[index]
+        if self.known:
+            return self.known[index]
         piece = self._crcs.get(index)
-        whole = piece is not None and piece.nbytes == self._layout.records[index].nbytes
+        whole = piece is not None and piece.nbytes == self.layout.records[index].nbytes
         return piece.crc if piece is not None and whole else 0
 
     # What is in flight
@@ -415,20 +402,20 @@ class _Writer:
         def begin() -> Operation:
             while True:
                 try:
-                    return self._handle.async_pwrite(data, self._file, offset + self._shift)
+                    return self.handle.async_pwrite(data, self.file, offset + self.shift)
                 except ClosedError:  # it has finished what was in flight
-                    if self._another is None:
+                    if self.another is None:
                         raise
-                    self._handle = self._another()
+                    self.handle = self.another()
 
         if staging is not None:
             done = partial(self.stagings[staging.nbytes].give_back, staging)
-        self._flight.start(begin, data.nbytes, done)
+        self.flight.start(begin, data.nbytes, done)
 
     def _staging(self, nbytes: int, number: int, device: torch.device) -> torch.Tensor:
         if nbytes not in self.stagings:
             self.stagings[nbytes] = Stagings(nbytes, number, device)
-        return self.stagings[nbytes].take(self._flight)
+        return self.stagings[nbytes].take(self.flight)
 
 
 def _start_of(content: KnownBytes | tuple[int, StorageRecord]) -> int:

@@ -31,9 +31,9 @@ import io
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -49,6 +49,8 @@ from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
 
 logger = logging.getLogger("nvmeio")
+
+Item = TypeVar("Item")
 
 # Enough for the queue of a lane (128 blocks of 1 MiB), and 32 MiB more for its refill. 1 GiB was
 # read (warm, interleaved, on a busy machine) in operations of 64 KiB, 1, 32 and 128 MiB, in GB/s:
@@ -188,6 +190,23 @@ class InFlight:
 
     def __len__(self) -> int:
         return len(self._flying)
+
+
+def in_groups(
+    items: Iterable[Item], size_of: Callable[[Item], int], most_bytes: float, most_items: float
+) -> Iterator[list[Item]]:
+    """Items in their order, together up to a size and a number; one alone may be larger."""
+    group: list[Item] = []
+    nbytes = 0
+    for item in items:
+        wanted = size_of(item)
+        if group and (nbytes + wanted > most_bytes or len(group) == most_items):
+            yield group
+            group, nbytes = [], 0
+        group.append(item)
+        nbytes += wanted
+    if group:
+        yield group
 
 
 def new_staging(nbytes: int, device: torch.device) -> torch.Tensor:

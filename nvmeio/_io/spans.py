@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio import files
-from nvmeio._io.inflight import InFlight, Stagings
+from nvmeio._io.inflight import InFlight, Stagings, in_groups
 from nvmeio._io.long_call import LongCall
 from nvmeio._memory import devices, system
 from nvmeio._memory.devices import Mark
@@ -331,7 +332,8 @@ class Load:
         )
         mappings = [Mapping(region.nbytes) for region in regions]
         with Prefault(mappings) as prefault:
-            for group in _groups(regions, mappings):
+            reads = _reads(regions, mappings)
+            for group in in_groups(reads, lambda read: read.memory.nbytes, GROUP_BYTES, math.inf):
                 self._start(group)
             found = in_mappings(self._spans, regions, mappings)
             while self._flight:
@@ -389,20 +391,11 @@ class _Read(NamedTuple):
     region: Region
 
 
-def _groups(regions: Sequence[Region], mappings: Sequence[Mapping]) -> Iterator[list[_Read]]:
-    """The reads of all regions, each to its place; as many together as are one operation."""
-    group: list[_Read] = []
-    nbytes = 0
+def _reads(regions: Sequence[Region], mappings: Sequence[Mapping]) -> Iterator[_Read]:
     for region, mapping in zip(regions, mappings, strict=True):
         for run in region.runs:
             memory = mapping.tensor(run.at, (run.end - run.start,), torch.uint8)
-            if group and nbytes + memory.nbytes > GROUP_BYTES:
-                yield group
-                group, nbytes = [], 0
-            group.append(_Read(memory, run, region))
-            nbytes += memory.nbytes
-    if group:
-        yield group
+            yield _Read(memory, run, region)
 
 
 def in_mappings(

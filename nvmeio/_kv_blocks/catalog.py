@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from nvmeio._files.descriptors import open_error
 from nvmeio._kv_blocks.table import WRITER_BYTES, NotATable, Table
 from nvmeio._pages import round_up
 from nvmeio._storage.durable import free_bytes, make_directory, reserve
@@ -227,12 +228,8 @@ class Catalog:
         fd = open_own(path)
         try:
             if not (become_writer(fd) or (wait_for_those_that_end() and become_writer(fd))):
-                raise TransferError(
-                    errno.EBUSY,
-                    operation="open",
-                    path=path,
-                    detail="another process writes this store: end it, or take another directory",
-                )
+                detail = "another process writes this store: end it, or take another directory"
+                raise open_error(errno.EBUSY, path, detail)
             if not os.fstat(fd).st_size:
                 self._made.append(path)
             table = self._table_in(fd, path)

@@ -27,7 +27,7 @@ import torch
 
 from nvmeio import buffers
 from nvmeio._bindings import memory_at
-from nvmeio._io.inflight import MOST_BYTES
+from nvmeio._io.inflight import MOST_BYTES, in_groups
 from nvmeio._memory import tensors
 from nvmeio._pages import PAGE_BYTES
 from nvmeio._threads.future import may_be_interrupted
@@ -173,7 +173,7 @@ class Transfers:
             return operation.nbytes
 
         try:
-            for group in _groups(runs):
+            for group in in_groups(runs, _nbytes_of, GROUP_BYTES, _GROUP_RUNS):
                 memory = [_memory_of(run) for run in group]
                 wanted = sum(each.nbytes for each in memory)
                 while flying and nbytes + wanted > MOST_BYTES:
@@ -221,23 +221,13 @@ def _memory_of(run: list[SlotPiece]) -> torch.Tensor:
     if len(run) == 1:
         return first
     storage = first.untyped_storage()
-    nbytes = sum(piece.block.nbytes for piece in run)
+    nbytes = _nbytes_of(run)
     whole = torch.empty(0, dtype=torch.uint8, device=first.device)
     return whole.set_(storage, first.data_ptr() - storage.data_ptr(), (nbytes,), (1,))
 
 
-def _groups(runs: Iterable[list[SlotPiece]]) -> Iterator[list[list[SlotPiece]]]:
-    group: list[list[SlotPiece]] = []
-    nbytes = 0
-    for run in runs:
-        wanted = sum(piece.block.nbytes for piece in run)
-        if group and (nbytes + wanted > GROUP_BYTES or len(group) == _GROUP_RUNS):
-            yield group
-            group, nbytes = [], 0
-        group.append(run)
-        nbytes += wanted
-    if group:
-        yield group
+def _nbytes_of(run: list[SlotPiece]) -> int:
+    return sum(piece.block.nbytes for piece in run)
 
 
 def _errors(operation: Operation, items: int) -> dict[int, BaseException]:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 
 from nvmeio import files
+from nvmeio._files.descriptors import open_error
 from nvmeio.errors import TransferError, naming
 from nvmeio.files import File
 
@@ -78,12 +79,8 @@ def leads_to(path: str | os.PathLike[str], fd: int) -> bool:
 
 
 def _recycled(path: str | os.PathLike[str]) -> TransferError:
-    return TransferError(
-        errno.ESTALE,
-        operation="open",
-        path=os.fspath(path),
-        detail="the checkpoint was recycled while it was being read; open the latest one",
-    )
+    detail = "the checkpoint was recycled while it was being read; open the latest one"
+    return open_error(errno.ESTALE, os.fspath(path), detail)
 
 
 def _lock_shared(fd: int, path: str | os.PathLike[str]) -> bool:
@@ -152,11 +149,10 @@ def lock_directory(directory: str, hint: str = "") -> int:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     if not become_writer(fd):
         os.close(fd)
-        raise TransferError(
+        raise open_error(
             errno.EBUSY,
-            operation="open",
-            path=directory,
-            detail="another Checkpointer saves into this directory, in this process or in another: "
+            directory,
+            "another Checkpointer saves into this directory, in this process or in another: "
             "close it, choose another directory, or restore from this one with read_only=True"
             + hint,
         )

@@ -36,6 +36,7 @@ import stat
 import struct
 
 from nvmeio import files
+from nvmeio._files.descriptors import open_error
 from nvmeio._files.system import journal_keeps_order
 from nvmeio._storage.durable import allocate, make_directory, send, sync_directory, write_all
 from nvmeio._storage.locks import become_writer
@@ -268,7 +269,7 @@ def check_writable(directory: str, otherwise: str) -> None:
     except OSError as failed:
         code = errno_of(failed)
         detail = f"{os.strerror(code)}: no file can be made in this directory; {otherwise}"
-        raise TransferError(code, operation="open", path=directory, detail=detail) from failed
+        raise open_error(code, directory, detail) from failed
 
 
 def remove_leftovers(directory: str) -> list[str]:
@@ -313,16 +314,12 @@ def _check_target(path: str, target: str) -> bool:
     except OSError as failed:
         raise transfer_error(failed, "open", path) from failed
     if stat.S_ISDIR(facts.st_mode):
-        raise TransferError(errno.EISDIR, operation="open", path=path)
+        raise open_error(errno.EISDIR, path)
     if not stat.S_ISREG(facts.st_mode):
-        raise TransferError(
-            errno.EINVAL,
-            operation="open",
-            path=path,
-            detail="not a regular file: it would be replaced by one; torch.save writes into it",
-        )
+        detail = "not a regular file: it would be replaced by one; torch.save writes into it"
+        raise open_error(errno.EINVAL, path, detail)
     if not os.access(target, os.W_OK):
-        raise TransferError(errno.EACCES, operation="open", path=path)
+        raise open_error(errno.EACCES, path)
     return True
 
 
@@ -367,7 +364,7 @@ def _make_temporary(path: str, target: str) -> tuple[str, int]:
     """Create and lock a temporary file beside the target."""
     directory, name = os.path.split(target)
     if not name:
-        raise TransferError(errno.EISDIR, operation="open", path=path)
+        raise open_error(errno.EISDIR, path)
     for _ in range(_ATTEMPTS):
         temporary = temporary_name(directory, name)
         try:
@@ -390,9 +387,7 @@ def _make_temporary(path: str, target: str) -> tuple[str, int]:
             if is_named(fd, temporary):
                 os.unlink(temporary)
         os.close(fd)
-    raise TransferError(
-        errno.EEXIST, operation="open", path=path, detail="no temporary file could be made"
-    )
+    raise open_error(errno.EEXIST, path, "no temporary file could be made")
 
 
 def _creation_error(failed: OSError, path: str, directory: str) -> TransferError:
@@ -403,7 +398,7 @@ def _creation_error(failed: OSError, path: str, directory: str) -> TransferError
             f"{os.strerror(code)}: {directory} must be writable, for the new file is written "
             "beside the old one and then renamed"
         )
-    return TransferError(code, operation="open", path=path, detail=detail)
+    return open_error(code, path, detail)
 
 
 def is_named(fd: int, path: str) -> bool:

@@ -19,6 +19,7 @@ import stat
 import tempfile
 
 from nvmeio import files
+from nvmeio._files.descriptors import open_error
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.errors import IntegrityError, TransferError, naming, transfer_error
@@ -97,11 +98,10 @@ def open_again(path: str, fd: int) -> File:
         if os.path.samestat(os.fstat(opened.any_fd()), os.fstat(fd)):
             return file
     file.close()
-    raise TransferError(
+    raise open_error(
         errno.ESTALE,
-        operation="open",
-        path=path,
-        detail="another file was put in the place of the temporary one: others write in "
+        path,
+        "another file was put in the place of the temporary one: others write in "
         f"{os.path.dirname(path)}",
     )
 
@@ -139,9 +139,7 @@ def open_own(path: str | os.PathLike[str]) -> int:
         elif facts.st_nlink > 1:
             wrong = "it has a second name (a hard link)"
         if wrong:
-            raise TransferError(
-                errno.EPERM, operation="open", path=name, detail=f"{wrong}: remove it"
-            )
+            raise open_error(errno.EPERM, name, f"{wrong}: remove it")
         if stat.S_IMODE(facts.st_mode) & 0o077:
             os.fchmod(fd, FILE_MODE)
     return fd
