@@ -427,7 +427,7 @@ def test_only_aligned_tasks_count_as_direct(
     on_device: nvmeio.GdsHandle, device: FakeDevice, direct_path: Path, offset: int, direct: int
 ) -> None:
     """Of a file offset that is none of a page's, no task is aligned in file and memory at once."""
-    cufile_of(on_device)._workers[0]._mover._reaches_drive = True
+    cufile_of(on_device)._workers[0]._mover.mode = "gds"
     tensor = device.take(nvmeio.empty_aligned(2 * TASK, dtype=torch.uint8))
     writing = on_device.async_pwrite(tensor, direct_path, offset)
     writing.result()
