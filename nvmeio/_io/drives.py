@@ -119,12 +119,16 @@ class Striping:
 
 
 class FileSpan(NamedTuple):
-    """A run of bytes in an open file; `start` is where it begins in what was asked for."""
+    """A run of bytes in an open file, and where it begins in memory or in what was asked for."""
 
     file: File
     file_offset: int
     start: int
     nbytes: int
+
+    def part(self, memory: torch.Tensor) -> torch.Tensor:
+        """Its bytes of the memory that it is a part of."""
+        return memory[self.start : self.start + self.nbytes]
 
 
 class StripedFile:
@@ -134,10 +138,11 @@ class StripedFile:
         self.files = tuple(files)
         self._striping = striping
 
-    def spans(self, offset: int, nbytes: int) -> list[FileSpan]:
+    def spans(self, offset: int, nbytes: int, start: int = 0) -> list[FileSpan]:
+        """Where bytes `offset` to `offset + nbytes` lie, for memory from byte `start` on."""
         return [
-            FileSpan(self.files[drive], *rest)
-            for drive, *rest in self._striping.spans(offset, nbytes)
+            FileSpan(self.files[drive], place, start + at, length)
+            for drive, place, at, length in self._striping.spans(offset, nbytes)
         ]
 
     def describe(self, offset: int, nbytes: int, most: int = 4) -> str:

@@ -35,6 +35,7 @@ import torch
 
 from nvmeio import files
 from nvmeio._files import system
+from nvmeio._io.drives import FileSpan
 from nvmeio._io.inflight import MOST_BYTES
 from nvmeio._memory.devices import Mark
 from nvmeio._threads.threads import Thread
@@ -57,6 +58,11 @@ class WantedBytes(NamedTuple):
     start: int
     memory: torch.Tensor
     at: int
+
+    @classmethod
+    def of(cls, span: FileSpan, slot: torch.Tensor) -> WantedBytes:
+        """What is read of a span into its part of a slot."""
+        return cls(span.file, span.file_offset, span.part(slot), span.start)
 
 
 class Reads(Protocol):

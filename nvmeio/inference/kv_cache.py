@@ -432,8 +432,7 @@ class KVStore:
             raise RuntimeError("there is no file")
         begin = self._handles.async_pwrite if writing else self._handles.async_pread
         for span in self.file.spans(place, memory.nbytes):
-            part = memory[span.start : span.start + span.nbytes]
-            operation = begin(part, span.file, span.file_offset)
+            operation = begin(span.part(memory), span.file, span.file_offset)
             self._started(operation)
             begun.append(operation)
         return begun

@@ -11,12 +11,12 @@ import pytest
 import torch
 from support import thread
 
-from nvmeio._io.drives import DriveHandles
+from nvmeio._io.drives import DriveHandles, FileSpan
 from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
-from nvmeio.offload._swap_files.pipeline import DeviceTurns, Move, Pipeline, SlotTurn
+from nvmeio.offload._swap_files.pipeline import DeviceTurns, Pipeline, SlotTurn
 
 NBYTES = 4096
 
@@ -39,7 +39,7 @@ def ended(owner: OwnerThread) -> None:
     owner.drain()
 
 
-def idle(slot: torch.Tensor) -> list[Move]:
+def idle(slot: torch.Tensor) -> list[FileSpan]:
     return []
 
 
@@ -94,7 +94,7 @@ def test_a_failed_run_keeps_no_memory_alive(
             raise ValueError("not what was written")
 
     with File(tmp_path / "empty") as file:
-        move = Move(file, 0, 0, NBYTES)
+        move = FileSpan(file, 0, 0, NBYTES)
         first = SlotTurn(
             [move] if fails == "read" else [],
             lambda slot: [move] if fails == "write" else [],

@@ -64,8 +64,7 @@ class Rank:
             slot = self.slot(subgroup)
             slot.view(torch.float32).fill_(self.value(generation))
             for move in self.store.files.writes(subgroup, subgroup.pieces):
-                part = slot[move.slot_offset : move.slot_offset + move.nbytes]
-                self.handle.sync_pwrite(part, move.file, move.file_offset)
+                self.handle.sync_pwrite(move.part(slot), move.file, move.file_offset)
             moved |= {piece.number for piece in subgroup.pieces}
         small = {number: {"step": torch.tensor(float(generation))} for number in moved}
         change = Change(moved, dict.fromkeys(moved, True), small)
@@ -81,8 +80,7 @@ class Rank:
         for subgroup in self.subgroups:
             slot = self.slot(subgroup)
             for move in self.store.files.weights(subgroup, subgroup.pieces):
-                part = slot[move.slot_offset : move.slot_offset + move.nbytes]
-                self.handle.sync_pread(part, move.file, move.file_offset)
+                self.handle.sync_pread(move.part(slot), move.file, move.file_offset)
             for piece in subgroup.pieces:
                 span = piece.spans["weights"]
                 found = slot[span.offset : span.offset + span.nbytes].view(torch.float32)

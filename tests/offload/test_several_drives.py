@@ -24,7 +24,7 @@ from nvmeio.engines.threads import Block, ThreadsEngine
 from nvmeio.errors import ClosedError
 from nvmeio.offload import SwappedModule, SwappedOptimizer
 from nvmeio.offload._swap_files import swap_dirs
-from nvmeio.offload._swap_files.extents import file_tensor
+from nvmeio.offload._swap_files.file_tensors import file_tensor
 from nvmeio.offload._swap_files.swap_dirs import SwapDir
 
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10, "lr": 1e-2}

@@ -25,8 +25,6 @@ from nvmeio.files import File
 from nvmeio.offload._generations import manifests
 from nvmeio.offload._generations.manifests import Manifest
 from nvmeio.offload._generations.transactions import Transaction
-from nvmeio.offload._swap_files.extents import Extent, extents_of, moves_of
-from nvmeio.offload._swap_files.pipeline import Move
 from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, SlotSpan, Subgroup, runs, sections
 from nvmeio.offload._swap_files.swap_dirs import LOCK, OURS, SwapDirs
 
@@ -85,7 +83,7 @@ class StateFiles:
 
     # What moves
 
-    def reads(self, subgroup: Subgroup, pieces: Sequence[Piece], weights: bool) -> list[Move]:
+    def reads(self, subgroup: Subgroup, pieces: Sequence[Piece], weights: bool) -> list[FileSpan]:
         """The moves that bring the current state of pieces into a slot, and perhaps weights."""
         wanted = [
             [s for n, s in piece.spans.items() if (weights if n == WEIGHTS else piece.begun)]
@@ -94,7 +92,7 @@ class StateFiles:
         here = [piece.current for piece in pieces]
         return self._moves(subgroup, here, wanted, all(piece.begun for piece in pieces))
 
-    def weights(self, subgroup: Subgroup, pieces: Sequence[Piece]) -> list[Move]:
+    def weights(self, subgroup: Subgroup, pieces: Sequence[Piece]) -> list[FileSpan]:
         """The moves that bring the current weights of pieces into a slot."""
         stored = [piece for piece in pieces if piece.stored]
         wanted = [[piece.spans[WEIGHTS]] for piece in stored]
@@ -102,7 +100,7 @@ class StateFiles:
 
     def writes(
         self, subgroup: Subgroup, pieces: Sequence[Piece], begun: Mapping[int, bool] | None = None
-    ) -> list[Move]:
+    ) -> list[FileSpan]:
         """The moves that take pieces to the place that is not current.
 
         `begun` says by number whether a piece has state to write beside its weights; None: all
@@ -122,19 +120,18 @@ class StateFiles:
         places: Sequence[int],
         wanted: Sequence[Sequence[SlotSpan]],
         alike: bool = True,
-    ) -> list[Move]:
+    ) -> list[FileSpan]:
         """The moves of the wanted spans of each piece, to or from its place of the two.
 
         With `alike` the spans are the same for all pieces: if these are all pieces of the subgroup,
         nothing else lies between them.
         """
-        moves: list[Move] = []
+        moves: list[FileSpan] = []
         for which, file in enumerate(self._files):
             mine = [spans for place, spans in zip(places, wanted, strict=True) if place == which]
             whole = alike and len(mine) == len(subgroup.pieces)
             for run in runs([span for spans in mine for span in spans], subgroup.nbytes, whole):
-                at = subgroup.offset + run.offset
-                moves += moves_of(file, at, run.offset, run.nbytes)
+                moves += file.spans(subgroup.offset + run.offset, run.nbytes, run.offset)
         return moves
 
     def verifying(
@@ -183,21 +180,15 @@ class StateFiles:
         memory = memory_at(slot.data_ptr(), slot.nbytes)
         return {piece.number: _of_piece(memory, piece, begun) for piece in pieces}
 
-    def extents(self, piece: Piece) -> list[Extent]:
-        """Where the current weights of a piece are."""
-        offset = self._subgroup_of[piece.number].offset + piece.spans[WEIGHTS].offset
-        return extents_of(
-            self._files[piece.current], offset, piece.start, piece.stop, piece.step_dtype.itemsize
-        )
-
     def subgroup_of(self, piece: Piece) -> Subgroup:
         return self._subgroup_of[piece.number]
 
     def file_parts(self, piece: Piece, name: str) -> list[FileSpan]:
-        """A piece's current state as spans of open files."""
+        """A piece's current state as spans of open files, from its place in the parameter on."""
         span = piece.spans[name]
         offset = self._subgroup_of[piece.number].offset + span.offset
-        return self._files[piece.current].spans(offset, span.nbytes)
+        start = piece.start * span.dtype.itemsize
+        return self._files[piece.current].spans(offset, span.nbytes, start)
 
     # What they are
 

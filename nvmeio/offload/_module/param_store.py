@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from nvmeio._checks import Paths
-from nvmeio._io.drives import DriveHandles
+from nvmeio._io.drives import DriveHandles, FileSpan
 from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
 from nvmeio._residency.calls import in_backward
@@ -45,7 +45,6 @@ from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.rank_steps import directory_name
 from nvmeio.offload._module.stages import ParamPlaces, ParamUnit
-from nvmeio.offload._swap_files.extents import Extent
 from nvmeio.offload._swap_files.pipeline import move_all
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
 from nvmeio.offload._swap_files.tensors import absent, is_absent, laid, lay, local, strides_of
@@ -440,15 +439,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         memory, after = slot.host, None
         if isinstance(slot, DeviceSlot):
             memory, after = slot.memory, self._device_pool.free()
-        reads = [
-            WantedBytes(
-                move.file,
-                move.file_offset,
-                memory[move.slot_offset : move.slot_offset + move.nbytes],
-                move.slot_offset,
-            )
-            for move in self._places.moves(slot.unit)
-        ]
+        reads = [WantedBytes.of(span, memory) for span in self._places.moves(slot.unit)]
         return Fill(reads, after=after)
 
     def explain(self, slot: ParamSlot, error: BaseException) -> BaseException:
@@ -498,13 +489,13 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
 
     # Where they are
 
-    def where(self, parameter: torch.Tensor) -> Sequence[Extent]:
+    def where(self, parameter: torch.Tensor) -> Sequence[FileSpan]:
         """Where the parameter's elements are now; from any thread.
 
         ClosedError if they are in files of an optimizer that is closed.
         """
         found = self._places.where(parameter)
-        if not self.closed and any(extent.file.closed for extent in found):
+        if not self.closed and any(span.file.closed for span in found):
             raise ClosedError(_TAKEN_ALONG)
         return found
 
@@ -512,7 +503,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         """How its elements lie there, without gaps; () for row-major order."""
         return self._places.span_of(parameter).strides
 
-    def relocate(self, parameter: torch.Tensor, locate: Callable[[], Sequence[Extent]]) -> None:
+    def relocate(self, parameter: torch.Tensor, locate: Callable[[], Sequence[FileSpan]]) -> None:
         """Read the parameter from where `locate` says from now on; `locate` waits for nobody."""
         self._owner.call(self._places.relocate, parameter, locate)
 

@@ -11,8 +11,7 @@ import torch
 
 from nvmeio._io.drives import FileSpan, StripedFile
 from nvmeio._pages import PAGE_BYTES, round_up
-from nvmeio.offload._swap_files.extents import Extent, extents_of, file_tensor, moves_of
-from nvmeio.offload._swap_files.pipeline import Move
+from nvmeio.offload._swap_files.file_tensors import file_tensor
 from nvmeio.offload._swap_files.subgroups import SlotSpan, aligned
 from nvmeio.offload._swap_files.tensors import like, local, own_strides
 
@@ -140,40 +139,34 @@ class ParamPlaces:
     def __init__(self, unit_of: Mapping[int, ParamUnit], file: StripedFile) -> None:
         self._unit_of = unit_of
         self._file = file
-        self._elsewhere: dict[int, Callable[[], Sequence[Extent]]] = {}
+        self._elsewhere: dict[int, Callable[[], Sequence[FileSpan]]] = {}
 
-    def moves(self, unit: ParamUnit, writing: bool = False) -> list[Move]:
+    def moves(self, unit: ParamUnit, writing: bool = False) -> list[FileSpan]:
         """The transfers between the drive and a unit's memory.
 
         Reads go over small gaps, where another unit's parameter may lie. Writes do not.
         """
         if not any(id(p) in self._elsewhere for p in unit.parameters):
-            return moves_of(self._file, unit.file_offset, 0, unit.nbytes)
-        found: list[Move] = []
+            return self._file.spans(unit.file_offset, unit.nbytes)
+        found: list[FileSpan] = []
         for parameter, span in zip(unit.parameters, unit.spans, strict=True):
-            size = span.dtype.itemsize
-            for extent in self.where(parameter):
-                nbytes = (extent.stop - extent.start) * size
-                move = Move(
-                    extent.file, extent.file_offset, span.offset + extent.start * size, nbytes
-                )
+            for each in self.where(parameter):
+                move = each._replace(start=span.offset + each.start)
                 last = found[-1] if found else None
                 if last is not None and _follows(last, move, 1 if writing else PAGE_BYTES):
-                    found[-1] = last._replace(
-                        nbytes=move.slot_offset + move.nbytes - last.slot_offset
-                    )
-                elif nbytes:
+                    found[-1] = last._replace(nbytes=move.start + move.nbytes - last.start)
+                elif move.nbytes:
                     found.append(move)
         return found
 
-    def where(self, parameter: torch.Tensor) -> Sequence[Extent]:
+    def where(self, parameter: torch.Tensor) -> Sequence[FileSpan]:
         """Where the parameter's elements are now; from any thread."""
         locate = self._elsewhere.get(id(parameter))
         if locate is not None:
             return locate()
         span = self.span_of(parameter)
         offset = self._unit_of[id(parameter)].file_offset + span.offset
-        return extents_of(self._file, offset, 0, math.prod(span.shape), span.dtype.itemsize)
+        return self._file.spans(offset, span.nbytes)
 
     def span_of(self, parameter: torch.Tensor) -> SlotSpan:
         unit = self._unit_of[id(parameter)]
@@ -183,7 +176,7 @@ class ParamPlaces:
             if each is parameter
         )
 
-    def relocate(self, parameter: torch.Tensor, locate: Callable[[], Sequence[Extent]]) -> None:
+    def relocate(self, parameter: torch.Tensor, locate: Callable[[], Sequence[FileSpan]]) -> None:
         """Read the parameter from where `locate` says from now on; `locate` waits for nobody."""
         self._elsewhere[id(parameter)] = locate
         if self._elsewhere.keys() >= self._unit_of.keys():
@@ -196,23 +189,18 @@ class ParamPlaces:
 
     def on_file(self, parameter: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         """The parameter over the file, unread, with the rows of `rest` below its own."""
-        size = parameter.dtype.itemsize
-        spans = [
-            FileSpan(file, offset, start * size, (stop - start) * size)
-            for each in (parameter, *rest)
-            for file, offset, start, stop in self.where(each)
-        ]
+        spans = [span for each in (parameter, *rest) for span in self.where(each)]
         shape, strides = tuple(local(parameter).shape), self.span_of(parameter).strides
         if rest:
             shape = (sum(each.shape[0] for each in (parameter, *rest)), *shape[1:])
         return like(parameter, file_tensor(spans, parameter.dtype, shape, strides))
 
 
-def _follows(last: Move, move: Move, limit: int) -> bool:
+def _follows(last: FileSpan, move: FileSpan, limit: int) -> bool:
     """Whether two moves can be one, with the same small gap in file and memory."""
     gap = move.file_offset - (last.file_offset + last.nbytes)
     return (
         last.file is move.file
         and 0 <= gap < limit
-        and move.slot_offset - (last.slot_offset + last.nbytes) == gap
+        and move.start - (last.start + last.nbytes) == gap
     )

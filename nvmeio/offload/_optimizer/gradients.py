@@ -23,15 +23,14 @@ import torch
 import torch.distributed as dist
 
 from nvmeio._distributed.rank_store import several
-from nvmeio._io.drives import DriveHandles, StripedFile
+from nvmeio._io.drives import DriveHandles, FileSpan, StripedFile
 from nvmeio._memory import devices
 from nvmeio._memory.devices import Mark
 from nvmeio.offload._generations.transactions import Transaction, Transactions
 from nvmeio.offload._optimizer.grad_sentinel import GradSentinel
 from nvmeio.offload._optimizer.params import SwappedParam
 from nvmeio.offload._swap_files import tensors
-from nvmeio.offload._swap_files.extents import moves_of
-from nvmeio.offload._swap_files.pipeline import Move, failure_of, started
+from nvmeio.offload._swap_files.pipeline import failure_of, started
 from nvmeio.offload._swap_files.subgroups import Piece, Subgroup, runs
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
 from nvmeio.operation import Operation
@@ -248,11 +247,11 @@ class GradSheets:
     def has(self, number: int) -> bool:
         return number in self._present
 
-    def reads(self, subgroup: Subgroup, pieces: Sequence[Piece], base: int) -> list[Move]:
+    def reads(self, subgroup: Subgroup, pieces: Sequence[Piece], base: int) -> list[FileSpan]:
         """The moves that bring gradients into a slot, from byte `base` on."""
         return self._moves(subgroup, [p for p in pieces if p.param in self._present], base)
 
-    def _moves(self, subgroup: Subgroup, pieces: Sequence[Piece], base: int) -> list[Move]:
+    def _moves(self, subgroup: Subgroup, pieces: Sequence[Piece], base: int) -> list[FileSpan]:
         if self._file is None:
             return []
         spans = [piece.grad for piece in pieces if piece.grad is not None]
@@ -260,8 +259,8 @@ class GradSheets:
         return [
             move
             for run in runs(spans, subgroup.grad_nbytes, whole)
-            for move in moves_of(
-                self._file, subgroup.grad_offset + run.offset, base + run.offset, run.nbytes
+            for move in self._file.spans(
+                subgroup.grad_offset + run.offset, run.nbytes, base + run.offset
             )
         ]
 

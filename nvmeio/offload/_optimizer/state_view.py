@@ -11,7 +11,7 @@ import torch
 
 from nvmeio.offload._optimizer.params import SwappedParam
 from nvmeio.offload._optimizer.turns import MASTER
-from nvmeio.offload._swap_files.extents import file_tensor
+from nvmeio.offload._swap_files.file_tensors import file_tensor
 from nvmeio.offload._swap_files.subgroups import WEIGHTS
 from nvmeio.offload._swap_files.tensors import like, local
 

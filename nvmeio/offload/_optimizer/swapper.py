@@ -15,7 +15,7 @@ import torch
 
 from nvmeio._checks import Paths
 from nvmeio._distributed.rank_store import several
-from nvmeio._io.drives import DriveHandles
+from nvmeio._io.drives import DriveHandles, FileSpan
 from nvmeio._memory import page_locked
 from nvmeio._threads.closing import do_all, on_error
 from nvmeio._threads.shutdown import Ending
@@ -25,6 +25,7 @@ from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.generations import Generations
 from nvmeio.offload._generations.manifests import Manifest
 from nvmeio.offload._generations.rank_steps import DurableSteps, agreed, directory_name
+from nvmeio.offload._generations.state_files import StateFiles
 from nvmeio.offload._generations.transactions import Transaction, Transactions
 from nvmeio.offload._optimizer import memory_plans
 from nvmeio.offload._optimizer.arguments import OptimizerSettings
@@ -33,9 +34,8 @@ from nvmeio.offload._optimizer.gradients import GradientSwapper
 from nvmeio.offload._optimizer.memory_plans import Cuts
 from nvmeio.offload._optimizer.params import StepInputs, SwappedParam, grads_of
 from nvmeio.offload._optimizer.turns import StateLoad, Step, Swapped
-from nvmeio.offload._swap_files.extents import Extent
 from nvmeio.offload._swap_files.pipeline import DeviceTurns, Pipeline, Times, new_helper
-from nvmeio.offload._swap_files.subgroups import Piece, Subgroup
+from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, Subgroup
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
 from nvmeio.offload._swap_files.tensors import view
 
@@ -190,7 +190,7 @@ class StateSwapper(Swapped):
     def _relocate(self, params: Sequence[SwappedParam]) -> None:
         for param in params:
             if param.param_store is not None and not param.stores_rounded:
-                locate = functools.partial(_extents, self.store, param.pieces)
+                locate = functools.partial(_weights_in, self.store.files, param.pieces)
                 param.param_store.relocate(param.parameter, locate)
 
     # The step
@@ -371,8 +371,8 @@ def options_of(groups: Groups) -> list[dict[str, Any]]:
     return [{name: v for name, v in group.items() if name != "params"} for group in groups]
 
 
-def _extents(store: Generations, pieces: Sequence[Piece]) -> list[Extent]:
-    return [extent for piece in pieces for extent in store.files.extents(piece)]
+def _weights_in(files: StateFiles, pieces: Sequence[Piece]) -> list[FileSpan]:
+    return [span for piece in pieces for span in files.file_parts(piece, WEIGHTS)]
 
 
 class OpenedState(NamedTuple):

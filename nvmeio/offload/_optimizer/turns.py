@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nvmeio._io.drives import DriveHandles
+from nvmeio._io.drives import DriveHandles, FileSpan
 from nvmeio._memory import devices
 from nvmeio._threads.closing import on_error
 from nvmeio.errors import ClosedError
@@ -24,7 +24,7 @@ from nvmeio.offload._module.param_store import ParamStore
 from nvmeio.offload._optimizer.arithmetic import Stepper, Work
 from nvmeio.offload._optimizer.gradients import GradientSwapper
 from nvmeio.offload._optimizer.params import SwappedParam
-from nvmeio.offload._swap_files.pipeline import DeviceTurns, Move, Pipeline, SlotTurn, move_all
+from nvmeio.offload._swap_files.pipeline import DeviceTurns, Pipeline, SlotTurn, move_all
 from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, SlotRun, Subgroup
 from nvmeio.offload._swap_files.tensors import laid, local, part, strides_of, view
 
@@ -117,11 +117,11 @@ class Swapped:
                 stores.setdefault(param.param_store, []).append(param.parameter)
         return stores
 
-    def param_reads(self, pieces: Iterable[Piece], subgroup: Subgroup) -> list[Move]:
+    def param_reads(self, pieces: Iterable[Piece], subgroup: Subgroup) -> list[FileSpan]:
         """The moves that bring the weights of parameters that live on the drive."""
         return [m for p in pieces for m in _param_moves(subgroup, p, self.param_of(p))]
 
-    def param_writes(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> list[Move]:
+    def param_writes(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> list[FileSpan]:
         """The moves that take rounded weights to parameters that live on the drive."""
         return self.param_reads((p for p in pieces if self.param_of(p).stores_rounded), subgroup)
 
@@ -168,7 +168,9 @@ class Swapped:
         param = self.param_of(piece)
         return param.param_store is None or param.stores_rounded or not self.store.generation
 
-    def _take(self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor) -> list[Move]:
+    def _take(
+        self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
+    ) -> list[FileSpan]:
         for piece in pieces:
             weights_in(subgroup, piece, self.param_of(piece), slot)
         return self.files.writes(subgroup, pieces, {p.number: p.begun for p in pieces})
@@ -187,7 +189,7 @@ class Swapped:
 
     def to_params(
         self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
-    ) -> list[Move]:
+    ) -> list[FileSpan]:
         """Copy weights of a slot into their parameters; returns what must be written for that."""
         for piece in pieces:
             weights_out(subgroup, piece, self.param_of(piece), slot)
@@ -223,21 +225,20 @@ def _outside(
     return _grad_in(subgroup, piece, slot) if param.stores_rounded else None
 
 
-def _param_moves(subgroup: Subgroup, piece: Piece, param: SwappedParam) -> list[Move]:
+def _param_moves(subgroup: Subgroup, piece: Piece, param: SwappedParam) -> list[FileSpan]:
     """The moves between a parameter's store and the slot: its weights, or, rounded, beside them."""
     if param.param_store is None or piece.grad is None:
         return []
     base = subgroup.grads_at + piece.grad.offset
     if not param.stores_rounded:
         base = piece.spans[WEIGHTS].offset
-    size = param.dtype.itemsize
+    first, last = piece.start * param.dtype.itemsize, piece.stop * param.dtype.itemsize
     found = []
-    for extent in param.param_store.where(param.parameter):
-        start, stop = max(piece.start, extent.start), min(piece.stop, extent.stop)
+    for span in param.param_store.where(param.parameter):
+        start, stop = max(first, span.start), min(last, span.start + span.nbytes)
         if start < stop:
-            offset = extent.file_offset + (start - extent.start) * size
-            into = base + (start - piece.start) * size
-            found.append(Move(extent.file, offset, into, (stop - start) * size))
+            offset = span.file_offset + start - span.start
+            found.append(FileSpan(span.file, offset, base + start - first, stop - start))
     return found
 
 
@@ -354,23 +355,25 @@ class Step:
                 return False
         return param.number in self._grads
 
-    def _reads(self, subgroup: Subgroup, pieces: list[Piece]) -> list[Move]:
+    def _reads(self, subgroup: Subgroup, pieces: list[Piece]) -> list[FileSpan]:
         """The moves of state, weights that are stepped in the slot, and gradients on the drive."""
         staged = [piece for piece in pieces if piece.staged]
         plain = [piece for piece in pieces if not piece.staged]
         files = self._swapped.files
-        reads: list[Move] = []
+        reads: list[FileSpan] = []
         if staged:
             reads += files.reads(subgroup, staged, weights=True)
         if plain:
             reads += files.reads(subgroup, [p for p in plain if p.begun], weights=False)
         return reads + self._grad_reads(subgroup, pieces)
 
-    def _grad_reads(self, subgroup: Subgroup, pieces: Sequence[Piece]) -> list[Move]:
+    def _grad_reads(self, subgroup: Subgroup, pieces: Sequence[Piece]) -> list[FileSpan]:
         gradients = self._swapped.gradients
         return [] if gradients is None else gradients.reads(subgroup, pieces, subgroup.grads_at)
 
-    def _turn(self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor) -> list[Move]:
+    def _turn(
+        self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
+    ) -> list[FileSpan]:
         self.touched.append(subgroup)
         if not all(piece.stored for piece in subgroup.pieces):
             self.why_no_undo = _NOT_STORED
@@ -528,7 +531,7 @@ class StateLoad:
             writes = self._swapped.to_params(subgroup, stored, slot)
             move_all(self._swapped.handles, slot, writes, writing=True)
 
-    def _take_over(self, subgroup: Subgroup, slot: torch.Tensor) -> list[Move]:
+    def _take_over(self, subgroup: Subgroup, slot: torch.Tensor) -> list[FileSpan]:
         for piece in subgroup.pieces:
             entry = self._states.get(piece.param)
             if piece.stored:

@@ -22,14 +22,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._io.drives import DriveHandles
+from nvmeio._io.drives import DriveHandles, FileSpan
 from nvmeio._memory import devices
 from nvmeio._memory.devices import Mark
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.future import Future
 from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import ClosedError
-from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.offload._swap_files.subgroups import SlotRun
 from nvmeio.operation import Operation
@@ -38,15 +37,6 @@ from nvmeio.pool import PinnedPool
 # From so many transfers with one handle on they are one operation: a third of the Python.
 _BATCH_FROM = 4
 BUFFERS = 2  # one is computed in, one comes up or goes down
-
-
-class Move(NamedTuple):
-    """One transfer between a slot and a file; all in bytes."""
-
-    file: File
-    file_offset: int
-    slot_offset: int
-    nbytes: int
 
 
 @dataclass
@@ -72,8 +62,8 @@ class SlotTurn(NamedTuple):
     being written.
     """
 
-    reads: Sequence[Move]
-    compute: Callable[[torch.Tensor], Sequence[Move]]
+    reads: Sequence[FileSpan]
+    compute: Callable[[torch.Tensor], Sequence[FileSpan]]
     verify: Callable[[torch.Tensor], None] | None = None
     seal: Callable[[torch.Tensor], None] | None = None
 
@@ -244,19 +234,19 @@ class _Computed(NamedTuple):
 
     turn: SlotTurn
     slot: torch.Tensor
-    moves: Sequence[Move]
+    moves: Sequence[FileSpan]
     mark: Mark | None = None
 
 
 def _asked(device: DeviceTurns, turn: SlotTurn, slot: torch.Tensor) -> _Computed:
     """Ask a device to compute a turn."""
-    moves: list[Move] = []
+    moves: list[FileSpan] = []
 
     def compute(memory: torch.Tensor) -> list[SlotRun]:
         moves.extend(turn.compute(memory))
-        return [SlotRun(move.slot_offset, move.nbytes) for move in moves]
+        return [SlotRun(move.start, move.nbytes) for move in moves]
 
-    reads = (SlotRun(move.slot_offset, move.nbytes) for move in turn.reads)
+    reads = (SlotRun(move.start, move.nbytes) for move in turn.reads)
     return _Computed(turn, slot, moves, device.begin(slot, reads, compute))
 
 
@@ -439,16 +429,16 @@ def _joined(runs: Iterable[SlotRun]) -> list[SlotRun]:
 
 
 def started(
-    handles: DriveHandles, slot: torch.Tensor, moves: Sequence[Move], writing: bool
+    handles: DriveHandles, slot: torch.Tensor, moves: Sequence[FileSpan], writing: bool
 ) -> list[Operation]:
     """Begin transfers of a slot; where one cannot begin, the others have ended."""
-    by_handle: dict[AioHandle, list[Move]] = {}
+    by_handle: dict[AioHandle, list[FileSpan]] = {}
     for move in moves:
         by_handle.setdefault(handles.of(move.file), []).append(move)
     operations: list[Operation] = []
     with on_error(_waited, operations):
         for handle, mine in by_handle.items():
-            memory = [slot[each.slot_offset : each.slot_offset + each.nbytes] for each in mine]
+            memory = [each.part(slot) for each in mine]
             if len(mine) >= _BATCH_FROM:
                 begin: Any = handle.async_pwrite_batch if writing else handle.async_pread_batch
                 files, offsets = [m.file for m in mine], [m.file_offset for m in mine]
@@ -487,7 +477,7 @@ def _waited(operations: Sequence[Operation]) -> float:
 
 
 def move_all(
-    handles: DriveHandles, slot: torch.Tensor, moves: Sequence[Move], writing: bool
+    handles: DriveHandles, slot: torch.Tensor, moves: Sequence[FileSpan], writing: bool
 ) -> None:
     """Move bytes outside of a pipeline, and wait; the first failure is raised when all are done."""
     finish(started(handles, slot, moves, writing))

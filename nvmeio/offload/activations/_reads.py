@@ -139,17 +139,8 @@ class ActivationReads(Keeper["SavedStorage", Slot["SavedStorage"]]):
         return Slot(unit, memory, memory)
 
     def fill(self, slot: Slot[SavedStorage]) -> Fill:
-        return Fill(
-            [
-                WantedBytes(
-                    span.file,
-                    span.file_offset,
-                    slot.host[span.start : span.start + span.nbytes],
-                    span.start,
-                )
-                for span in self._file.spans(slot.unit.place, slot.unit.nbytes)
-            ]
-        )
+        spans = self._file.spans(slot.unit.place, slot.unit.nbytes)
+        return Fill([WantedBytes.of(span, slot.host) for span in spans])
 
     def check(self, slot: Slot[SavedStorage]) -> None:
         saved = slot.unit

@@ -216,7 +216,7 @@ class ActivationStore:
         begun: list[Operation] = []
         with on_error(self._file.give_back, place, saved.nbytes), on_error(_stop, begun):
             for span in self._file.spans(place, saved.nbytes):
-                part = memory[span.start : span.start + span.nbytes]
+                part = span.part(memory)
                 begun.append(self._handles.async_pwrite(part, span.file, span.file_offset))
         saved.place, saved.writing, saved.wanted = place, begun, False
         saved.begun_in = self._round

@@ -1,7 +1,4 @@
-"""Spans of striped files as what transfers, tensors and the window of parameters are made of.
-
-A tensor over spans reads nothing before somebody looks at an element.
-"""
+"""Tensors over spans of files; nothing is read before somebody looks at an element."""
 
 from __future__ import annotations
 
@@ -9,62 +6,14 @@ import ctypes
 import mmap
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from nvmeio import files
-from nvmeio._io.drives import FileSpan, StripedFile
+from nvmeio._io.drives import FileSpan
+from nvmeio._memory import system
 from nvmeio._pages import PAGE_BYTES, round_down
-from nvmeio.files import File
-from nvmeio.offload._swap_files.pipeline import Move
 
-
-class Extent(NamedTuple):
-    """Elements [start, stop) of a parameter, the first at `file_offset` bytes of a file."""
-
-    file: File
-    file_offset: int
-    start: int
-    stop: int
-
-
-def moves_of(file: StripedFile, file_offset: int, slot_offset: int, nbytes: int) -> list[Move]:
-    """The transfers between bytes of a striped file and a slot."""
-    return [
-        Move(span.file, span.file_offset, slot_offset + span.start, span.nbytes)
-        for span in file.spans(file_offset, nbytes)
-    ]
-
-
-def extents_of(
-    file: StripedFile, file_offset: int, start: int, stop: int, itemsize: int
-) -> list[Extent]:
-    """Where elements `start` to `stop` are, the first of them at `file_offset`.
-
-    Chunks are whole pages and tensors aligned, so that no element lies on two drives.
-    """
-    return [
-        Extent(
-            span.file,
-            span.file_offset,
-            start + span.start // itemsize,
-            start + (span.start + span.nbytes) // itemsize,
-        )
-        for span in file.spans(file_offset, (stop - start) * itemsize)
-    ]
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int64,
-]
 _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -97,7 +46,7 @@ def file_tensor(
         start = round_down(each.file_offset, PAGE_BYTES)
         nbytes = each.nbytes + each.file_offset - start
         with files.in_use(each.file) as opened:
-            found = _libc.mmap(
+            found = system.libc.mmap(
                 at,
                 nbytes,
                 mmap.PROT_READ | mmap.PROT_WRITE,
