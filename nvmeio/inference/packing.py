@@ -169,7 +169,7 @@ def pack(
         model = transformers.empty_model(config, dtype, checkpoint)
         transformers.compute_buffers(model, torch.device("cpu"))
         matched = match(model, checkpoint, strict=True)
-        parts = partition(model, matched.by_tensor, None)
+        parts = partition(model, matched, None)
         units = [unit for unit in (parts.fixed, *parts.units) if unit.weights]
         if ranks > 1 and any(unit.experts is not None for unit in units):
             raise ValueError(

@@ -338,3 +338,15 @@ def test_a_transposed_layer_in_tiles_has_its_rows(tmp_path: Path) -> None:
     ) as made:
         assert torch.equal(made.state_dict()["0.weight"], wanted)
         assert len(list(made.parameters())) > 2
+
+
+def test_empty_parameters_of_two_dtypes_lie_at_the_same_byte(tmp_path: Path) -> None:
+    """Transfers were put in order by whole spans, and dtypes have none: TypeError when made."""
+    empty = [torch.nn.Parameter(torch.empty(0, dtype=t)) for t in (torch.float32, torch.float64)]
+    params, alone = [*empty, torch.nn.Parameter(torch.ones(3))], torch.nn.Parameter(torch.ones(3))
+    for each in (*params, alone):
+        each.grad = torch.ones_like(each)
+    torch.optim.Adam([alone]).step()
+    with SwappedOptimizer(torch.optim.Adam, params, swap_dir=tmp_path) as optimizer:
+        optimizer.step()
+        assert torch.equal(params[-1], alone)

@@ -129,7 +129,7 @@ class RankReader(Reader):
         self, number: int, host: torch.Tensor, arrived: Callable[[], None] | None
     ) -> SharedFill:
         """A fill that brings a unit, all but its experts."""
-        reads = self._wanted(number, lambda read: _place(host, read))
+        reads = self._wanted(number, lambda read: read.part(host))
         return SharedFill(number, host, reads, self._wake.set, arrived)
 
     def own_reads(self, number: int) -> Sequence[Read]:
@@ -335,7 +335,7 @@ class RankReader(Reader):
             for memory in self._memory_of(number, fill)
         ]
         received = [
-            (rank, _place(fill.host, read))
+            (rank, read.part(fill.host))
             for rank, part in enumerate(parts)
             if fill is not None and rank != mine
             for read in part
@@ -346,7 +346,7 @@ class RankReader(Reader):
         """Where this rank's part of a unit lies, now that it was read."""
         reads = self.own_reads(number)
         if fill is not None:
-            return [_place(fill.host, read) for read in reads]
+            return [read.part(fill.host) for read in reads]
         return [wanted.memory for wanted in self._wanted(number, self._in_room())]
 
     def _in_room(self) -> Callable[[Read], torch.Tensor]:
@@ -355,7 +355,7 @@ class RankReader(Reader):
         def take(read: Read) -> torch.Tensor:
             nonlocal at
             start, at = at, at + pages(read)
-            return self._room[start : start + read.end - read.start]
+            return self._room[start : start + read.nbytes]
 
         return take
 
@@ -385,13 +385,9 @@ def _end(fill: SharedFill, failed: BaseException | None) -> None:
     fill.done.set()
 
 
-def _place(host: torch.Tensor, read: Read) -> torch.Tensor:
-    return host[read.at : read.at + read.end - read.start]
-
-
 def pages(read: Read) -> int:
     """Bytes that a read takes in room that is cut in pages."""
-    return round_up(read.end - read.start, PAGE_BYTES)
+    return round_up(read.nbytes, PAGE_BYTES)
 
 
 def room_bytes(parts: Parts) -> int:
@@ -405,21 +401,20 @@ def shares(reads: Sequence[Read], ranks: int) -> list[tuple[Read, ...]]:
     A read is cut at whole pages of itself, so that direct I/O stays direct.
     """
     found: list[list[Read]] = [[] for _ in range(ranks)]
-    places = cuts(sum(read.end - read.start for read in reads), ranks)
+    places = cuts(sum(read.nbytes for read in reads), ranks)
     before = 0
     for read in reads:
-        nbytes = read.end - read.start
         low = 0
         for rank in range(ranks):
-            high = min(max(places[rank + 1] - before, 0), nbytes)
-            if high < nbytes:
+            high = min(max(places[rank + 1] - before, 0), read.nbytes)
+            if high < read.nbytes:
                 high = round_down(high, PAGE_BYTES)
             if low < high:
                 found[rank].append(
                     Read(read.file, read.start + low, read.start + high, read.at + low)
                 )
                 low = high
-        before += nbytes
+        before += read.nbytes
     return [tuple(each) for each in found]
 
 

@@ -25,7 +25,6 @@ from nvmeio._residency import calls
 from nvmeio.errors import TransferError, an
 from nvmeio.inference._parallel.stream_ranks import Ranks, digest_of
 from nvmeio.inference._plan import transformers
-from nvmeio.inference._plan.matching import Matched
 from nvmeio.inference._plan.slot_layout import (
     FileExtent,
     Weight,
@@ -75,8 +74,8 @@ class TensorParallel:
         self,
         model: nn.Module,
         plan: Mapping[str, str],
-        matched: Matched,
-    ) -> Matched:
+        matched: dict[int, Weight],
+    ) -> dict[int, Weight]:
         """Have a model compute with parts, and find where these are read.
 
         Parameters are on the meta device; modules get transformers' hooks. `plan` is from `check`,
@@ -92,7 +91,7 @@ class TensorParallel:
             if parameter is not None
         }
         transformers.distribute(model, mesh, plan)
-        by_tensor = dict(matched.by_tensor)
+        by_tensor = dict(matched)
         for (module, name), whole in before.items():
             sharded: Any = module._parameters[name]
             if sharded is whole:
@@ -111,7 +110,7 @@ class TensorParallel:
             )
             module._parameters[name] = empty
             by_tensor[id(empty)] = _part_of(weight, dim, *here, self._each(whole.shape[dim]))
-        return Matched(by_tensor, list(by_tensor.values()))
+        return by_tensor
 
     def _range(self, count: int) -> tuple[int, int]:
         """This rank's share of so many rows or columns, as torch's `Shard` cuts them."""
@@ -185,7 +184,7 @@ def check(
     model: nn.Module,
     wanted: str | Mapping[str, str],
     ranks: Ranks,
-    matched: Matched,
+    matched: dict[int, Weight],
     opened: SafetensorsSet,
 ) -> dict[str, str]:
     """What of a model is cut how, by the names of its modules and parameters; all ranks agree.
@@ -230,7 +229,7 @@ def check(
                 f"tp_plan cuts {name!r}, and {tied} are one weight: a tied weight is not cut while "
                 "it streams. Leave tp_plan= out (process_group= alone shares the reading)"
             )
-    wholes = [(w.name, str(w.dtype), w.shape, w.parts) for w in matched.weights]
+    wholes = [(w.name, str(w.dtype), w.shape, w.parts) for w in matched.values()]
     ranks.meet(digest_of(opened, (), sorted(plan.items()), wholes), 0)
     return plan
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,17 +14,12 @@ from nvmeio.inference._plan.packed_format import FoundWeight, Packed
 from nvmeio.inference._plan.slot_layout import Weight, part_of
 
 
-class Matched(NamedTuple):
-    """Weights by the id of the meta tensor that each is shown as, and in the model's order."""
-
-    by_tensor: dict[int, Weight]
-    weights: list[Weight]
-
-
 def match(
     model: nn.Module, checkpoint: SafetensorsSet, strict: bool, packed: Packed | None = None
-) -> Matched:
+) -> dict[int, Weight]:
     """Find what each tensor of a model is read from.
+
+    Returns the weights by the id of the meta tensor that each is shown as, in the model's order.
 
     The model's parameters are on the meta device (else ValueError); buffers there must be in the
     checkpoint too. That has the model's names or, for transformers' models, those that
@@ -34,7 +28,6 @@ def match(
     """
     found, unexpected = _found(model, checkpoint, packed)
     by_tensor: dict[int, Weight] = {}
-    weights: list[Weight] = []
     tied: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for name, tensor in _tensors_of(model):
@@ -48,9 +41,7 @@ def match(
         if there is None:
             missing.append(names[0])
             continue
-        weight = _weight(there, tensors[key], found[there], checkpoint)
-        by_tensor[key] = weight
-        weights.append(weight)
+        by_tensor[key] = _weight(there, tensors[key], found[there], checkpoint)
     if missing:
         raise IntegrityError(
             f"{checkpoint.path} lacks {_some(missing)}, which the model has: it belongs to another "
@@ -68,7 +59,7 @@ def match(
             expected=sorted(used)[:20],
             found=unexpected,
         )
-    return Matched(by_tensor, weights)
+    return by_tensor
 
 
 def _found(

@@ -27,9 +27,10 @@ from nvmeio.inference._parallel.stream_ranks import Ranks, check_part, digest_of
 from nvmeio.inference._parallel.tensor_parallel import TensorParallel
 from nvmeio.inference._plan import packed_format, transformers
 from nvmeio.inference._plan.budget import SHARE, Shares, check_numbers, fit, share_out
-from nvmeio.inference._plan.matching import Matched, match
+from nvmeio.inference._plan.matching import match
 from nvmeio.inference._plan.packed_format import Packed
 from nvmeio.inference._plan.quantization import Compute
+from nvmeio.inference._plan.slot_layout import Weight
 from nvmeio.inference._plan.units import Partition, partition
 from nvmeio.inference._stream import stand_ins
 
@@ -103,7 +104,9 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
     return ModelPlan(model, parts, shares, ranks, parallel, dict(opened.tensors), packed, part)
 
 
-def _left_packed(model: nn.Module, matched: Matched, compute: Compute) -> Matched:
+def _left_packed(
+    model: nn.Module, matched: dict[int, Weight], compute: Compute
+) -> dict[int, Weight]:
     """Leave quantised weights packed that modules only multiply with."""
     others = {
         id(parameter)
@@ -114,11 +117,10 @@ def _left_packed(model: nn.Module, matched: Matched, compute: Compute) -> Matche
     parameters = {id(parameter) for parameter in model.parameters()}
     left = {
         key: weight._replace(compute=compute)
-        for key, weight in matched.by_tensor.items()
+        for key, weight in matched.items()
         if weight.quantised is not None and key in parameters - others
     }
-    by_tensor = {**matched.by_tensor, **left}
-    return Matched(by_tensor, list(by_tensor.values()))
+    return matched | left
 
 
 def _multiplies(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
@@ -150,13 +152,13 @@ def _model(asked: Asked, opened: SafetensorsSet) -> Any:
 def _parts(
     asked: Asked,
     model: nn.Module,
-    matched: Matched,
+    matched: dict[int, Weight],
     opened: SafetensorsSet,
     own_alignment: bool,
     most: int | None,
 ) -> Partition:
     """The model in units of so many bytes at most, laid out."""
-    parts = partition(model, matched.by_tensor, asked.layers, most)
+    parts = partition(model, matched, asked.layers, most)
     for unit in (parts.fixed, *parts.units):
         if asked.trainable:
             unit.experts = None  # those of a token would have to be known to backward

@@ -35,6 +35,14 @@ class Read(NamedTuple):
     end: int
     at: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+    def part(self, slot: torch.Tensor) -> torch.Tensor:
+        """Its bytes of the slot."""
+        return slot[self.at : self.at + self.nbytes]
+
 
 class SlotLayout(NamedTuple):
     """The slot of one unit, in whole pages.
@@ -89,7 +97,7 @@ def lay_out(
             run = Read(extent.file, first, last, end)
             reads.append(run)
         starts[index] = run.at + extent.offset - run.start
-        end = round_up(run.at + run.end - run.start, PAGE_BYTES)
+        end = round_up(run.at + run.nbytes, PAGE_BYTES)
     by_expert: list[list[Read]] = [[] for _ in range(count)]
     together: list[Read] = []
     for index, part in enumerate(parts):

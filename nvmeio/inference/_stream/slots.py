@@ -290,10 +290,7 @@ class SlotPools:
 
     def fill(self, slot: WeightSlot, reads: Sequence[Read], files: Sequence[File]) -> Fill:
         """The reads that fill a slot, followed by copies to the device."""
-        wanted = [
-            WantedBytes(files[r.file], r.start, slot.host[r.at : r.at + r.end - r.start], r.at)
-            for r in reads
-        ]
+        wanted = [WantedBytes(files[r.file], r.start, r.part(slot.host), r.at) for r in reads]
         slot.files = {read.file for read in reads}
         sums = [each for each in slot.unit.sums if slot.has(each)]
         arriving = Arriving(sums, files) if sums else None
@@ -396,7 +393,7 @@ class SlotPools:
             for each in slot.unit.sums
             if slot.has(each)
             and any(
-                each.at < read.at + read.end - read.start and read.at < each.at + each.nbytes
+                each.at < read.at + read.nbytes and read.at < each.at + each.nbytes
                 for read in reads
             )
         ]
@@ -405,8 +402,7 @@ class SlotPools:
     def copied(self, slot: WeightSlot, read: Read) -> None:
         """Bring what was read outside of a fill to the device."""
         if self._copies is not None:
-            end = read.at + read.end - read.start
-            slot.memory[read.at : end].copy_(slot.host[read.at : end])
+            read.part(slot.memory).copy_(read.part(slot.host))
 
     # Tensors
 

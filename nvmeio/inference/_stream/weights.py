@@ -187,7 +187,7 @@ class Weights(Keeper[Unit, WeightSlot]):
         try:
             for handle, own in by_handle.items():
                 batch = handle.async_pread_batch(
-                    [slot.host[read.at : read.at + read.end - read.start] for read in own],
+                    [read.part(slot.host) for read in own],
                     [files[read.file] for read in own],
                     [read.start for read in own],
                 )
@@ -198,7 +198,7 @@ class Weights(Keeper[Unit, WeightSlot]):
             if isinstance(failed, BatchError):
                 item, failed = failed.failures[0]
                 if isinstance(failed, TransferError):
-                    names = names_in(slot.unit, own[item].at, own[item].end - own[item].start)
+                    names = names_in(slot.unit, own[item].at, own[item].nbytes)
                     failed = with_context(failed, f"weights {names} of {slot.unit.name}")
             if failed is not None:
                 raise failed
@@ -206,7 +206,7 @@ class Weights(Keeper[Unit, WeightSlot]):
             self._checkpoint.check(index, f"layer {slot.unit.name!r}")
         for read in reads:
             self._memory.copied(slot, read)
-        self.beside_bytes += sum(read.end - read.start for read in reads)
+        self.beside_bytes += sum(read.nbytes for read in reads)
 
     def alone(self, unit: Unit, number: int) -> WeightSlot:
         """A slot for a copy of one weight, in memory of its own that lasts as long as it.

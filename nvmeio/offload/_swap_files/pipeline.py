@@ -30,7 +30,7 @@ from nvmeio._threads.future import Future
 from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
-from nvmeio.offload._swap_files.subgroups import SlotRun
+from nvmeio.offload._swap_files.subgroups import SlotRun, joined
 from nvmeio.operation import Operation
 from nvmeio.pool import PinnedPool
 
@@ -382,14 +382,14 @@ class DeviceTurns:
         self._next = (number + 1) % len(self._buffers)
         if before is not None:
             self._up.after(before)
-        for start, nbytes in _joined(reads):
+        for start, nbytes in joined(reads):  # a copy costs microseconds to ask for
             self._up.copy(memory[start : start + nbytes], slot[start : start + nbytes])
         stream = devices.stream_here(self.device)
         devices.record_use(memory, stream)
         devices.come_after(stream, self._up.mark())
         results = compute(memory)
         self._down.follow()
-        for start, nbytes in _joined(results):
+        for start, nbytes in joined(results):
             self._down.copy(slot[start : start + nbytes], memory[start : start + nbytes])
         mark = self._down.mark()
         self._used[number] = mark
@@ -412,20 +412,6 @@ class DeviceTurns:
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers)
-
-
-def _joined(runs: Iterable[SlotRun]) -> list[SlotRun]:
-    """As few runs as hold the same bytes: a copy costs microseconds to ask for."""
-    found: list[SlotRun] = []
-    for start, nbytes in sorted(runs):
-        if not nbytes:
-            continue
-        if found and start <= found[-1].offset + found[-1].nbytes:
-            end = max(start + nbytes, found[-1].offset + found[-1].nbytes)
-            found[-1] = SlotRun(found[-1].offset, end - found[-1].offset)
-        else:
-            found.append(SlotRun(start, nbytes))
-    return found
 
 
 def started(

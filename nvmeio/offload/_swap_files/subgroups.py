@@ -226,19 +226,20 @@ def runs(spans: Sequence[SlotSpan], limit: int, whole: bool) -> list[SlotRun]:
     With `whole` nothing else lies between them: gaps are padding, and go along. Else only spans
     that touch are joined.
     """
-    if not spans:
-        return []
-    ordered = sorted(spans)
-    if whole:
-        start = round_down(ordered[0].offset, PAGE_BYTES)
-        end = max(span.offset + span.nbytes for span in ordered)
-        return [SlotRun(start, min(round_up(end, PAGE_BYTES), limit) - start)]
+    if not spans or not whole:
+        return joined(spans, _LINE_BYTES - 1)
+    start = round_down(min(span.offset for span in spans), PAGE_BYTES)
+    end = max(span.offset + span.nbytes for span in spans)
+    return [SlotRun(start, min(round_up(end, PAGE_BYTES), limit) - start)]
+
+
+def joined(spans: Iterable[SlotSpan | SlotRun], gap: int = 0) -> list[SlotRun]:
+    """As few runs as hold the bytes of all spans, and at most `gap` bytes between two of them."""
     found: list[SlotRun] = []
-    for span in ordered:
-        if not span.nbytes:
-            continue
-        if found and span.offset - (found[-1].offset + found[-1].nbytes) < _LINE_BYTES:
-            found[-1] = SlotRun(found[-1].offset, span.offset + span.nbytes - found[-1].offset)
+    for start, nbytes in sorted((each.offset, each.nbytes) for each in spans if each.nbytes):
+        end = sum(found[-1]) if found else -1
+        if found and start <= end + gap:
+            found[-1] = found[-1]._replace(nbytes=max(end, start + nbytes) - found[-1].offset)
         else:
-            found.append(SlotRun(span.offset, span.nbytes))
+            found.append(SlotRun(start, nbytes))
     return found
