@@ -25,6 +25,7 @@ from typing import Any
 
 from nvmeio.cli.measure import parse_size
 from nvmeio.cli.measure.disk import scratch
+from nvmeio.cli.tune.result import TunePlan
 from nvmeio.cli.tune.rig import Rig
 from nvmeio.cli.tune.space import DEFAULT, in_words, settings
 from nvmeio.engines.base import Options
@@ -43,7 +44,8 @@ def main() -> int:
     print(f"      {looked_at} of {told['search']['total']} settings in {seconds:.0f} s;", end=" ")
     print(told["verdict"])
     with scratch([options.dir], "grid") as made:
-        rig = Rig([made[options.dir]], options.size, engine=told["search"]["engine"])
+        plan = TunePlan([options.dir], ["read", "write"], {}, options.size, options.budget)
+        rig = Rig([made[options.dir]], plan, told["search"]["engine"])
         rig.prepare()
         begun = time.monotonic()
         best = _grid(rig, settings(told["search"]["grid"]), options.size, options.passes)

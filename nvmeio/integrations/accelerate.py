@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -26,14 +27,14 @@ import torch
 
 from nvmeio import _checks, files
 from nvmeio._formats.safetensors_set import header_of
-from nvmeio._io.handles import new_handle
+from nvmeio._io.drives import DriveHandles
 from nvmeio._memory.mappings import Mapping as MemoryMapping
 from nvmeio._pages import PAGE_BYTES, round_down, round_up
 from nvmeio._residency.order import Cyclic
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._residency.window import Keeper, LentPool, Slot, Window
 from nvmeio._storage.untrusted import INDEX_BYTES, Unchanged, read_small
-from nvmeio._threads.closing import on_error
+from nvmeio._threads.closing import do_all, on_error
 from nvmeio._threads.owner import OwnerThread
 from nvmeio._threads.shutdown import Ending
 from nvmeio.errors import ClosedError, IntegrityError, TransferError, with_context
@@ -177,10 +178,14 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
     ) -> Ending:
         with contextlib.ExitStack() as undo:
             undo.callback(self._owner.close)
-            undo.callback(_close_files, self._files)
+            opened = self._files  # not this object, which would then never end
+            undo.callback(lambda: do_all(file.close for file in opened.values()))
             if index is None and folder is not None:
                 index = _index_of(folder)
-            reader = undo.enter_context(_reader(handle, folder, index))
+            first = next((each.get("safetensors_file") for each in (index or {}).values()), None)
+            handles = DriveHandles(handle, [first or folder or "."])
+            undo.callback(handles.close)
+            reader = handles.first
             self._places = self._find(index or {}, folder, reader)
             largest = max((_pages(place) for place in self._places.values()), default=0)
             most = sum(_pages(place) for place in self._places.values())
@@ -251,9 +256,7 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
     def _raw(self, name: str, folder: str, about: Mapping[str, Any]) -> _Place:
         dtype = getattr(torch, str(about["dtype"]))
         shape = tuple(int(size) for size in about["shape"])
-        nbytes = dtype.itemsize
-        for size in shape:
-            nbytes *= size
+        nbytes = math.prod(shape) * dtype.itemsize
         file = self._open(os.path.join(folder, f"{name}.dat"))
         if file.size() < nbytes:
             raise IntegrityError(
@@ -281,23 +284,6 @@ def _index_of(folder: str) -> Mapping[str, Mapping[str, Any]]:
             f"{path} is not valid JSON: {failed}", expected="JSON", found="not JSON"
         ) from None
     return index
-
-
-@contextlib.contextmanager
-def _reader(
-    given: AioHandle | None, folder: str | None, index: Mapping[str, Mapping[str, Any]] | None
-) -> Iterator[AioHandle]:
-    if given is not None:
-        yield given
-        return
-    first = next((about.get("safetensors_file") for about in (index or {}).values()), None)
-    with new_handle(first or folder or ".") as own:
-        yield own
-
-
-def _close_files(opened: dict[str, File]) -> None:
-    for file in opened.values():
-        file.close()
 
 
 def dispatch_model(model: Any, *arguments: Any, **named: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nvmeio._checks import switch
+from nvmeio.engines.base import Options
 from nvmeio.errors import nearest
 
 # DeepSpeed's words, as its documentation has them: those understood, and why others are not.
@@ -36,16 +37,7 @@ OPTIMIZER = (
     "fast_init",
 )
 PARAM = ("device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu")
-AIO = (
-    "block_size",
-    "queue_depth",
-    "single_submit",
-    "overlap_events",
-    "intra_op_parallelism",
-    "num_threads",
-    "thread_count",
-    "use_gds",
-)
+AIO = (*Options._fields, "num_threads", "thread_count", "use_gds")
 _ACTIVATIONS = (
     "partition_activations",
     "cpu_checkpointing",

@@ -23,6 +23,7 @@ from nvmeio.cli import app
 from nvmeio.cli._terminal import binary_size, parse_duration, parse_size
 from nvmeio.cli.measure.disk import scratch
 from nvmeio.cli.tune import page, rig
+from nvmeio.cli.tune.result import TunePlan
 from nvmeio.cli.tune.rig import Rig
 from nvmeio.cli.tune.search import UnusableSetting
 from nvmeio.cli.tune.space import DEFAULT, default_grid, load_grid, settings
@@ -400,6 +401,10 @@ def test_without_its_libraries_it_says_how_to_install_them(
 # The rig
 
 
+def plan_of(directory: Path, nbytes: int) -> TunePlan:
+    return TunePlan([directory], ["read", "write"], {}, nbytes, budget_s=1.0)
+
+
 def test_a_setting_that_the_kernel_refuses_is_unusable(tmp_path: Path) -> None:
     limit = int(Path("/proc/sys/fs/aio-max-nr").read_text())
     with (
@@ -407,7 +412,7 @@ def test_a_setting_that_the_kernel_refuses_is_unusable(tmp_path: Path) -> None:
         # So that a queue of all that the machine has is refused, and never taken from others.
         nvmeio.AioHandle(queue_depth=8, engine="libaio"),
     ):
-        measuring = Rig([made[tmp_path]], MIB, engine="libaio")
+        measuring = Rig([made[tmp_path]], plan_of(tmp_path, MIB), "libaio")
         measuring.prepare()
         with pytest.raises(UnusableSetting, match="AIO events"):
             measuring.measure(Options(4096, 65536, False, True, limit // 65536 + 1), "read", MIB)
@@ -420,7 +425,7 @@ def test_latencies_are_of_single_blocks_with_the_queue_full(
     ticks = itertools.count()  # a millisecond with each look at the clock, on a busy machine too
     clock = types.SimpleNamespace(perf_counter=lambda: next(ticks) / 1000)
     with scratch([tmp_path], "test") as made:
-        measuring = Rig([made[tmp_path]], 4 * MIB, engine="threads")
+        measuring = Rig([made[tmp_path]], plan_of(tmp_path, 4 * MIB), "threads")
         measuring.prepare()
         monkeypatch.setattr(rig, "time", clock)
         setting = Options(block_size=64 << 10, queue_depth=8)

@@ -48,14 +48,16 @@ class BenchEngine:
 
     Attributes:
         suffix: Of its files: engines with the same one share them.
+        direct: It goes past the page cache where the directory's file system can.
         buffered: Its transfers go through the page cache.
     """
 
     suffix = "bin"
-    buffered = False
+    direct = True
 
     def __init__(self, workload: Workload, directory: Path, name: str) -> None:
         self._workload = workload
+        self.buffered = not (self.direct and probe_direct(directory).supported)
 
     def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
         """Reads the file; the tensor with its bytes, which is another one for torch's engines."""
@@ -81,7 +83,6 @@ class Nvmeio(BenchEngine):
         made = nvmeio.GdsHandle if workload.gds and name in OURS else nvmeio.AioHandle
         engine = name if name in OURS else "auto"
         self._handle: nvmeio.AioHandle = made(*workload.options, engine=engine)
-        self.buffered = not probe_direct(directory).supported
 
     def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
         _finish(self._handle.async_pread(tensor, path))
@@ -99,10 +100,6 @@ class Nvmeio(BenchEngine):
 
 class FreshHandle(BenchEngine):
     """`AioHandle`, made and closed within the timing, as ds_io's aio_basic does it."""
-
-    def __init__(self, workload: Workload, directory: Path, name: str) -> None:
-        super().__init__(workload, directory, name)
-        self.buffered = not probe_direct(directory).supported
 
     def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
         with nvmeio.AioHandle(*self._workload.options) as handle:
@@ -132,8 +129,6 @@ class Reference(BenchEngine):
         super().__init__(workload, directory, name)
         self._block = nvmeio.empty_aligned(REFERENCE_BLOCK_BYTES, dtype=torch.uint8)
         fill(self._block, 0)
-        self.buffered = not probe_direct(directory).supported
-        self._direct = 0 if self.buffered else os.O_DIRECT
 
     def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
         self._move(path, os.O_RDONLY, tensor.numel(), os.preadv)
@@ -143,7 +138,7 @@ class Reference(BenchEngine):
         self._move(path, os.O_WRONLY, tensor.numel(), os.pwritev)
 
     def _move(self, path: Path, flags: int, nbytes: int, move: Move) -> None:
-        descriptor = os.open(path, flags | self._direct | os.O_CLOEXEC)
+        descriptor = os.open(path, flags | (0 if self.buffered else os.O_DIRECT) | os.O_CLOEXEC)
         try:
             block = buffer_of(self._block)
             for offset in range(0, nbytes, len(block)):
@@ -157,7 +152,7 @@ class Reference(BenchEngine):
 class Python(BenchEngine):
     """System calls from Python over the whole tensor, through the page cache."""
 
-    buffered = True
+    direct = False
 
     def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
         self._move(path, os.O_RDONLY, tensor, os.preadv)
@@ -184,7 +179,7 @@ class TorchSave(BenchEngine):
     """`torch.save` and `torch.load`, as most programs do it."""
 
     suffix = "pt"
-    buffered = True
+    direct = False
 
     def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
         loaded: torch.Tensor = torch.load(path, map_location=tensor.device, weights_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import itertools
 import mmap
 import os
 import resource
@@ -100,23 +101,16 @@ def free_huge_pages() -> int:
 
 def drop_from_cache(path: Path) -> None:
     """Takes a file's pages out of the page cache, dirty ones by way of the drive."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fdatasync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+    with path.open("rb") as file:
+        os.fdatasync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def cached_fraction(path: Path) -> float | None:
     """How much of a file lies in the page cache, from 0 to 1; None where nobody can tell."""
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            nbytes = os.fstat(descriptor).st_size
-            return _resident_fraction(descriptor, nbytes) if nbytes else None
-        finally:
-            os.close(descriptor)
+    with suppress(OSError), path.open("rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        return _resident_fraction(file.fileno(), nbytes) if nbytes else None
     return None
 
 
@@ -252,32 +246,28 @@ def fill(tensor: torch.Tensor, seed: int) -> None:
     One block of random numbers, with every 8-byte word of each further block moved on by another
     amount: as fast as memory, where true random numbers take seconds per GiB.
     """
-    pattern = _Pattern(seed)
-    for index, chunk in enumerate(torch.split(tensor, _PATTERN_BYTES)):
-        chunk.copy_(pattern.block(index)[: chunk.numel()])
+    for chunk, block in zip(torch.split(tensor, _PATTERN_BYTES), _blocks(seed), strict=False):
+        chunk.copy_(block[: chunk.numel()])
 
 
 def differs_at(tensor: torch.Tensor, seed: int) -> int | None:
     """The first byte at which a CPU byte tensor is not as `fill` makes it; None where all is."""
-    pattern = _Pattern(seed)
-    for index, chunk in enumerate(torch.split(tensor, _PATTERN_BYTES)):
-        wanted = pattern.block(index)[: chunk.numel()]
+    chunks = zip(torch.split(tensor, _PATTERN_BYTES), _blocks(seed), strict=False)
+    for index, (chunk, block) in enumerate(chunks):
+        wanted = block[: chunk.numel()]
         if not torch.equal(chunk, wanted):
             return index * _PATTERN_BYTES + int((chunk != wanted).nonzero()[0])
     return None
 
 
-class _Pattern:
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._base = _base_block()
-        self._moved = torch.empty_like(self._base)
-
-    def block(self, index: int) -> torch.Tensor:
-        """The bytes of one block; valid until the next is asked for."""
-        shift = (index * _STEP + self._seed * _SEED_STEP) % (1 << 63)
-        torch.add(self._base, shift, out=self._moved)
-        return self._moved.view(torch.uint8)
+def _blocks(seed: int) -> Iterator[torch.Tensor]:
+    """The bytes of one block after the other; each is valid until the next is asked for."""
+    base = _base_block()
+    moved = torch.empty_like(base)
+    for index in itertools.count():
+        shift = (index * _STEP + seed * _SEED_STEP) % (1 << 63)
+        torch.add(base, shift, out=moved)
+        yield moved.view(torch.uint8)
 
 
 @lru_cache(maxsize=1)

@@ -37,33 +37,17 @@ class Rig:
 
     Args:
         directories: Scratch directories; each transfer is spread over all of them at once.
-        nbytes: Bytes of the largest transfer, all directories together.
+        plan: How; with `gpu` the tensors lie on CUDA devices, that of the first directory on the
+            first one, and with `flush` the whole page cache is dropped before each read, as root.
         engine: "libaio" or "threads"; "auto" would look for them each time.
-        loops: Transfers in a measurement; their median counts.
-        gpu: The tensors lie on CUDA devices, that of the first directory on the first one.
-        gds: With `gpu`: through cuFile.
-        flush: Drop the whole page cache before each read, as root.
     """
 
-    def __init__(
-        self,
-        directories: Sequence[Path],
-        nbytes: int,
-        *,
-        engine: str,
-        loops: int = 1,
-        gpu: bool = False,
-        gds: bool = False,
-        flush: bool = False,
-    ) -> None:
+    def __init__(self, directories: Sequence[Path], plan: TunePlan, engine: str) -> None:
         self.engine = engine
-        self._handle = nvmeio.GdsHandle if gds else nvmeio.AioHandle
+        self._plan = plan
+        self._handle = nvmeio.GdsHandle if plan.gds else nvmeio.AioHandle
         self.direct = all(probe_direct(directory).supported for directory in directories)
         self._files = [directory / "tune.bin" for directory in directories]
-        self._nbytes = nbytes // len(directories)
-        self._loops = loops
-        self._gpu = gpu
-        self._flush = flush
         self._tensors: list[torch.Tensor] = []
 
     def prepare(self) -> None:
@@ -74,10 +58,10 @@ class Rig:
             MemoryError: The buffers do not fit.
         """
         for index, path in enumerate(self._files):
-            host = nvmeio.empty_aligned(self._nbytes, dtype=torch.uint8)
+            host = nvmeio.empty_aligned(self._plan.io_size, dtype=torch.uint8)
             disk.fill(host, index)
             disk.write_file(path, host)
-            self._tensors.append(host.to(f"cuda:{index}") if self._gpu else host)
+            self._tensors.append(host.to(f"cuda:{index}") if self._plan.gpu else host)
 
     def measure(self, setting: Options, op: Op, nbytes: int) -> float:
         """Seconds that a transfer takes, all directories at once; making handles is not in it.
@@ -89,7 +73,7 @@ class Rig:
         with contextlib.ExitStack() as opened:
             handles = self._open(setting, opened)
             return statistics.median(
-                self._once(handles, op, nbytes // len(self._files)) for _ in range(self._loops)
+                self._once(handles, op, nbytes // len(self._files)) for _ in range(self._plan.loops)
             )
 
     def _open(self, setting: Options, opened: contextlib.ExitStack) -> list[nvmeio.AioHandle]:
@@ -122,7 +106,7 @@ class Rig:
         return time.perf_counter() - start
 
     def _make_cold(self) -> None:
-        if self._flush:
+        if self._plan.flush:
             os.sync()
             DROP_CACHES.write_text("1\n")
         elif not self.direct:
@@ -136,14 +120,14 @@ class Rig:
         awaiting task sees it: from the call to being resumed.
         """
         tensor, path = self._tensors[0], self._files[0]
-        block = min(setting.block_size, self._nbytes)
-        depth = max(1, min(setting.queue_depth, self._nbytes // block))
+        block = min(setting.block_size, self._plan.io_size)
+        blocks = self._plan.io_size // block
+        depth = max(1, min(setting.queue_depth, blocks))
         found: list[float] = []
 
         async def work(handle: nvmeio.AioHandle, file: nvmeio.File, first: int) -> None:
             begin = handle.async_pread if op == "read" else handle.async_pwrite
             piece = tensor[first * block : (first + 1) * block]
-            blocks = self._nbytes // block
             number = first
             while time.perf_counter() < until:
                 start = time.perf_counter()
@@ -221,15 +205,8 @@ class TuneRun:
             disk.scratch(plan.directories, "tune") as made,
             _terminal.budget(self._errors, plan.budget_s) as self._tell,
         ):
-            rig = self._rig = Rig(
-                [made[directory] for directory in plan.directories],
-                self._nbytes,
-                engine=self._engine,
-                loops=plan.loops,
-                gpu=plan.gpu,
-                gds=plan.gds,
-                flush=plan.flush,
-            )
+            scratch = [made[directory] for directory in plan.directories]
+            rig = self._rig = Rig(scratch, plan, self._engine)
             self._show("writing files")
             rig.prepare()
             try:

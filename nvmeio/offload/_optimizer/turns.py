@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ _IN_MEMORY = "the part of the state that is in memory (ratio) was stepped alread
 _NOT_STORED = "the weights have no copy on the drive (recoverable=False)"
 
 
+@dataclass(eq=False)
 class Swapped:
     """The state of one optimizer, where it is and what it passes through.
 
@@ -44,22 +46,14 @@ class Swapped:
     there (`ratio`), by id.
     """
 
-    def __init__(
-        self,
-        handles: DriveHandles,
-        store: Generations,
-        pipeline: Pipeline,
-        gradients: GradientSwapper | None,
-        device: DeviceTurns | None,
-    ) -> None:
-        self.handles = handles
-        self.store = store
-        self.pipeline = pipeline
-        self.gradients = gradients
-        self.device = device
-        self.params: list[SwappedParam] = []
-        self.subgroups: list[Subgroup] = []
-        self.resident: dict[int, torch.Tensor] = {}
+    handles: DriveHandles
+    store: Generations
+    pipeline: Pipeline
+    gradients: GradientSwapper | None
+    device: DeviceTurns | None
+    params: list[SwappedParam] = field(default_factory=list)
+    subgroups: list[Subgroup] = field(default_factory=list)
+    resident: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def files(self) -> StateFiles:
