@@ -31,7 +31,7 @@ from nvmeio._io.drives import DriveHandles
 from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
 from nvmeio._residency.calls import Origin, in_backward
-from nvmeio._threads.closing import Closing, on_error
+from nvmeio._threads.closing import Closing, do_all, on_error
 from nvmeio._threads.interruptible import in_thread, run_interruptible
 from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio._threads.shutdown import Ending
@@ -401,14 +401,12 @@ class WeightStream(NotPickled, Closing):
         ):
             if self._ranks is not None:
                 telling.enter_context(self._ranks.opening())
-            handles = undo.enter_context(
-                contextlib.closing(DriveHandles(self._handle, self._paths))
-            )
-            opening = self._open_checkpoint(handles.first)
-            checkpoint = undo.enter_context(contextlib.closing(opening))
-            memory = undo.enter_context(
-                contextlib.closing(SlotPools(self._shares, self._device, self._trainable))
-            )
+            handles = DriveHandles(self._handle, self._paths)
+            undo.callback(handles.close)
+            checkpoint = self._open_checkpoint(handles.first)
+            undo.callback(checkpoint.close)
+            memory = SlotPools(self._shares, self._device, self._trainable)
+            undo.callback(memory.close)
             units = self._partition.units
             in_pass = self._own_pass.any_under_way
             reader = new_reader(self._ranks, handles, checkpoint, units, in_pass)
@@ -461,12 +459,8 @@ class WeightStream(NotPickled, Closing):
             return queued
         self._before = self._counts()
         self._uses = None
-        with contextlib.ExitStack() as steps:
-            if self._beside is not None:
-                steps.callback(self._beside)
-            if self._ending is not None:
-                steps.callback(self._ending.close)
-            steps.callback(uses.close)
+        ending = None if self._ending is None else self._ending.close
+        do_all(step for step in (uses.close, ending, self._beside) if step is not None)
         return None
 
     # --- properties ---------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from nvmeio import buffers
+from nvmeio import buffers, files
 from nvmeio._files import system as system_module
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor, tensor_on
 from nvmeio._io.handles import handle_for
@@ -188,14 +188,11 @@ class _Reading:
     def _cached(self, stored: StoredTensor) -> torch.Tensor | None:
         """The bytes of a weight out of the page cache; None where it does not hold them all."""
         start, nbytes = stored.entry.start, stored.entry.nbytes
-        opened = self._checkpoint.files[stored.file].acquire(False)
-        try:
+        with files.in_use(self._checkpoint.files[stored.file]) as opened:
             if not system_module.is_cached(opened.any_fd(), start, nbytes):
                 return None
             memory = _room(nbytes)
             copied = system_module.copy_cached(opened.buffered_fd(), start, memory)
-        finally:
-            opened.release()
         return memory if copied else None
 
 

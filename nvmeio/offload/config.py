@@ -6,7 +6,6 @@ to do instead where we know it: one that is silently left out changes a run with
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._memory import devices
+from nvmeio._threads.closing import do_all
 from nvmeio.errors import AlignmentError, BackendUnavailableError
 from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
@@ -60,10 +60,9 @@ class Offloaded(_Pair):
 
         Weights that are on the drive are gone afterwards.
         """
-        with contextlib.ExitStack() as closing:
-            for each in (self._handle, self.module, self.optimizer):
-                if isinstance(each, (SwappedOptimizer, SwappedModule, AioHandle)):
-                    closing.callback(each.close)
+        closable = (SwappedOptimizer, SwappedModule, AioHandle)
+        parts = (self.optimizer, self.module, self._handle)
+        do_all(part.close for part in parts if isinstance(part, closable))
 
     @property
     def last_step(self) -> Times | None:

@@ -6,7 +6,6 @@ Rows of an embedding that stays in its file come by themselves: those that a pas
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.drives import DriveHandles
 from nvmeio._residency.reader import Fill, Reader
 from nvmeio._residency.window import Keeper
+from nvmeio._threads.closing import do_all
 from nvmeio.errors import BatchError, RowsError, TransferError, counted, with_context
 from nvmeio.handle import AioHandle
 from nvmeio.inference._parallel.rank_reader import RankReader, SharedFill
@@ -42,11 +42,7 @@ class Resources(NamedTuple):
     reader: Reader
 
     def close(self) -> None:
-        with contextlib.ExitStack() as steps:
-            steps.callback(self.handles.close)
-            steps.callback(self.checkpoint.close)
-            steps.callback(self.memory.close)
-            steps.callback(self.reader.stop)
+        do_all((self.reader.stop, self.memory.close, self.checkpoint.close, self.handles.close))
 
 
 class Weights(Keeper[Unit, WeightSlot]):

@@ -347,19 +347,16 @@ def copy_file(source: str, target: str, check: Callable[[], None] = lambda: None
 
     `check` is called now and then, and ends the copy by raising.
     """
-    reading = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    with contextlib.ExitStack() as opened:
+        reading = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        opened.callback(os.close, reading)
         writing = untrusted.create(target)
+        opened.callback(os.close, writing)
         try:
-            try:
-                fcntl.ioctl(writing, _FICLONE, reading)
-            except OSError:
-                _copy_bytes(reading, writing, check)
-            os.fsync(writing)
-        finally:
-            os.close(writing)
-    finally:
-        os.close(reading)
+            fcntl.ioctl(writing, _FICLONE, reading)
+        except OSError:
+            _copy_bytes(reading, writing, check)
+        os.fsync(writing)
 
 
 def _copy_bytes(reading: int, writing: int, check: Callable[[], None]) -> None:

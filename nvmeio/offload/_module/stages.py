@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nvmeio import files
 from nvmeio._io.drives import FileSpan, StripedFile
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio.offload._swap_files.file_tensors import file_tensor
@@ -181,11 +182,8 @@ class ParamPlaces:
         self._elsewhere[id(parameter)] = locate
         if self._elsewhere.keys() >= self._unit_of.keys():
             for file in self._file.files:
-                opened = file.acquire(True)
-                try:
+                with files.in_use(file, True) as opened:
                     os.ftruncate(opened.any_fd(), 0)  # nobody reads it any more
-                finally:
-                    opened.release()
 
     def on_file(self, parameter: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         """The parameter over the file, unread, with the rows of `rest` below its own."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,25 +38,22 @@ from nvmeio.offload.activations._store import ActivationStore
 _AHEAD = 2  # brought to the device before they are asked for
 
 
+@dataclass(eq=False, slots=True)
 class DeviceStorage(SavedStorage):
     """A device's storage that autograd has saved.
 
     On the device (`storage`), going down (`storage` and `copied`), or below (`below` alone).
     """
 
-    __slots__ = ("ahead", "below", "claim", "copied", "device", "host", "streams", "to", "up")
-
-    def __init__(self, number: int, storage: torch.UntypedStorage, device: torch.device) -> None:
-        super().__init__(number, storage)
-        self.device = device
-        self.streams: list[Any] = []  # that were current when it was saved
-        self.copied: Mark | None = None
-        self.host: torch.Tensor | None = None  # where it goes
-        self.below: SavedStorage | None = None
-        self.claim: Claim | None = None  # of that
-        self.ahead: torch.Tensor | None = None  # brought to the device, and not handed out yet
-        self.to: Any = None  # for which stream it was brought last
-        self.up: Mark | None = None  # when that copy is made
+    device: torch.device = field(kw_only=True)
+    streams: list[Any] = field(default_factory=list)  # that were current when it was saved
+    copied: Mark | None = None
+    host: torch.Tensor | None = None  # where it goes
+    below: SavedStorage | None = None
+    claim: Claim | None = None  # of that
+    ahead: torch.Tensor | None = None  # brought to the device, and not handed out yet
+    to: Any = None  # for which stream it was brought last
+    up: Mark | None = None  # when that copy is made
 
 
 class DeviceActivations:
@@ -111,7 +109,7 @@ class DeviceActivations:
         saved = self._there.pop(key, None)
         number = self._store.next_number()
         if saved is None:
-            saved = DeviceStorage(number, storage, device)
+            saved = DeviceStorage(number, storage, storage.nbytes(), device=device)
             self._there_bytes += saved.nbytes
         elif saved.copied is not None:
             saved.wanted = True

@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -155,37 +156,24 @@ class ActivationReads(Keeper["SavedStorage", Slot["SavedStorage"]]):
             )
 
 
+@dataclass(eq=False, slots=True)
 class SavedStorage:
     """A storage that autograd has saved, and where its bytes are.
 
     In memory (`storage`), being written (`storage` and `writing`), or on the drive (`place` alone).
     """
 
-    __slots__ = (
-        "begun_in",
-        "failed_in",
-        "holds",
-        "nbytes",
-        "number",
-        "out",
-        "place",
-        "storage",
-        "sum",
-        "wanted",
-        "writing",
-    )
-
-    def __init__(self, number: int, storage: torch.UntypedStorage) -> None:
-        self.number = number
-        self.nbytes = storage.nbytes()
-        self.storage: torch.UntypedStorage | None = storage
-        self.holds = 0  # how many saved tensors lie over it
-        self.place = 0  # in the file
-        self.writing: list[Operation] | None = None
-        self.begun_in = self.failed_in = 0  # the round of `_make_room` of its last write
-        self.wanted = False  # while it was being written: it stays
-        self.sum: int | None = None  # the CRC-32 of what is in the file
-        self.out: Any = None  # of what was handed out
+    number: int
+    storage: torch.UntypedStorage | None
+    nbytes: int
+    holds: int = 0  # how many saved tensors lie over it
+    place: int = 0  # in the file
+    writing: list[Operation] | None = None
+    begun_in: int = 0  # the round of `_make_room` of its last write
+    failed_in: int = 0
+    wanted: bool = False  # while it was being written: it stays
+    sum: int | None = None  # the CRC-32 of what is in the file
+    out: Any = None  # of what was handed out
 
     def is_alone(self) -> bool:
         """Whether nobody else has the storage, so that its bytes cannot change."""

@@ -50,8 +50,9 @@ class ActivationStore:
     def __init__(self, resident_bytes: int, checksum: bool) -> None:
         self.resident_bytes = resident_bytes
         self._checksum = checksum
-        self._most = resident_bytes // 2  # in memory as forward has saved it
-        self._enough = self._most // 2  # from here on, the oldest are written
+        self.saving_bytes = resident_bytes // 2  # in memory as forward has saved it
+        self.reading_bytes = resident_bytes - self.saving_bytes
+        self._enough = self.saving_bytes // 2  # from here on, the oldest are written
         self.closed = False
         self.written_bytes = 0
         self._numbers = 0
@@ -63,15 +64,15 @@ class ActivationStore:
         self._failed: BaseException | None = None  # a write of this round; its bytes are in memory
         self._said = False  # that there is no room
         self._resources = contextlib.ExitStack()
-        self._owner = OwnerThread("nvmeio-activations", _CLOSED)
+        self.owner = OwnerThread("nvmeio-activations", _CLOSED)
         self._above: list[Callable[[], None]] = []
 
     def open(self, swap_dir: Paths, handle: AioHandle | None) -> Ending:
         """Make the files; returns what closes them."""
-        return open_owned(self._owner, self._open, swap_dir, handle)
+        return open_owned(self.owner, self._open, swap_dir, handle)
 
     def _open(self, swap_dir: Paths, handle: AioHandle | None) -> Ending:
-        ending = Ending(self._owner, self._close)
+        ending = Ending(self.owner, self._close)
         paths = _checks.directory_paths("swap_dir", swap_dir)
         for path in paths:
             durable.make_directory(path, mode=untrusted.DIRECTORY_MODE, durable=False)
@@ -90,29 +91,14 @@ class ActivationStore:
 
         TransferError if they do not fit into memory, and could not be written (ENOSPC, EIO).
         """
-        return self._owner.call(self.keep, storage)
+        return self.owner.call(self.keep, storage)
 
     def bytes_of(self, saved: SavedStorage) -> torch.UntypedStorage:
         """A storage with the same bytes, in memory; raises as `ActivationReads.bring`."""
         with profiled("wait", "saved activations"):
-            return self._owner.call(self.bring, saved)
+            return self.owner.call(self.bring, saved)
 
     # What a level above asks for, in the owner's thread
-
-    @property
-    def owner(self) -> OwnerThread:
-        """The thread that all of this belongs to."""
-        return self._owner
-
-    @property
-    def saving_bytes(self) -> int:
-        """The half of the budget that is for what forward has saved."""
-        return self._most
-
-    @property
-    def reading_bytes(self) -> int:
-        """The half that is for what is read."""
-        return self.resident_bytes - self._most
 
     def above(self, close: Callable[[], None]) -> None:
         """Have the level above closed before this."""
@@ -144,7 +130,7 @@ class ActivationStore:
         saved = self._in_memory.pop(key, None)
         number = self.next_number() if number is None else number
         if saved is None:
-            saved = SavedStorage(number, storage)
+            saved = SavedStorage(number, storage, storage.nbytes())
             self._memory_bytes += saved.nbytes
         elif saved.writing is not None:
             saved.wanted = True
@@ -152,13 +138,13 @@ class ActivationStore:
             saved.number = number
         self._in_memory[key] = saved
         saved.holds += 1
-        claim = self._owner.claim(self._let_go, saved)
+        claim = self.owner.claim(self._let_go, saved)
         del storage
         self._make_room()
         return saved, claim
 
     def _make_room(self) -> None:
-        """Begin to write what is above `_enough`, and wait while it is above `_most`.
+        """Begin to write what is above `_enough`, and wait while it is above `saving_bytes`.
 
         What cannot be written stays in memory, and is tried again by the next call. That is an
         error only where it does not fit.
@@ -167,7 +153,7 @@ class ActivationStore:
         self._failed = None
         while True:
             full = self._begin_writes(self._enough)
-            if self._memory_bytes <= self._most or not self._await_write(full):
+            if self._memory_bytes <= self.saving_bytes or not self._await_write(full):
                 return
 
     def _await_write(self, full: TransferError | None) -> bool:
@@ -225,7 +211,7 @@ class ActivationStore:
         if self._checksum:  # while it is written
             saved.sum = crc32.of_tensor(memory)
         for operation in begun:
-            operation.add_done_callback(partial(_tell, self._owner, self._end_write, saved))
+            operation.add_done_callback(partial(_tell, self.owner, self._end_write, saved))
 
     def _end_write(self, saved: SavedStorage) -> None:
         """A part of it is written: begin the next writes, unless one has failed."""
@@ -296,7 +282,7 @@ class ActivationStore:
     def check_open(self) -> None:
         if self.closed:
             raise ClosedError(_CLOSED)
-        if self._owner.forked:
+        if self.owner.forked:
             raise ClosedError("this process was forked from the activations' owner: make one here")
 
     def _close(self) -> None:
@@ -318,12 +304,12 @@ class ActivationStore:
     @property
     def in_memory_bytes(self) -> int:
         """The bytes that are saved and in memory."""
-        return self._owner.call(lambda: self._memory_bytes)
+        return self.owner.call(lambda: self._memory_bytes)
 
     @property
     def on_drive_bytes(self) -> int:
         """The bytes that are saved and on the drive alone."""
-        return self._owner.call(lambda: self._reads.nbytes)
+        return self.owner.call(lambda: self._reads.nbytes)
 
     @property
     def read_bytes(self) -> int:
@@ -331,7 +317,7 @@ class ActivationStore:
 
     @property
     def file_bytes(self) -> int:
-        return self._owner.call(lambda: self._file.nbytes)
+        return self.owner.call(lambda: self._file.nbytes)
 
 
 def _tell(owner: OwnerThread, work: Callable[..., object], saved: Any, _: Operation) -> None:
