@@ -6,8 +6,8 @@ import contextlib
 import os
 import time
 import types
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,8 +30,6 @@ from nvmeio.inference._plan.model_plan import Asked, ModelPlan, name_of, plan_mo
 from nvmeio.inference._stream import hooks
 from nvmeio.inference.weight_stream import WeightStream
 from nvmeio.progress import Progress
-
-Me = TypeVar("Me")
 
 
 def stream_model(
@@ -230,16 +228,12 @@ def stream_model(
     return model
 
 
-def _enter(model: Me) -> Me:
-    return model
-
-
-def _exit(model: Any, *error: Any) -> None:
-    model.weight_stream.__exit__(*error)
-
-
-def _refuse_pickling(model: Any, protocol: int) -> Any:
-    return model.weight_stream.__reduce_ex__(protocol)  # raises, and says what to do
+_OF_STREAMED: dict[str, Callable[..., Any]] = {
+    "__enter__": lambda model: model,
+    "__exit__": lambda model, *error: model.weight_stream.__exit__(*error),
+    # Raises, and says what to do.
+    "__reduce_ex__": lambda model, protocol: model.weight_stream.__reduce_ex__(protocol),
+}
 
 
 def _close_by_with(model: nn.Module) -> None:
@@ -248,7 +242,7 @@ def _close_by_with(model: nn.Module) -> None:
     if hasattr(cls, "__enter__"):
         return
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    names |= {"__enter__": _enter, "__exit__": _exit, "__reduce_ex__": _refuse_pickling}
+    names |= _OF_STREAMED
     # A model's own __init_subclass__ may refuse: then it streams all the same, without `with`.
     with contextlib.suppress(Exception):
         made = types.new_class(cls.__name__, (cls,), exec_body=lambda space: space.update(names))

@@ -80,7 +80,13 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
     own_alignment = not asked.is_transformers or parallel is not None
 
     def cut_to(most: int | None = None) -> Partition:
-        return _parts(asked, model, matched, opened, own_alignment, most)
+        """The model in units of so many bytes at most, laid out."""
+        parts = partition(model, matched, asked.layers, most)
+        for unit in (parts.fixed, *parts.units):
+            if asked.trainable:
+                unit.experts = None  # those of a token would have to be known to backward
+            unit.plan(opened, own_alignment=own_alignment)
+        return parts
 
     parts = cut_to()
     planned = (parts.fixed, *parts.units)
@@ -147,23 +153,6 @@ def _model(asked: Asked, opened: SafetensorsSet) -> Any:
     if hasattr(model, "initialize_weights") and hasattr(model, "config"):
         transformers.compute_buffers(model, asked.device)
     return model
-
-
-def _parts(
-    asked: Asked,
-    model: nn.Module,
-    matched: dict[int, Weight],
-    opened: SafetensorsSet,
-    own_alignment: bool,
-    most: int | None,
-) -> Partition:
-    """The model in units of so many bytes at most, laid out."""
-    parts = partition(model, matched, asked.layers, most)
-    for unit in (parts.fixed, *parts.units):
-        if asked.trainable:
-            unit.experts = None  # those of a token would have to be known to backward
-        unit.plan(opened, own_alignment=own_alignment)
-    return parts
 
 
 def _default_budget(fixed: Any, units: Any, window: int | None, others: int, left: int) -> int:

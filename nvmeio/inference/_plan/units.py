@@ -352,12 +352,10 @@ def _given(
 
 
 def _tensors_of(module: nn.Module) -> Iterable[tuple[str, bool, torch.Tensor]]:
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, False, parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            yield name, True, buffer
+    for is_buffer, tensors in ((False, module._parameters), (True, module._buffers)):
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                yield name, is_buffer, tensor
 
 
 def _weights_of(module: nn.Module, weights: dict[int, Weight]) -> list[Weight]:

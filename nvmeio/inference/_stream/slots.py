@@ -343,7 +343,8 @@ class SlotPools:
             slot.streams.append(stream)
             for memory in (slot.memory, slot.work):
                 # What goes with the last tensor over it; twins are kept until nothing computes.
-                if memory is not None and memory.nbytes and self._goes(slot):
+                goes = self._there is not None or slot.lease is None
+                if memory is not None and memory.nbytes and goes:
                     devices.record_use(memory, stream)
         if self._there is not None:
             self._there.used_by(stream)
@@ -352,9 +353,6 @@ class SlotPools:
         for mark in (slot.event, slot.converted):
             if mark is not None:
                 devices.come_after(stream, mark)
-
-    def _goes(self, slot: WeightSlot) -> bool:
-        return self._there is not None or slot.lease is None
 
     def converted(self, slot: WeightSlot) -> None:
         """Order its users after the conversions as well, which this thread has asked for."""

@@ -114,7 +114,7 @@ class _Absent(torch.Tensor):
                 if not _is_harmless(func) and any(map(_is_kept, changed)):
                     refuse_change()
                 return tree_map(_absent, func(*args, **kwargs))
-            if not any(map(_is_there, leaves)):
+            if not any(isinstance(leaf, torch.Tensor) and not is_meta(leaf) for leaf in leaves):
                 found = _of_shapes(func, args, kwargs, leaves)
                 if found is not _NEEDS_ELEMENTS:
                     return found
@@ -250,10 +250,6 @@ def is_meta(tensor: torch.Tensor) -> bool:
     return on_disk(tensor) or tensor.is_meta
 
 
-def _is_there(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not is_meta(value)
-
-
 def _absent(value: Any) -> Any:
     if type(value) is torch.Tensor and value.is_meta:
         return value.as_subclass(_Absent)
@@ -299,10 +295,6 @@ def _read(weight: Any) -> torch.Tensor:
     if weight.source is None:
         raise RuntimeError(ABSENT)
     return _look_at(weight.source.memory(), weight.source)
-
-
-def read_buffer(source: Origin) -> torch.Tensor:
-    return source.memory().clone()
 
 
 def _look_at(memory: torch.Tensor, source: Origin | None) -> torch.Tensor:
@@ -369,10 +361,8 @@ def _copy_of(module: nn.Module, buffers: Mapping[str, Origin], memo: dict[int, A
         if isinstance(value, dict) and name.endswith("_hooks"):
             value = type(value)((k, hook) for k, hook in value.items() if not _is_ours(hook))
         if name == "_buffers":
-            value = {
-                k: read_buffer(buffers[k]) if k in buffers and b is not None and b.is_meta else b
-                for k, b in value.items()
-            }
+            gone = {k for k, b in value.items() if k in buffers and b is not None and b.is_meta}
+            value = {**value, **{k: buffers[k].memory().clone() for k in gone}}
         made.__dict__[name] = copy.deepcopy(value, memo)
     return made
 

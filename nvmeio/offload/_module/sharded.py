@@ -15,6 +15,7 @@ shard that it gathers (`_sharded_param_data`) and the parameter's own view (`_lo
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -87,7 +88,7 @@ class _Gathering:
         self._lay(self._nothing)
         for shard in self._shards:
             # It would make memory for the padding, which is the window's here.
-            shard.reset_sharded_param = _Kept(shard)
+            shard.reset_sharded_param = functools.partial(_check_kept, shard)
         self._unshard: Callable[..., Any] = group.unshard
         self._wait: Callable[..., Any] = group.wait_for_unshard
         group.unshard, group.wait_for_unshard = self.unshard, self.wait_for_unshard
@@ -139,21 +140,15 @@ class _Gathering:
             shard._sharded_param_data = tensor
 
 
-class _Kept:
+def _check_kept(shard: Any) -> None:
     """Takes the place of `reset_sharded_param`, which would give a shard memory of its own."""
-
-    def __init__(self, shard: Any) -> None:
-        self._shard = shard
-
-    def __call__(self) -> None:
-        shard = self._shard
-        info = shard._module_info
-        if getattr(info.module, info.param_name) is not shard.sharded_param:
-            raise RuntimeError(
-                f"the parameter {info.param_name} of a swapped {type(info.module).__name__} was "
-                "replaced by another one: change its values within gather(), or by "
-                "load_state_dict of the SwappedModule"
-            )
+    info = shard._module_info
+    if getattr(info.module, info.param_name) is not shard.sharded_param:
+        raise RuntimeError(
+            f"the parameter {info.param_name} of a swapped {type(info.module).__name__} was "
+            "replaced by another one: change its values within gather(), or by "
+            "load_state_dict of the SwappedModule"
+        )
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:

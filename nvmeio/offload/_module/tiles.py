@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import types
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -81,7 +82,7 @@ class TiledLayers:
 
         64 rows are one tile all the same. `device` is where the layers will compute.
         """
-        owners = _owners(root)
+        owners = Counter(id(p) for module in root.modules() for p in module._parameters.values())
         for layer in _layers(root):
             inside = [p for p in layer._parameters.values() if p is not None]
             if unit_nbytes(inside) <= window_bytes:
@@ -149,15 +150,6 @@ def whole_parameters(root: nn.Module) -> dict[str, WholeParameter]:
                 shape = (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
                 found[f"{name}.{each}" if name else each] = WholeParameter(parts, shape)
     return found
-
-
-def _owners(root: nn.Module) -> dict[int, int]:
-    """How many modules have a parameter, by its id."""
-    counted: dict[int, int] = {}
-    for module in root.modules():
-        for parameter in module._parameters.values():
-            counted[id(parameter)] = counted.get(id(parameter), 0) + 1
-    return counted
 
 
 def _layers(root: nn.Module) -> list[nn.Linear]:
