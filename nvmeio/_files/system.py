@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from nvmeio._bindings import memory_at
+from nvmeio._memory.system import text_of
 from nvmeio._pages import PAGE_BYTES
 
 
@@ -57,20 +58,20 @@ def find_mount(directory: Path) -> Mount | None:
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fdinfo = _read(f"/proc/self/fdinfo/{descriptor}") or ""
+        fdinfo = text_of(f"/proc/self/fdinfo/{descriptor}")
     finally:
         os.close(descriptor)
     found = re.search(r"^mnt_id:\s*(\d+)", fdinfo, re.MULTILINE)
     if not found:
         return None
-    mounts = parse_mountinfo(_read("/proc/self/mountinfo") or "")
+    mounts = parse_mountinfo(text_of("/proc/self/mountinfo"))
     return next((mount for mount in mounts if mount.mount_id == int(found[1])), None)
 
 
 def file_system_of(device: int) -> str:
     """The type of the file system with this device number, or "" where none is mounted."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    mounts = parse_mountinfo(_read("/proc/self/mountinfo") or "")
+    mounts = parse_mountinfo(text_of("/proc/self/mountinfo"))
     return next((mount.file_system for mount in mounts if mount.device == wanted), "")
 
 
@@ -90,21 +91,14 @@ def journal_keeps_order(fd: int) -> bool:
 def _keeps_order(device: int, _file_system_id: int) -> bool:
     kind = file_system_of(device)
     if kind != "ext4":
-        return kind == "xfs" and "rtdev=" not in (_read("/proc/self/mountinfo") or "rtdev=")
+        return kind == "xfs" and "rtdev=" not in (text_of("/proc/self/mountinfo") or "rtdev=")
     name = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve().name
-    options = (_read(f"/proc/fs/ext4/{name}/options") or "").split()
+    options = text_of(f"/proc/fs/ext4/{name}/options").split()
     return "data=ordered" in options and os.path.exists(f"/proc/fs/jbd2/{name}-8")
 
 
 def _unescape(field: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
-
-
-def _read(path: str) -> str | None:
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return None
 
 
 _CACHESTAT = 451  # the number of the system call on every architecture; Linux 6.5

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import resource
 from typing import Any
 
@@ -33,36 +34,32 @@ libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 # How much there is
 
 
+def text_of(path: str | os.PathLike[str]) -> str:
+    """What a file of the kernel's says; "" where it is not there, or may not be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
 @functools.cache
 def huge_page_bytes() -> int:
     """Size of a transparent huge page: 2 MiB on x86-64, else what the kernel says."""
-    try:
-        with open("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size", encoding="ascii") as file:
-            return int(file.read())
-    except (OSError, ValueError):
-        return 2 << 20
+    nbytes = text_of("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").strip()
+    return int(nbytes) if nbytes.isdecimal() else 2 << 20
 
 
 @functools.cache
 def huge_pages_for_all() -> bool:
     """Whether the kernel gives huge pages to memory that did not ask for them."""
-    try:
-        with open("/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
-            return "[always]" in file.read()
-    except OSError:
-        return False
+    return "[always]" in text_of("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def proc_bytes(path: str, field: str) -> int | None:
     """A "Field: 123 kB" line of /proc/meminfo or /proc/self/status, in bytes."""
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            for line in file:
-                if line.startswith(f"{field}:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return None
+    found = re.search(rf"^{field}:\s*(\d+)", text_of(path), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
 
 
 def available_bytes() -> int | None:

@@ -419,6 +419,14 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return nbytes
 
 
+def extent(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to its last, both included."""
+    if not tensor.numel():
+        return 0
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * step for size, step in pairs)
+
+
 def check_tensor(tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a torch.Tensor, not {type(tensor).__name__}")

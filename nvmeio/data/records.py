@@ -297,16 +297,15 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         own: another thread may hold it when this process is forked.
         """
         opened = self._opened.get(generation())
-        if self._closed:
-            raise ClosedError(f"the records of {self._path} are closed: open them again")
-        if opened is None:
+        if opened is None and not self._closed:
             made = self._open()
             opened = self._opened.setdefault(generation(), made)
             if opened is not made:  # another thread was faster
                 made.close()
             if self._closed:
                 opened.close()
-                raise ClosedError(f"the records of {self._path} are closed: open them again")
+        if opened is None or self._closed:
+            raise ClosedError(f"the records of {self._path} are closed: open them again")
         return opened
 
     def _open(self) -> Opened:

@@ -40,9 +40,11 @@ from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.handles import handle_for
+from nvmeio._memory.tensors import extent
 from nvmeio._pages import TENSOR_ALIGNMENT, round_up
 from nvmeio._storage.durable import make_directory, reserve
 from nvmeio._storage.untrusted import create, make_private_directory
+from nvmeio._threads.closing import Closing
 from nvmeio.handle import AioHandle
 from nvmeio.inference._plan.budget import check_numbers, share_out
 from nvmeio.inference._plan.slot_layout import Weight, part_of
@@ -100,7 +102,7 @@ class _Written(NamedTuple):
     order: tuple[int, ...] | None  # of the dimensions in the file, where it is another
 
 
-class Spiller:
+class Spiller(Closing):
     """Modules to disk one by one, each as soon as it is ready, and one stream of all in the end.
 
     Args:
@@ -263,12 +265,6 @@ class Spiller:
         """
         self._undo.close()
 
-    def __enter__(self) -> Spiller:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 # Tensors and files
 
@@ -371,7 +367,7 @@ def park(parameters: Sequence[torch.Tensor], directory: str | os.PathLike[str]) 
     places, end = [], 0
     for parameter in parameters:
         places.append(end)
-        end += round_up(_extent(parameter), TENSOR_ALIGNMENT)
+        end += round_up(extent(parameter) * parameter.itemsize, TENSOR_ALIGNMENT)
     if not end:
         return None
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
@@ -380,7 +376,8 @@ def park(parameters: Sequence[torch.Tensor], directory: str | os.PathLike[str]) 
         mapping = mmap.mmap(file.fileno(), end)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     for parameter, start in zip(parameters, places, strict=True):
-        room = memory[start : start + _extent(parameter)].view(parameter.dtype)
+        nbytes = extent(parameter) * parameter.itemsize
+        room = memory[start : start + nbytes].view(parameter.dtype)
         data = room.as_strided(parameter.shape, parameter.stride())
         data.copy_(parameter.data)
         parameter.data = data
@@ -397,11 +394,3 @@ def put_out(mapping: mmap.mmap) -> None:
     """
     mapping.flush()
     mapping.madvise(mmap.MADV_DONTNEED)
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to behind its last."""
-    if not tensor.numel():
-        return 0
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return (sum((size - 1) * stride for size, stride in pairs) + 1) * tensor.itemsize

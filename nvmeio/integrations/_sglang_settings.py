@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from nvmeio._storage.untrusted import SETTINGS_BYTES, read_small
-from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError, an, nearest
 from nvmeio.integrations._clients import resolved
 
@@ -130,6 +129,7 @@ _FLAGS = {
 }
 
 _OWN = ("nvme_path", "resident_bytes", "window", "aio")
+_AIO = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
 
 # DeepSpeed's keys, of which those without a comment have no meaning for streamed layers.
 _TOP = (
@@ -220,7 +220,7 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
         where, aio = _of_deepspeed(path, found)
     else:
         _known(path, "", found, _OWN)
-        where, aio = found.get("nvme_path"), _section(path, found, "aio", Options._fields)
+        where, aio = found.get("nvme_path"), _section(path, found, "aio", _AIO)
     if not isinstance(where, str):
         name = "zero_optimization.offload_param.nvme_path" if of_deepspeed else "nvme_path"
         raise ValueError(f'{path} must name "{name}": a directory on the drive, not {where!r}')
@@ -247,7 +247,7 @@ def _of_deepspeed(path: Any, found: dict[str, Any]) -> tuple[Any, dict[str, Any]
             f"{param.get('device')!r}: for host memory start SGLang with --cpu-offload-gb, and "
             "without nvmeio"
         )
-    aio = _section(path, found, "aio", (*Options._fields, "thread_count", "use_gds"))
+    aio = _section(path, found, "aio", (*_AIO, "thread_count", "use_gds"))
     if aio.pop("use_gds", False):
         raise ValueError(
             f'{path}: aio: "use_gds" is not for streamed layers, which go through page-locked host '

@@ -6,7 +6,6 @@ all of them have, some write: all, one of each machine, or so many.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import re
@@ -16,13 +15,13 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 from nvmeio._distributed.messages import Messages
 from nvmeio._distributed.rank_store import Calls, RankStore, checked_group
 from nvmeio._formats import torch_zip
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes
+from nvmeio._memory import system
 
 # Who saves together
 
@@ -202,7 +201,7 @@ def with_pieces(layout: FileLayout, data: bytes) -> FileLayout:
 
 
 # Of the kernel that runs, so the same in all containers of a machine, whatever their host names.
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def checked_writers(writers: str | int, layout: str, ranks: int) -> str | int:
@@ -230,9 +229,7 @@ def checked_writers(writers: str | int, layout: str, ranks: int) -> str | int:
 
 def this_node() -> str:
     """The machine that this process is on, the same text for all its ranks."""
-    with contextlib.suppress(OSError):
-        return _BOOT_ID.read_text(encoding="ascii").strip()
-    return socket.gethostname()
+    return system.text_of(_BOOT_ID).strip() or socket.gethostname()
 
 
 def chosen_writers(writers: str | int, nodes: Sequence[str]) -> list[int]:

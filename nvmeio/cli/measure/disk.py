@@ -80,11 +80,8 @@ class Disks:
     def look(self) -> DiskBytes | None:
         """The counters now, added up; None where there is no drive to ask."""
         read = written = 0
-        if not self.names:
-            return None
-        try:
-            lines = Path("/proc/diskstats").read_text().splitlines()
-        except OSError:
+        lines = system.text_of("/proc/diskstats").splitlines()
+        if not self.names or not lines:
             return None
         for fields in map(str.split, lines):
             if fields[2] in self.names:

@@ -33,6 +33,7 @@ from nvmeio import engines, tuned
 from nvmeio._bindings import kernel_aio
 from nvmeio._files.system import find_mount
 from nvmeio._memory import copy_on_write
+from nvmeio._memory.system import text_of
 from nvmeio.engines.base import Options
 from nvmeio.engines.cufile import driver, library
 from nvmeio.errors import BackendUnavailableError, counted
@@ -243,9 +244,9 @@ def _one_line(error: BackendUnavailableError) -> str:
 def memory() -> MemoryLimits:
     """The limit on page-locked memory, the transparent huge page mode, and write protection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    status = _read("/proc/self/status") or ""
+    status = text_of("/proc/self/status")
     effective = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
-    modes = _read("/sys/kernel/mm/transparent_hugepage/enabled") or ""
+    modes = text_of("/sys/kernel/mm/transparent_hugepage/enabled")
     chosen = re.search(r"\[(\w+)\]", modes)
     return MemoryLimits(
         memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
@@ -342,7 +343,7 @@ def find_device(directory: Path, source: str | None) -> Device | None:
 
 def _model(disk: Path) -> str:
     for fact in ("device/model", "dm/name", "md/level", "loop/backing_file"):
-        if text := _read(disk / fact):
+        if text := text_of(disk / fact):
             return f"{fact.partition('/')[0]} {text.strip()}".removeprefix("device ")
     driver = disk / "device/driver"
     return driver.resolve().name if driver.exists() else ""
@@ -351,15 +352,8 @@ def _model(disk: Path) -> str:
 # Reading what may not be there
 
 
-def _read(path: str | Path) -> str | None:
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return None
-
-
 def _read_int(path: str | Path) -> int | None:
-    text = (_read(path) or "").strip()
+    text = text_of(path).strip()
     return int(text) if text.isdecimal() else None
 
 
@@ -488,15 +482,11 @@ def _json_in_force() -> str | None:
 
 
 def _p2pdma() -> bool | None:
-    text = ""
     try:
         text = gzip.decompress(Path("/proc/config.gz").read_bytes()).decode(errors="replace")
     except (OSError, EOFError):
-        try:
-            text = Path(f"/boot/config-{platform.release()}").read_text(errors="replace")
-        except OSError:
-            return None
-    return "CONFIG_PCI_P2PDMA=y" in text.splitlines()
+        text = text_of(f"/boot/config-{platform.release()}")
+    return "CONFIG_PCI_P2PDMA=y" in text.splitlines() if text else None
 
 
 def require_devices(

@@ -343,22 +343,16 @@ def _left_under(which: int, field: str) -> int | None:
 
 def _left_in_group() -> int | None:
     """Bytes left in the control group that this process is in, or one above it."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-        name = next(line[3:] for line in lines if line.startswith("0::"))
-    except (OSError, StopIteration):
+    lines = system.text_of("/proc/self/cgroup").splitlines()
+    name = next((line[3:] for line in lines if line.startswith("0::")), None)
+    if name is None:
         return None
-    left: int | None = None
+    left: list[int] = []
     group = _CGROUPS / name.lstrip("/")
     for directory in (group, *group.parents):
-        if not directory.is_relative_to(_CGROUPS):
-            break
-        try:
-            most = (directory / "memory.max").read_text().strip()
-            used = int((directory / "memory.current").read_text())
-        except (OSError, ValueError):
-            continue
-        if most != "max":
-            here = int(most) - used
-            left = here if left is None else min(left, here)
-    return left
+        if directory.is_relative_to(_CGROUPS):
+            most = system.text_of(directory / "memory.max").strip()  # or "max"
+            used = system.text_of(directory / "memory.current").strip()
+            if most.isdecimal() and used.isdecimal():
+                left.append(int(most) - int(used))
+    return min(left, default=None)

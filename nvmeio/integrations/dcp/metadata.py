@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from nvmeio._formats import torch_zip
 from nvmeio._formats.safetensors_shards import is_inside
+from nvmeio._memory.tensors import extent
 from nvmeio._storage.untrusted import read_small
 from nvmeio.errors import IntegrityError
 
@@ -256,15 +257,6 @@ def _described(read: ReadBytes, nbytes: int) -> torch.Tensor | None:
 def _end_of(tensor: torch.Tensor) -> int:
     """Bytes of the storage that the tensor reaches to."""
     return (int(tensor.storage_offset()) + extent(tensor)) * tensor.element_size()
-
-
-def extent(tensor: torch.Tensor) -> int:
-    """Elements from a tensor's first to its last, both included."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum(
-        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
 
 
 class _ItemView(io.RawIOBase):

@@ -27,11 +27,12 @@ from nvmeio._formats.torch_file import read_buffered
 from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._io.spans import Span
 from nvmeio._io.spans import read as read_spans
+from nvmeio._memory.tensors import extent
 from nvmeio._pages import round_up
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
-from nvmeio.integrations.dcp.metadata import Parser, StoredItem, extent
+from nvmeio.integrations.dcp.metadata import Parser, StoredItem
 
 # Up to here an item is read as a whole: one read less than for its headers and its data.
 WHOLE_BYTES = 1 << 20

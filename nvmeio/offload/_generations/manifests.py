@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._memory import devices
+from nvmeio._memory import devices, system
 from nvmeio._storage import untrusted
 from nvmeio._storage.durable import write_small
 from nvmeio._storage.untrusted import detail_of, read_small
@@ -85,11 +85,7 @@ def _counts(value: Any) -> bool:
 @functools.cache
 def boot_id() -> str:
     """The id of this boot of the machine; "" where the kernel does not tell."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+    return system.text_of("/proc/sys/kernel/random/boot_id").strip()
 
 
 def store(directory: str, manifest: Manifest) -> None:
