@@ -53,12 +53,12 @@ class InPlace:
         """Move contiguous CPU memory to or from slots in a row; False: the engine has to."""
         if len(blocks) > _MOST_BLOCKS or len(blocks) * self._slot_bytes > IN_PLACE_BYTES:
             return False
-        given = [memory_at(block.data_ptr(), block.nbytes) for block in blocks]
-        moved = 0
-        with self._file.acquire(writing) as opened, contextlib.suppress(OSError):
+        opened = self._file.acquire(writing)
+        try:
             unit, memory_unit = opened.alignment
             if opened.direct_fd < 0 or not unit or PAGE_BYTES % unit:
                 return False
+            given = [memory_at(block.data_ptr(), block.nbytes) for block in blocks]
             memory = [
                 view if self._fits(block, memory_unit or 1) else self._staged(number)
                 for number, (block, view) in enumerate(zip(blocks, given, strict=True))
@@ -67,8 +67,12 @@ class InPlace:
                 _copy(given, memory)
             call = os.pwritev if writing else os.preadv
             moved = call(opened.direct_fd, memory, first * self._slot_bytes)
-        if moved != len(blocks) * self._slot_bytes:
+            if moved != len(blocks) * self._slot_bytes:
+                return False
+        except OSError:
             return False
+        finally:
+            opened.release()
         if not writing:
             _copy(memory, given)
             for block in blocks:
