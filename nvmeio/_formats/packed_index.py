@@ -30,6 +30,11 @@ OPEN_SEAL = "00000000"
 PART = "nvmeio.pack.part"
 PART_NAME = "model.safetensors.part"  # which nobody takes for the whole
 
+# A quantised weight is three tensors, of these names. Transformers ignores them, and begins with
+# random weights: so a file that has some does not have the name that transformers opens.
+SUFFIXES = (".nvmeio_steps", ".nvmeio_scales", ".nvmeio_minima")
+QUANTISED_NAME = "model-packed.safetensors"
+
 # Quotes within a text are written \", so that this stands nowhere else in a header.
 _BEFORE_SEAL = f'"{SEAL}":"'.encode()
 

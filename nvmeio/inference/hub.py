@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from nvmeio._formats import packed_index
 from nvmeio._storage.untrusted import INDEX_BYTES, read_small
 from nvmeio.errors import BackendUnavailableError
 
@@ -75,10 +76,10 @@ def directory_of(given: str | os.PathLike[str], revision: str | None = None) -> 
         )
     found = Path(config).parent
     commit = found.name  # the cache has a directory a commit: all files are of the same one
-    weights = [_WEIGHTS]
-    if _download(hub, name, _WEIGHTS, commit, needed=False) is None and (
-        _download(hub, name, _INDEX, commit) is not None
-    ):
+    whole = (_WEIGHTS, packed_index.QUANTISED_NAME)
+    held = next((file for file in whole if _download(hub, name, file, commit, needed=False)), None)
+    weights = [held or _WEIGHTS]
+    if held is None and _download(hub, name, _INDEX, commit) is not None:
         shards = json.loads(read_small(found / _INDEX, INDEX_BYTES))["weight_map"]
         weights = sorted(set(shards.values()))
     for file in weights:

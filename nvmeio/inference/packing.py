@@ -99,8 +99,9 @@ def pack(
 ) -> PackReport:
     """Write a model's weights in streaming order, a layer's as one aligned record.
 
-    The result is a model directory with one safetensors file, for `stream_model`, and for
-    transformers if nothing is quantised. Its index has a CRC-32 of each tensor (of fused experts,
+    The result is a model directory with one safetensors file: ``model.safetensors``, which
+    transformers loads too, or ``model-packed.safetensors`` if anything is quantised, which only
+    nvmeio reads. Its index has a CRC-32 of each tensor (of fused experts,
     of each expert), which `stream_model` compares. The directory appears when it is complete and
     durable.
 
@@ -430,7 +431,8 @@ def _write(
     spans = [part for number in range(len(contents.records)) for part in contents.parts(number)]
     written = len(prefix) * contents.files + sum(part.end - part.start for part in spans)
     call.expect(written)
-    name = packed_index.PART_NAME if in_parts else shards.DEFAULT_NAME
+    name = packed_index.QUANTISED_NAME if contents.quantised else shards.DEFAULT_NAME
+    name = packed_index.PART_NAME if in_parts else name
     with contextlib.ExitStack() as opened:
         out = [opened.enter_context(files.open(each / name, "x")) for each in directories]
         if in_parts:

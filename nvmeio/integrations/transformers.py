@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from nvmeio._formats import packed_index
 from nvmeio._storage.durable import sync_directory
 from nvmeio._threads.closing import do_all, on_error
 from nvmeio.checkpoint import load, save
@@ -92,6 +93,7 @@ def from_pretrained(
     Raises:
         IntegrityError: A file is malformed.
         TransferError: A file cannot be read.
+        ValueError: The weights are quantised by `nvmeio pack`: `stream_model` reads them.
         ImportError: transformers is not installed.
     """
     transformers = importlib.import_module("transformers")
@@ -101,6 +103,11 @@ def from_pretrained(
         model_class = model_class._model_mapping[type(config)]
         model_class = model_class[0] if isinstance(model_class, (list, tuple)) else model_class
     state = load_safetensors(directory, handle=handle)
+    if any(name.endswith(packed_index.SUFFIXES) for name in state):
+        raise ValueError(
+            f"{os.fspath(directory)} holds weights that nvmeio pack quantised, which transformers "
+            "cannot compute with: use nvmeio.stream_model(directory), or load what it was made from"
+        )
     model = model_class.from_pretrained(None, config=config, state_dict=state, **options)
     if model.can_generate() and os.path.isfile(os.path.join(directory, "generation_config.json")):
         model.generation_config = transformers.GenerationConfig.from_pretrained(directory)

@@ -24,6 +24,12 @@ if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameter
 _IDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
+def weights_file(directory: Path) -> Path:
+    """The one file of weights in a directory that `save_pretrained` or `pack` wrote."""
+    (found,) = directory.glob("*.safetensors")
+    return found
+
+
 def llama(layers: int = 4, width: int = 64, **options: Any) -> Any:
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(

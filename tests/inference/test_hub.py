@@ -142,6 +142,17 @@ def test_only_weights_that_are_streamed_are_downloaded(remote: Hub) -> None:
     assert directory_of("owner/llama", revision=COMMIT) == found
 
 
+def test_a_quantised_model_is_downloaded(remote: Hub, tmp_path: Path) -> None:
+    (remote.root / "owner").mkdir()
+    pack(
+        saved(llama, tmp_path / "m"),
+        remote.root / "owner" / "few",
+        quant_bits=4,
+        quant_group_size=32,
+    )
+    assert (Path(directory_of("owner/few")) / "model-packed.safetensors").is_file()
+
+
 def test_what_is_not_in_the_cache_is_not_found_offline(
     remote: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

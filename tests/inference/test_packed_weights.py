@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import accelerator
-from inference._models import MODELS, llama, loaded, logits, prompt, saved, tokens
+from inference._models import MODELS, llama, loaded, logits, prompt, saved, tokens, weights_file
 from torch import nn
 from torch.nn import functional
 from typer.testing import CliRunner
@@ -281,7 +281,7 @@ def test_linear_layers_compute_in_the_dtype_of_the_model_unless_another_is_asked
 ) -> None:
     """Weights, inputs, outputs and sums; and the index says which dtype it is."""
     path = packed(tmp_path, lambda: llama(width=256), dtype=asked)
-    header = read_header(path / "model.safetensors")
+    header = read_header(weights_file(path))
     index = json.loads(header.metadata[KEY])["quantised"]
     assert len(index) == 4 * 7 + 2 and {each["dtype"] for each in index.values()} == {name}
     whole = {n: t.dtype for n, t in header.tensors.items() if n.endswith("norm.weight")}

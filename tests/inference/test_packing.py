@@ -12,15 +12,24 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from inference._models import MODELS, llama, loaded, logits, prompt, saved, tokens
+from inference._models import (
+    MODELS,
+    llama,
+    loaded,
+    logits,
+    prompt,
+    saved,
+    tokens,
+    transformers,
+    weights_file,
+)
 from typer.testing import CliRunner
 
-from nvmeio._formats.packed_index import KEY, SEAL
+from nvmeio._formats.packed_index import KEY, SEAL, SUFFIXES
 from nvmeio.checkpoint.safetensors import read_header
 from nvmeio.cli import app
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.inference import pack
-from nvmeio.inference._plan.packed_format import SUFFIXES
 from nvmeio.inference._plan.quantization import (
     Quantised,
     can_quantise,
@@ -28,6 +37,7 @@ from nvmeio.inference._plan.quantization import (
     dequantise,
     quantise,
 )
+from nvmeio.integrations.transformers import from_pretrained
 
 Make = Callable[..., Any]
 
@@ -37,7 +47,7 @@ def test_a_packed_model_computes_the_same(name: str, tmp_path: Path, stream: Mak
     saved(MODELS[name], tmp_path / "m")
     report = pack(tmp_path / "m", tmp_path / "p")
     assert report.quantised == 0
-    assert report.bytes_written == (tmp_path / "p" / "model.safetensors").stat().st_size
+    assert report.bytes_written == weights_file(tmp_path / "p").stat().st_size
     whole = loaded(tmp_path / "m")
     model = stream(tmp_path / "p", resident_bytes=1_000_000)
     assert logits(model, prompt()).equal(logits(whole, prompt()))
@@ -52,6 +62,24 @@ def test_transformers_reads_what_is_not_quantised(tmp_path: Path) -> None:
     saved(llama, tmp_path / "m")
     pack(tmp_path / "m", tmp_path / "p")
     assert logits(loaded(tmp_path / "p"), prompt()).equal(logits(loaded(tmp_path / "m"), prompt()))
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}], ids=["", "dtype"])
+def test_transformers_refuses_what_is_quantised(
+    options: dict[str, Any], tmp_path: Path, stream: Make
+) -> None:
+    """It began with random weights, for it leaves out tensors whose names it does not know."""
+    saved(llama, tmp_path / "m")
+    pack(tmp_path / "m", tmp_path / "p", quant_bits=4, quant_group_size=32)
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path / "p", **options)
+    with pytest.raises(ValueError, match=r"nvmeio pack quantised.* use nvmeio\.stream_model"):
+        from_pretrained(transformers.LlamaForCausalLM, tmp_path / "p", **options)
+    # As older versions of nvmeio called it.
+    weights_file(tmp_path / "p").rename(tmp_path / "p" / "model.safetensors")
+    with pytest.raises(ValueError, match="nvmeio pack quantised"):
+        from_pretrained(transformers.LlamaForCausalLM, tmp_path / "p", **options)
+    assert stream(tmp_path / "p").weight_stream.units
 
 
 def test_another_dtype_halves_what_is_read(tmp_path: Path, stream: Make) -> None:
@@ -78,7 +106,7 @@ def test_a_quantised_model_computes_what_its_weights_say(
     assert report.quantised > 8
     whole = loaded(tmp_path / "m")
     setting = Quantised(bits, 32)
-    stored = read_header(tmp_path / "p" / "model.safetensors").tensors
+    stored = read_header(weights_file(tmp_path / "p")).tensors
     quantised = {n.removesuffix(SUFFIXES[0]) for n in stored if n.endswith(SUFFIXES[0])}
     with torch.no_grad():
         for parameter_name, parameter in whole.named_parameters():
@@ -102,7 +130,7 @@ def test_what_four_bits_save(tmp_path: Path) -> None:
         pack(tmp_path / "m", tmp_path / f"p{bits}", quant_bits=bits).bytes_written
         for bits in (4, 8)
     ]
-    whole = (tmp_path / "m" / "model.safetensors").stat().st_size
+    whole = weights_file(tmp_path / "m").stat().st_size
     # A scale and a minimum of 32 bits each for 64 elements: one bit an element.
     assert sizes[0] / whole == pytest.approx(5 / 16, rel=0.1)
     assert sizes[1] / whole == pytest.approx(9 / 16, rel=0.1)
@@ -202,7 +230,7 @@ def test_modules_are_left_as_they_are(
         names = {f"model.layers.1.mlp.{each}_proj" for each in ("gate", "up", "down")}
         names |= {f"model.layers.{n}.self_attn.o_proj" for n in range(2)}
     stored, everything = (
-        read_header(tmp_path / each / "model.safetensors").tensors for each in ("p", "all")
+        read_header(weights_file(tmp_path / each)).tensors for each in ("p", "all")
     )
     plain = {name for name in stored if name in {f"{each}.weight" for each in names}}
     assert len(plain) == len(names)
@@ -235,7 +263,7 @@ def test_a_tied_head_is_left_by_either_of_its_names(tmp_path: Path) -> None:
     saved(lambda: llama(layers=2, vocab_size=8192, tie_word_embeddings=True), tmp_path / "m")
     for name in ("lm_head", "embed_tokens"):
         pack(tmp_path / "m", tmp_path / name, quant_bits=4, modules_to_not_convert=[name])
-        stored = read_header(tmp_path / name / "model.safetensors").tensors
+        stored = read_header(weights_file(tmp_path / name)).tensors
         assert "model.embed_tokens.weight" in stored
     with pytest.raises(ValueError, match="nothing is quantised anyway; give quant_bits=4"):
         pack(tmp_path / "m", tmp_path / "p", modules_to_not_convert=["lm_head"])
@@ -306,7 +334,7 @@ def test_damaged_metadata_is_refused(text: str, tmp_path: Path, stream: Make) ->
     safetensors = pytest.importorskip("safetensors.torch")
     saved(llama, tmp_path / "m")
     pack(tmp_path / "m", tmp_path / "p", quant_bits=8)
-    file = tmp_path / "p" / "model.safetensors"
+    file = weights_file(tmp_path / "p")
     state = {name: tensor.clone() for name, tensor in safetensors.load_file(file).items()}
     safetensors.save_file(state, file, {"format": "pt", KEY: text})
     with pytest.raises(IntegrityError, match="no valid packed model"):
@@ -320,7 +348,7 @@ def test_the_index_says_how_weights_lie(layout: str | None, tmp_path: Path, stre
     saved(llama, tmp_path / "m")
     pack(tmp_path / "m", tmp_path / "p", quant_bits=8)
     wanted = logits(stream(tmp_path / "p"), prompt())
-    file = tmp_path / "p" / "model.safetensors"
+    file = weights_file(tmp_path / "p")
     metadata = dict(read_header(file).metadata)
     index = json.loads(metadata[KEY])
     assert index.pop("layout") == "halves of groups"
@@ -339,7 +367,7 @@ def test_a_missing_part_of_a_quantised_weight_is_refused(tmp_path: Path, stream:
     safetensors = pytest.importorskip("safetensors.torch")
     saved(llama, tmp_path / "m")
     pack(tmp_path / "m", tmp_path / "p", quant_bits=8)
-    file = tmp_path / "p" / "model.safetensors"
+    file = weights_file(tmp_path / "p")
     metadata = read_header(file).metadata
     state = {name: tensor.clone() for name, tensor in safetensors.load_file(file).items()}
     state.pop("model.layers.2.mlp.up_proj.weight.nvmeio_scales")

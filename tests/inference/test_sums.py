@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from inference._models import MODELS, llama, loaded, logits, mixtral, prompt, saved, transformers
+from inference._models import (
+    MODELS,
+    llama,
+    loaded,
+    logits,
+    mixtral,
+    prompt,
+    saved,
+    transformers,
+    weights_file,
+)
 from typer.testing import CliRunner
 
 import nvmeio
@@ -66,8 +76,7 @@ def rewrite_index(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 def test_the_index_has_the_sums_of_what_was_written(
     name: str, bits: int | None, tmp_path: Path
 ) -> None:
-    file = packed(MODELS[name], tmp_path, quant_bits=bits, quant_group_size=32)
-    file /= "model.safetensors"
+    file = weights_file(packed(MODELS[name], tmp_path, quant_bits=bits, quant_group_size=32))
     data, sums = file.read_bytes(), index_of(file)["crc32"]
     entries = {n: e for n, e in read_header(file).tensors.items() if not n.startswith(PADDING)}
     assert set(sums) == set(entries)
@@ -100,7 +109,7 @@ def test_a_flipped_bit_is_found_in_every_tensor(
 ) -> None:
     monkeypatch.setattr(reader, "CHUNK_BYTES", 8192)  # a tensor of several pieces
     directory = packed(lambda: llama(layers=2), tmp_path, quant_bits=bits)
-    file = directory / "model.safetensors"
+    file = weights_file(directory)
     for tensor, entry in read_header(file).tensors.items():
         if tensor.startswith(PADDING) or (tensor.startswith(EMBEDDING) and budget != EVERYTHING):
             continue
@@ -124,7 +133,7 @@ def test_after_a_flipped_bit_the_same_call_fails_again_until_the_bytes_are_right
     tmp_path: Path, stream: Make
 ) -> None:
     directory = packed(llama, tmp_path)
-    file = directory / "model.safetensors"
+    file = weights_file(directory)
     entry = read_header(file).tensors["model.layers.2.mlp.up_proj.weight"]
     flip(file, entry.start + 5)
     model = stream(directory, resident_bytes=300_000)
@@ -146,7 +155,7 @@ def test_a_flipped_bit_is_found_in_experts(
     bits: int | None, compute: str, budget: int, length: int, tmp_path: Path, stream: Make
 ) -> None:
     directory = packed(mixtral, tmp_path, quant_bits=bits, quant_group_size=32)
-    file = directory / "model.safetensors"
+    file = weights_file(directory)
     ids = prompt(batch=1, length=length)
     name, entry = next(
         (name, entry)
@@ -173,7 +182,7 @@ def test_a_flipped_bit_is_found_in_experts(
 
 def test_experts_that_are_not_read_are_not_compared(tmp_path: Path, stream: Make) -> None:
     directory = packed(mixtral, tmp_path)
-    file = directory / "model.safetensors"
+    file = weights_file(directory)
     ids = prompt(batch=1, length=1)
     whole = logits(loaded(tmp_path / "m"), ids)
     entry = read_header(file).tensors["model.layers.1.mlp.experts.gate_up_proj"]
@@ -193,7 +202,7 @@ def test_experts_that_are_not_read_are_not_compared(tmp_path: Path, stream: Make
 
 def test_rows_that_are_read_one_by_one_are_not_compared(tmp_path: Path, stream: Make) -> None:
     directory = packed(llama, tmp_path)
-    file = directory / "model.safetensors"
+    file = weights_file(directory)
     flip(file, read_header(file).tensors[EMBEDDING].end - 1)
     model = stream(directory, resident_bytes=200_000)
     logits(model, prompt())
@@ -202,7 +211,7 @@ def test_rows_that_are_read_one_by_one_are_not_compared(tmp_path: Path, stream: 
 
 def test_without_checksums_the_bytes_are_taken_as_they_are(tmp_path: Path, stream: Make) -> None:
     directory = packed(llama, tmp_path)
-    file = directory / "model.safetensors"
+    file = weights_file(directory)
     flip(file, read_header(file).tensors["model.layers.1.mlp.up_proj.weight"].start + 1)
     model = stream(directory, resident_bytes=300_000, checksum=False)
     assert logits(model, prompt()).equal(logits(loaded(directory), prompt()))
@@ -210,7 +219,7 @@ def test_without_checksums_the_bytes_are_taken_as_they_are(tmp_path: Path, strea
 
 def test_a_packed_model_of_before_has_no_sums_and_opens(tmp_path: Path, stream: Make) -> None:
     directory = packed(llama, tmp_path, quant_bits=8)
-    file = directory / "model.safetensors"
+    file = weights_file(directory)
     before = logits(stream(directory, resident_bytes=300_000), prompt())
     rewrite_index(file, lambda index: {k: v for k, v in index.items() if k != "crc32"})
     assert logits(stream(directory, resident_bytes=300_000), prompt()).equal(before)
@@ -236,7 +245,7 @@ def test_damaged_sums_are_refused(sums: Any, tmp_path: Path, stream: Make) -> No
         given = {**index["crc32"], **sums} if isinstance(sums, dict) and sums else sums
         return {**index, "crc32": given}
 
-    rewrite_index(directory / "model.safetensors", change)
+    rewrite_index(weights_file(directory), change)
     with pytest.raises(IntegrityError, match="no valid packed model"):
         stream(directory)
     logits(stream(directory, checksum=False), prompt())
@@ -253,14 +262,14 @@ def test_a_model_packed_anew_is_another_when_it_is_opened_again(
         next(other.parameters()).mul_(2)
     other.save_pretrained(tmp_path / "m2")
     pack(tmp_path / "m2", tmp_path / "p2")
-    os.replace(tmp_path / "p2" / "model.safetensors", directory / "model.safetensors")
+    os.replace(weights_file(tmp_path / "p2"), weights_file(directory))
     with pytest.raises(IntegrityError, match="Call stream_model again"):
         model.weight_stream.reopen()
 
 
 def test_the_command_leaves_the_sums_out(tmp_path: Path) -> None:
     directory = packed(llama, tmp_path)
-    file = directory / "model.safetensors"
+    file = weights_file(directory)
     flip(file, read_header(file).tensors["model.layers.1.mlp.up_proj.weight"].start)
     words = ["generate", str(directory), "--ids", "3,4,5", "--max-new-tokens", "2"]
     done = CliRunner().invoke(app, words)
@@ -354,7 +363,7 @@ def test_verify_finds_a_flipped_bit_anywhere_in_a_packed_file(
 ) -> None:
     """It looked at the structure alone: header bytes that contradict nothing, and no tensor."""
     directory = packed(mixtral, tmp_path, quant_bits=bits, quant_group_size=32)
-    file = directory / "model.safetensors"
+    file = weights_file(directory)
     sums = index_of(file)["crc32"]
     entries = read_header(file).tensors
     end = min(entry.start for entry in entries.values())
@@ -378,7 +387,7 @@ def test_verify_finds_a_flipped_bit_anywhere_in_a_packed_file(
 
 def test_the_command_tells_what_has_flipped_in_a_packed_model(tmp_path: Path) -> None:
     directory = packed(llama, tmp_path)
-    file = directory / "model.safetensors"
+    file = weights_file(directory)
     assert told(directory) == (0, [])
     shown = CliRunner().invoke(app, ["verify", str(directory)]).stdout
     assert "whole" in shown
@@ -400,7 +409,7 @@ def test_verify_of_a_file_packed_before_there_were_sums_checks_its_structure(
     def older(index: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in index.items() if key not in ("crc32", "sealed")}
 
-    file = directory / "model.safetensors"
+    file = weights_file(directory)
     rewrite_index(file, older)
     assert told(directory) == (0, [])
     assert "structure only" in CliRunner().invoke(app, ["verify", str(directory)]).stdout

@@ -22,14 +22,13 @@ import torch
 
 from nvmeio._formats import packed_index
 from nvmeio._formats import safetensors_header as headers
-from nvmeio._formats.packed_index import DrivePart
+from nvmeio._formats.packed_index import SUFFIXES, DrivePart
 from nvmeio._formats.safetensors_set import FileBytes, SafetensorsSet, StoredTensor
 from nvmeio.errors import IntegrityError, counted
 from nvmeio.handle import AioHandle
 from nvmeio.inference._plan.quantization import Quantised, can_quantise, check_setting
 from nvmeio.inference._plan.slot_layout import WeightPart, part_of
 
-SUFFIXES = (".nvmeio_steps", ".nvmeio_scales", ".nvmeio_minima")
 LAYOUT = "halves of groups"  # see `quantised`
 
 _REST = "name all directories that nvmeio pack wrote together, in any order, as a list"
