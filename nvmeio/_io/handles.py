@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from nvmeio import tuned
+from nvmeio._threads.closing import Closing
 from nvmeio._threads.interruptible import Job
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
@@ -51,7 +52,7 @@ def handle_for(given: AioHandle | None, path: str | os.PathLike[str]) -> Iterato
         yield handle.get()
 
 
-class CallHandle:
+class CallHandle(Closing):
     """The handle that one save or load works with.
 
     The caller's handle stays open; None begins to make one now, for the file system of `path`. Used
@@ -103,12 +104,6 @@ class CallHandle:
             given_back = getattr(making.result()._cores.host.engine, "given_back", None)
             if given_back is not None:
                 given_back.wait()
-
-    def __enter__(self) -> CallHandle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _close(making: Job[AioHandle]) -> None:

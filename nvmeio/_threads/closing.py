@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 from nvmeio._threads.running_loop import running_loop
 
@@ -48,34 +48,24 @@ class on_error:
             self._undo(*self._args, **self._kwargs)
 
 
-class _Closes(Protocol):
-    def close(self) -> None: ...
-
-
-class _ClosesOrDiscards(_Closes, Protocol):
-    def discard(self) -> None: ...
-
-
-class _ClosesWork(_Closes, Protocol):
-    _work: str
-
-    async def aclose(self) -> None: ...
-
-
 class Closing:
-    """Closed at the end of a with statement, however it ends."""
+    """Closed at the end of a with statement, however it ends; `close` is the class's own."""
+
+    def close(self) -> None: ...
 
     def __enter__(self: Me) -> Me:
         return self
 
-    def __exit__(self: _Closes, _: object, exc: BaseException | None, __: object) -> None:
+    def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
         self.close()
 
 
 class Discarding(Closing):
     """Closed at the end of a with statement, and given up if an error ends it."""
 
-    def __exit__(self: _ClosesOrDiscards, _: object, exc: BaseException | None, __: object) -> None:
+    def discard(self) -> None: ...
+
+    def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
         if exc is None:
             self.close()
         else:
@@ -90,7 +80,9 @@ class ClosingWork(Closing):
 
     _work = "an operation"  # what may have failed
 
-    def __exit__(self: _ClosesWork, _: object, exc: BaseException | None, __: object) -> None:
+    async def aclose(self) -> None: ...
+
+    def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
         try:
             self.close()
         except Exception as failed:
@@ -100,9 +92,7 @@ class ClosingWork(Closing):
         running_loop()  # its end takes one
         return self
 
-    async def __aexit__(
-        self: _ClosesWork, _: object, exc: BaseException | None, __: object
-    ) -> None:
+    async def __aexit__(self, _: object, exc: BaseException | None, __: object) -> None:
         try:
             await self.aclose()
         except Exception as failed:
