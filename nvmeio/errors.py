@@ -181,10 +181,17 @@ def errno_of(failed: OSError) -> int:
 
 
 def transfer_error(
-    failed: OSError, operation: str, path: str | os.PathLike[str], **about: Any
+    failed: OSError, operation: str, path: str | os.PathLike[str], detail: str = "", **about: Any
 ) -> TransferError:
-    """What the system refused, as an error that names what was done, and to which file."""
-    return TransferError(errno_of(failed), operation=operation, path=os.fspath(path), **about)
+    """What the system refused, as an error that names what was done, and to which file.
+
+    Words of ours that `failed` has in place of the system's stay.
+    """
+    code = errno_of(failed)
+    if not (detail or isinstance(failed, TransferError) or failed.strerror == os.strerror(code)):
+        detail = failed.strerror or ""
+    about |= {"operation": operation, "path": os.fspath(path), "detail": detail}
+    return TransferError(code, **about)
 
 
 class naming:

@@ -30,6 +30,7 @@ from nvmeio.bound_file import BoundFile
 from nvmeio.engines import device_ring, transfers
 from nvmeio.engines.base import Engine, Opcode, Options
 from nvmeio.engines.transfers import FileOffsets, row_places
+from nvmeio.errors import transfer_error
 from nvmeio.operation import Operation
 
 if TYPE_CHECKING:
@@ -413,7 +414,7 @@ class AioHandle(HandleSettings, ClosingWork):
         try:
             found = batches.memories_of(opcode, tensors, memory_of, self._usual_core)
         except OSError as failed:
-            raise transfers.not_there(f"{NAMES[opcode]}_batch", "an item", failed) from failed
+            raise transfer_error(failed, f"{NAMES[opcode]}_batch", "an item") from failed
         batch = batches.laid_out(opcode, *found[1:], files, file_offsets)
         core = found[0] or self._cores.host
         return Operation(core.watchers, core.start_batch(opcode, batch))
@@ -451,7 +452,7 @@ class AioHandle(HandleSettings, ClosingWork):
         try:
             return core, self._memory_of(opcode, tensor, device)
         except OSError as failed:
-            raise transfers.not_there(ROWS_NAMES[opcode], file, failed) from failed
+            raise transfer_error(failed, ROWS_NAMES[opcode], str(file)) from failed
 
     def _start(
         self, opcode: Opcode, tensor: Data, file: FileLike, file_offset: int, validate: bool = False
@@ -460,7 +461,7 @@ class AioHandle(HandleSettings, ClosingWork):
         try:
             core, memory = self._memory(opcode, tensor)
         except OSError as failed:
-            raise transfers.not_there(NAMES[opcode], file, failed) from failed
+            raise transfer_error(failed, NAMES[opcode], str(file)) from failed
         try:
             offset = _checks.file_offset("file_offset", file_offset, memory.nbytes)
             check = transfers.comparison(memory, file, offset) if validate else None

@@ -9,7 +9,7 @@ import os
 import pickle
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -251,5 +251,5 @@ def read_into(file: File, offset: int, memory: memoryview) -> None:
                     raise OSError(errno.ENODATA, "the file was cut")
                 done += count
         except OSError as failed:
-            span = {"file_offset": offset, "nbytes": nbytes}
+            span: Any = {"file_offset": offset, "nbytes": nbytes}
             raise transfer_error(failed, "pread", file.path, **span) from failed

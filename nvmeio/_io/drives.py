@@ -136,13 +136,13 @@ class StripedFile:
 
     def __init__(self, files: Sequence[File], striping: Striping) -> None:
         self.files = tuple(files)
-        self._striping = striping
+        self.striping = striping
 
     def spans(self, offset: int, nbytes: int, start: int = 0) -> list[FileSpan]:
         """Where bytes `offset` to `offset + nbytes` lie, for memory from byte `start` on."""
         return [
             FileSpan(self.files[drive], place, start + at, length)
-            for drive, place, at, length in self._striping.spans(offset, nbytes)
+            for drive, place, at, length in self.striping.spans(offset, nbytes)
         ]
 
     def describe(self, offset: int, nbytes: int, most: int = 4) -> str:
@@ -246,13 +246,12 @@ class ScratchFile:
         self._band = band * len(directories) if len(directories) > 1 else PAGE_BYTES
         self._growth_bytes = _LEAST_GROWTH_BYTES if growth_bytes is None else growth_bytes
         self._files: list[File] = []
-        self._lengths = [0] * len(directories)
-        self._striped: StripedFile | None = None
         self._free = FreeBlocks(0)
         self.nbytes = 0  # of all files
         with on_error(self.close):
             for each in directories:
                 self._files.append(open_nameless(each))
+        self._striped = StripedFile(self._files, Striping(self._weights, []))
 
     def take(self, nbytes: int) -> int:
         """Take room, in whole pages; TransferError (ENOSPC) if a drive has none left."""
@@ -270,11 +269,9 @@ class ScratchFile:
 
     def spans(self, place: int, nbytes: int) -> list[FileSpan]:
         """The parts of files that are there, in order."""
-        assert self._striped is not None
         return self._striped.spans(place, nbytes)
 
     def describe(self, place: int, nbytes: int) -> str:
-        assert self._striped is not None
         return self._striped.describe(place, nbytes)
 
     @property
@@ -301,11 +298,10 @@ class ScratchFile:
                 with files.in_use(file, True) as opened:
                     durable.reserve(opened.any_fd(), length, file.path)
         except BaseException:  # the other drives keep no room that this one has not
-            for file, length in zip(self._files, self._lengths, strict=True):
+            for file, length in zip(self._files, self._striped.striping.lengths, strict=True):
                 with contextlib.suppress(OSError), files.in_use(file, True) as opened:
                     os.ftruncate(opened.any_fd(), length)
             raise
-        self._lengths = striping.lengths
         self._striped = StripedFile(self._files, striping)
         self._free.put(self.nbytes, more)
         self.nbytes += more

@@ -181,12 +181,6 @@ def _read_small(name: str, most: int) -> bytes:
         os.close(fd)
 
 
-def detail_of(failed: OSError) -> str:
-    """The text of an error of `read_small`; "" if the system raised it."""
-    plain = failed.errno is None or failed.strerror == os.strerror(failed.errno)
-    return "" if plain else str(failed.strerror)
-
-
 class Unchanged:
     """Remembers the size and time of a file, which stays open, and notices changes."""
 

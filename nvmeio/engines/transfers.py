@@ -18,7 +18,6 @@ What was moved is compared with the file here too, for who asks for that.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
@@ -31,7 +30,7 @@ from nvmeio._memory import holds, mappings
 from nvmeio._memory.tensors import Memory
 from nvmeio._pages import PAGE_BYTES
 from nvmeio.engines.base import DeviceTransfer, Opcode, Rows, Transfer
-from nvmeio.errors import IntegrityError, TransferError, an, counted, transfer_error
+from nvmeio.errors import IntegrityError, an, counted, transfer_error
 
 if TYPE_CHECKING:
     import numpy
@@ -194,12 +193,6 @@ def _on_device(
     planned: Plan, transfer: Transfer, memory: Memory, opened: Descriptors
 ) -> tuple[Plan, Transfer]:
     return planned._replace(direct=False), DeviceTransfer.make(transfer, memory, opened)
-
-
-def not_there(operation: str, file: object, failed: OSError) -> TransferError:
-    """What torch would copy from is not there."""
-    code, detail = failed.errno or errno.EFAULT, failed.strerror or ""
-    return TransferError(code, operation=operation, path=str(file), detail=detail)
 
 
 def plan_rows(
@@ -398,7 +391,11 @@ def _compare(memory: Memory, opened: Descriptors, file_offset: int) -> None:
         try:
             found = os.pread(fd, wanted, file_offset + start)
         except OSError as failed:
-            span = {"file_offset": file_offset, "nbytes": memory.nbytes, "transferred": start}
+            span: Any = {
+                "file_offset": file_offset,
+                "nbytes": memory.nbytes,
+                "transferred": start,
+            }
             raise transfer_error(failed, "pread", opened.path, **span) from failed
         if found == mine:
             continue

@@ -15,7 +15,7 @@ from typing import Generic
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.long_call import LongCall
 from nvmeio._storage.locks import leads_to, reading
-from nvmeio._storage.untrusted import INDEX_BYTES, detail_of, read_small
+from nvmeio._storage.untrusted import INDEX_BYTES, read_small
 from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.retention import Generation
 from nvmeio.checkpoint._multi_rank.drives import OwnDrives, Save, parsed, parts_in
@@ -197,7 +197,7 @@ def _files_of(path: str) -> list[str]:
         if not names or any(os.path.basename(name) != name for name in names):
             raise ValueError("it names files that are not here")
     except OSError as failed:
-        raise transfer_error(failed, "open", index_path, detail=detail_of(failed)) from failed
+        raise transfer_error(failed, "open", index_path) from failed
     except (ValueError, KeyError, TypeError) as wrong:
         raise IntegrityError(
             f"{index_path}: damaged: {wrong}", expected="an index of files", found=str(wrong)

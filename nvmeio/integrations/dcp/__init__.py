@@ -50,7 +50,7 @@ from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._storage.durable import make_directory
 from nvmeio._storage.replace import replace_file
-from nvmeio._storage.untrusted import detail_of, read_small
+from nvmeio._storage.untrusted import read_small
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.errors import IntegrityError, transfer_error
 from nvmeio.handle import AioHandle
@@ -375,7 +375,7 @@ class NvmeStorageReader(_InDirectory, StorageReader):
         try:
             data = read_small(path, stored.METADATA_BYTES)
         except OSError as failed:
-            raise transfer_error(failed, "open", path, detail=detail_of(failed)) from failed
+            raise transfer_error(failed, "open", path) from failed
         metadata = stored.load_metadata(data, str(path))
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()

@@ -25,7 +25,7 @@ import torch
 from nvmeio._memory import devices, system
 from nvmeio._storage import untrusted
 from nvmeio._storage.durable import write_small
-from nvmeio._storage.untrusted import detail_of, read_small
+from nvmeio._storage.untrusted import read_small
 from nvmeio.errors import IntegrityError, counted, naming, transfer_error
 
 _MAGIC = b"nvmeio-swap 2\n"
@@ -189,7 +189,7 @@ def read(directory: str) -> StoredGenerations:
         except FileNotFoundError:
             continue
         except OSError as failed:
-            raise transfer_error(failed, "open", path, detail=detail_of(failed)) from failed
+            raise transfer_error(failed, "open", path) from failed
         # The first generation goes to the other place: this one is only there after a step.
         stepped = stepped or name == NAMES[0]
         manifest = _decode(data, path)

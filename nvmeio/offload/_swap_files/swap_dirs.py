@@ -27,7 +27,7 @@ from nvmeio._checks import Paths
 from nvmeio._distributed.rank_store import several
 from nvmeio._io.drives import StripedFile, Striping, weights_of
 from nvmeio._storage import durable, untrusted
-from nvmeio._storage.untrusted import SETTINGS_BYTES, detail_of, read_small
+from nvmeio._storage.untrusted import SETTINGS_BYTES, read_small
 from nvmeio._threads import shutdown
 from nvmeio._threads.closing import do_all, on_error
 from nvmeio.errors import IntegrityError, TransferError, counted, naming, transfer_error
@@ -482,7 +482,7 @@ def _read(directory: str) -> _DriveRecord | None:
     except FileNotFoundError:
         return None
     except OSError as failed:
-        raise transfer_error(failed, "open", path, detail=detail_of(failed)) from failed
+        raise transfer_error(failed, "open", path) from failed
     except (ValueError, KeyError, TypeError) as wrong:
         state = os.path.join(directory, "state.0")
         if not _has_manifest(directory) and not os.path.exists(state):
