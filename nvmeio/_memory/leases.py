@@ -205,12 +205,9 @@ class LeaseQueue:
                 if waiter.start is not None and waiter.charged_bytes:
                     self._free.take_at(waiter.start, waiter.charged_bytes)
             self._cut = False
-        for waiter in self._unwoken():
+        for waiter in [each for each in self._granted if not each.woken]:
             if not waiter.wake():
                 self._take_back(waiter)
-
-    def _unwoken(self) -> list[Waiter]:
-        return [waiter for waiter in self._granted if not waiter.woken]
 
     def _dismiss(self, waiter: Waiter) -> None:
         self._recover()

@@ -145,7 +145,10 @@ def _over_buffer(given: Buffer, writable: bool) -> torch.Tensor:
     try:
         view = memoryview(given)
     except TypeError:
-        raise TypeError(_not_memory(given)) from None
+        raise TypeError(
+            "expected a torch.Tensor, or an object with the buffer protocol (a numpy array, a "
+            f"bytearray, a memoryview), not {type(given).__name__}"
+        ) from None
     except ValueError as refused:  # numpy's, of dtypes that the protocol has no letter for
         raise TypeError(f"{refused}: pass array.view(numpy.uint8), the same memory") from refused
     kind = type(given).__name__
@@ -447,10 +450,3 @@ def _check(tensor: torch.Tensor) -> None:
             f"{type(tensor).__name__} wraps other tensors and has no memory of its own; "
             "transfer the inner tensors (for a DTensor, its to_local())"
         )
-
-
-def _not_memory(given: object) -> str:
-    return (
-        f"expected a torch.Tensor, or an object with the buffer protocol (a numpy array, a "
-        f"bytearray, a memoryview), not {type(given).__name__}"
-    )
