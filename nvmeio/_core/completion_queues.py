@@ -67,9 +67,6 @@ class CompletionQueues:
 
         After `release` it is the default one, at which nothing arrives any more.
         """
-        latest, cq = self.latest
-        if latest is loop:
-            return cq
         if loop not in self._loops:
             self.forget_closed_loops()
         with self._lock:

@@ -188,16 +188,10 @@ def places_of(checkpoint: TorchFile, scan: Scan) -> dict[str, tuple[int, int]]:
 
 
 def unsafe_globals(file: File) -> list[str]:
-    """What the pickle refers to and ``weights_only=True`` refuses, by torch's own account.
-
-    A torch that cannot tell is taken to refuse something: it has to be asked.
-    """
-    ask = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
-    if ask is None:
-        return ["unknown"]
+    """What the pickle refers to and ``weights_only=True`` refuses, by torch's own account."""
     with same_file(file) as same:
         try:
-            return list(ask(same))
+            return torch.serialization.get_unsafe_globals_in_checkpoint(same)
         except pickle.UnpicklingError as refused:  # an opcode that torch does not read
             return [str(refused)]
 

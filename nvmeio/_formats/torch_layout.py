@@ -295,17 +295,12 @@ class Sink:
         self._at = position
         return position
 
-    def tell(self) -> int:
-        return self._at
-
     def flush(self) -> None:
         """Do nothing."""
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Bytes of one chunk; fewer where it ends."""
         index = bisect_right(self._starts, offset) - 1
-        if index < 0:
-            return b""
         at = offset - self._starts[index]
         return bytes(self._chunks[index][at : at + nbytes])
 

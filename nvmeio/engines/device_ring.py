@@ -39,7 +39,7 @@ from nvmeio._threads.threads import Thread
 from nvmeio.engines import base, transfers
 from nvmeio.engines._device_ring_requests import Chunks, RingPart, RingRequest, RingRowsRequest
 from nvmeio.engines._queued import QueuedEngine, counted
-from nvmeio.errors import DeviceTimeoutError, TransferError, errno_of
+from nvmeio.errors import DeviceTimeoutError
 
 logger = logging.getLogger("nvmeio")
 
@@ -325,14 +325,8 @@ class _Pump:
         plan = transfers.plan if part.rows is None else transfers.plan_rows
         if buffered:
             plan = transfers.plan_buffered
-        try:
-            part.plan, planned = plan(
-                base.Opcode(transfer.opcode), memory, transfer.opened, part.file_offset
-            )
-        except TransferError as failed:
-            part.request.fail(errno_of(failed), failed)
-            self._drop(part)
-            return
+        opcode = base.Opcode(transfer.opcode)
+        part.plan, planned = plan(opcode, memory, transfer.opened, part.file_offset)
         self._submit(part, planned)
 
     def _submit(self, part: RingPart, planned: base.Transfer) -> None:

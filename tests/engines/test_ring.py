@@ -35,6 +35,7 @@ from support import (
 )
 
 import nvmeio
+from nvmeio._files.descriptors import Descriptors, open_error
 from nvmeio.engines.device_ring import RingEngine
 from nvmeio.testing import FakeEngine
 
@@ -486,6 +487,30 @@ def test_refused_direct_io_goes_through_the_page_cache(
         assert handle.sync_pread(tensor, file) == 40 * PAGE
     assert refusals
     assert raw(tensor) == direct_path.read_bytes()
+
+
+def test_page_cache_that_cannot_be_opened_is_the_operations_error(
+    device: FakeDevice,
+    new_handle: Callable[..., nvmeio.AioHandle],
+    direct_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunks of what the drive refused, and no descriptor was left for, are there for others."""
+    direct_path.write_bytes(bytes(40 * PAGE))
+    fail = {at: errno.EINVAL for at in range(0, 40 * PAGE, PAGE)}
+    handle = new_handle(FakeEngine(fail=fail), ring_bytes=SMALL_RING)
+
+    def refuse(opened: Descriptors) -> int:
+        raise open_error(errno.EMFILE, opened.path)
+
+    with nvmeio.open(direct_path) as file:
+        with monkeypatch.context() as patch:
+            patch.setattr(Descriptors, "buffered_fd", refuse)
+            with pytest.raises(nvmeio.TransferError) as failed:
+                handle.sync_pread(room(device, 40 * PAGE), file)
+        assert failed.value.errno == errno.EMFILE
+        fail.clear()
+        assert handle.sync_pread(room(device, 40 * PAGE), file) == 40 * PAGE
 
 
 # Life
