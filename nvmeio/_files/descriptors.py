@@ -63,22 +63,15 @@ class Descriptors:
     """
 
     def __init__(
-        self,
-        path: str,
-        flags: int,
-        fds: OwnFds,
-        direct_fd: int,
-        buffered_fd: int,
-        alignment: Alignment,
-        facts: FileFacts,
+        self, path: str, flags: int, fds: OwnFds, alignment: Alignment, facts: FileFacts
     ) -> None:
         self.path = path
         self.inode = (facts.device, facts.inode)
-        self.direct_fd = direct_fd
+        self.direct_fd = fds.direct
         self.alignment = alignment
         self._flags = flags
         self._fds = fds
-        self._buffered_fd = buffered_fd
+        self._buffered_fd = fds.buffered
         self._users = 1
         self.holders: set[object] = set()
         self._before_close: tuple[Callable[[], None], ...] = ()
@@ -105,11 +98,11 @@ class Descriptors:
             if direct:
                 alignment = alignment_of(fd, facts, path)
                 if alignment.offset:
-                    return cls(path, flags, fds, fd, -1, alignment, facts)
+                    return cls(path, flags, fds, alignment, facts)
                 # Accepted, but not for this file: one plain descriptor will do.
                 fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
                 fds.demote()
-            return cls(path, flags, fds, -1, fd, NO_DIRECT, facts)
+            return cls(path, flags, fds, NO_DIRECT, facts)
         except BaseException:
             with contextlib.suppress(OSError):
                 fds.close()
@@ -146,7 +139,7 @@ class Descriptors:
                     fds.reopen(False, fd, access)
                 except OSError:
                     raise open_error(errno_of(refused), path) from refused
-        opened = cls(path, access, fds, fds.direct, fds.buffered, NO_DIRECT, facts)
+        opened = cls(path, access, fds, NO_DIRECT, facts)
         try:
             if fds.direct >= 0:
                 opened.alignment = alignment_of(fds.direct, facts, path)

@@ -104,20 +104,10 @@ def _unescape(field: str) -> str:
 _CACHESTAT = 451  # the number of the system call on every architecture; Linux 6.5
 
 
-class _Range(ctypes.Structure):
-    _fields_ = [("off", ctypes.c_uint64), ("len", ctypes.c_uint64)]
-
-
-class _Counts(ctypes.Structure):
-    """`struct cachestat` of linux/mman.h, in pages."""
-
-    _fields_ = [
-        ("cached", ctypes.c_uint64),
-        ("dirty", ctypes.c_uint64),
-        ("writeback", ctypes.c_uint64),
-        ("evicted", ctypes.c_uint64),
-        ("recently_evicted", ctypes.c_uint64),
-    ]
+# Offset and length of a span, and `struct cachestat` of linux/mman.h, in pages: cached, dirty, in
+# writeback, evicted, recently evicted.
+_Range = ctypes.c_uint64 * 2
+_Counts = ctypes.c_uint64 * 5
 
 
 def is_cached(fd: int, start: int, nbytes: int) -> bool:
@@ -132,7 +122,7 @@ def is_cached(fd: int, start: int, nbytes: int) -> bool:
     if _syscall(_CACHESTAT, fd, ctypes.byref(span), ctypes.byref(counts), 0) != 0:
         return False
     pages = (start + nbytes - 1) // PAGE_BYTES - start // PAGE_BYTES + 1
-    return bool(counts.cached >= pages)
+    return counts[0] >= pages
 
 
 def copy_cached(fd: int, start: int, memory: torch.Tensor) -> bool:

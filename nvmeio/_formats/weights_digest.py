@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from nvmeio._formats import safetensors_header as headers
+from nvmeio._pages import round_up
 from nvmeio._storage import crc32
 from nvmeio._storage.replace import replace_file
 from nvmeio._storage.untrusted import open_own
@@ -178,7 +179,7 @@ def _whole(fd: int) -> str:
     while nbytes := os.preadv(fd, [memory], at):
         # Whole pieces, or what is behind them would be cut elsewhere the next time.
         while nbytes % _PIECE_BYTES and (
-            more := os.preadv(fd, [memory[nbytes : _up(nbytes)]], at + nbytes)
+            more := os.preadv(fd, [memory[nbytes : round_up(nbytes, _PIECE_BYTES)]], at + nbytes)
         ):
             nbytes += more
         for start in range(0, nbytes, _PIECE_BYTES):
@@ -187,10 +188,6 @@ def _whole(fd: int) -> str:
         at += nbytes
     digest.update(at.to_bytes(8, "little"))
     return digest.hexdigest()
-
-
-def _up(nbytes: int) -> int:
-    return -(-nbytes // _PIECE_BYTES) * _PIECE_BYTES
 
 
 def _sampled(fd: int, facts: os.stat_result) -> str:

@@ -97,7 +97,7 @@ class InFlight:
         self._flying: deque[_Entry] = deque()
         self._nbytes = 0
         self._lock = threading.Lock()  # of _flying, against `cancel`
-        self._stopping = False
+        self.cancelled = False
 
     def start(
         self,
@@ -118,7 +118,7 @@ class InFlight:
         while not self.has_room(nbytes):
             self.finish_first()
         with self._lock:
-            if self._stopping:
+            if self.cancelled:
                 raise Cancelled
             self._flying.append(_Entry(begin(), nbytes, done, label))
         self._nbytes += nbytes
@@ -161,13 +161,9 @@ class InFlight:
     def cancel(self) -> None:
         """Begin no more, and end soon what has begun; from any thread."""
         with self._lock:
-            self._stopping = True
+            self.cancelled = True
             for entry in self._flying:
                 entry.operation.cancel()
-
-    @property
-    def cancelled(self) -> bool:
-        return self._stopping
 
     def stop(self) -> None:
         """Cancel, and wait until nothing is in flight."""

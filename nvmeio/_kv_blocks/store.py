@@ -117,7 +117,7 @@ class BlockStore(NotPickled, Closing):
             raise ValueError(f"{name!r} is no name for a store: it becomes part of file names")
         self.block_bytes = block_bytes
         self.path = Path(directory) / DIRECTORY / f"{name}.blocks"
-        self._writer = writer
+        self.is_writer = writer
         self._identity = identity
         self._loaded = 0
         self._closed_message = f"the block store {self.path} is closed"
@@ -140,13 +140,13 @@ class BlockStore(NotPickled, Closing):
             undo.callback(self._loads.owner.close)
             self._loads.finish()  # or there is no thread to be had, and nobody would answer
             self._catalog = Catalog(
-                self.path, self.block_bytes, self.slot_bytes, slots, self._writer
+                self.path, self.block_bytes, self.slot_bytes, slots, self.is_writer
             )
             undo.callback(self._catalog.close)
             self._name(0)
-            if self._writer:
+            if self.is_writer:
                 self._catalog.sign(self._names.tag)
-            self._file = undo.enter_context(files.open(self.path, "r+" if self._writer else "r"))
+            self._file = undo.enter_context(files.open(self.path, "r+" if self.is_writer else "r"))
             moves: list[InPlace | None] = [None, None]
             if handle is None:
                 handle = undo.enter_context(new_handle(self.path))
@@ -174,10 +174,6 @@ class BlockStore(NotPickled, Closing):
             self._change(self._stores, self._catalog.touch, digests, wait=False)
 
     @property
-    def is_writer(self) -> bool:
-        return self._writer
-
-    @property
     def generation(self) -> int:
         return self._names.generation
 
@@ -192,7 +188,7 @@ class BlockStore(NotPickled, Closing):
 
     def _digests(self, keys: Sequence[Key]) -> list[bytes]:
         names = self._names
-        if not self._writer and names.is_of_another(self._catalog.signature):
+        if not self.is_writer and names.is_of_another(self._catalog.signature):
             self._name(names.generation)
             names = self._names
         return [names.digest(key) for key in keys]
@@ -349,7 +345,7 @@ class BlockStore(NotPickled, Closing):
         self._name(self._names.generation + 1)
 
     def _check_writer(self) -> None:
-        if not self._writer:
+        if not self.is_writer:
             raise ClosedError(f"the block store {self.path} is open for reading only")
 
     # Life

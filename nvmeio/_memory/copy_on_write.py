@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nvmeio._bindings import ffi, lib
 from nvmeio._memory import mappings
-from nvmeio._pages import PAGE_BYTES, round_up
+from nvmeio._pages import PAGE_BYTES, round_down, round_up
 from nvmeio.errors import IntegrityError, TransferError
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def give_up(address: int, nbytes: int) -> None:
 
 def whole_pages(address: int, nbytes: int) -> int:
     """How many bytes of a range lie in whole pages."""
-    return max((address + nbytes) // PAGE_BYTES * PAGE_BYTES - round_up(address, PAGE_BYTES), 0)
+    return max(round_down(address + nbytes, PAGE_BYTES) - round_up(address, PAGE_BYTES), 0)
 
 
 _LOST = {

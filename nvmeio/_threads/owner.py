@@ -82,7 +82,7 @@ class OwnerThread:
         self._state = _State(closed)
         self._requests = self._state.requests
         self._pid = os.getpid()
-        self._closed = False
+        self.closed = False
         # No reference to self: an owner that is dropped ends its thread, by C alone as above.
         self._state.dropped = weakref.ref(self, self._requests.put)
         threads.start(self._state.serve, name, self._state.end)
@@ -169,13 +169,9 @@ class OwnerThread:
     def is_here(self) -> bool:
         return self._state.ident == _thread.get_ident()
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def close(self) -> None:
         """End the thread once it has done what it was asked before. Idempotent; does not wait."""
-        self._closed = True
+        self.closed = True
         self._requests.put(None)
 
     @property
