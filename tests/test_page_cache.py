@@ -36,11 +36,11 @@ def resident(fd: int) -> int:
     """How many pages of the file the kernel has, by mincore(2)."""
     pages = -(-len(BYTES) // mmap.PAGESIZE)
     with mmap.mmap(fd, len(BYTES), flags=mmap.MAP_PRIVATE) as mapped:
-        told, first = (ctypes.c_ubyte * pages)(), ctypes.c_char.from_buffer(mapped)
+        told, first = ctypes.create_string_buffer(pages), ctypes.c_char.from_buffer(mapped)
         address = ctypes.c_void_p(ctypes.addressof(first))
         del first
         assert system.libc.mincore(address, ctypes.c_size_t(len(BYTES)), told) == 0
-    return sum(page & 1 for page in told)
+    return sum(page & 1 for page in told.raw)
 
 
 @pytest.fixture
