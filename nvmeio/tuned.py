@@ -121,7 +121,7 @@ def save(path: str | os.PathLike[str], tuned: Tuned) -> Path:
     lock = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        stored = {**_load(file), key: _as_json(tuned)}
+        stored = {**_load(file), key: {**vars(tuned), "aio": tuned.aio._asdict()}}
         text = json.dumps({"format": FORMAT, "file_systems": stored}, indent=2) + "\n"
         replace_file(file, text.encode())
     finally:
@@ -207,10 +207,6 @@ def _parse(entry: Any, file: Path) -> Tuned:
             raise _damaged(file, str(wrong)) from wrong
     known = {field.name for field in dataclasses.fields(Tuned)} - {"aio"}
     return Tuned(Options(**settings), **{name: entry[name] for name in known if name in entry})
-
-
-def _as_json(tuned: Tuned) -> dict[str, Any]:
-    return {**vars(tuned), "aio": tuned.aio._asdict()}
 
 
 def _damaged(file: Path, what: str) -> ValueError:

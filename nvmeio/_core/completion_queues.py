@@ -154,11 +154,8 @@ class _LoopQueue:
     def attach(self) -> None:
         """Watch from now on; once is enough."""
         if not self.attached:
-            self.loop.add_reader(self.cq.fileno(), self._ready)
+            self.loop.add_reader(self.cq.fileno(), self.reap, self.cq, False)
             self.attached = True
-
-    def _ready(self) -> None:
-        self.reap(self.cq, False)
 
     def detach_from_anywhere(self) -> None:
         """Stop watching; a running loop does that in its own thread, selectors are not safe."""

@@ -116,10 +116,8 @@ def become_writer(fd: int) -> bool:
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    except OSError as failed:
+        return not isinstance(failed, BlockingIOError)
     return True
 
 
