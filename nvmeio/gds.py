@@ -13,7 +13,7 @@ from nvmeio._core.core import Core, ring_core
 from nvmeio._memory import devices, tensors
 from nvmeio._memory.tensors import Data
 from nvmeio.engines import transfers
-from nvmeio.engines.base import Engine, Opcode
+from nvmeio.engines.base import Engine, Opcode, end
 from nvmeio.engines.cufile import engine as _cufile
 from nvmeio.engines.cufile.driver import DriverSettings
 from nvmeio.handle import AioHandle, DeepSpeedWords
@@ -125,8 +125,7 @@ class GdsHandle(AioHandle):
             try:
                 self._cores.make_device()  # now, to be closed with the rest
             except BaseException:
-                self._gds.stop()
-                self._gds.join()
+                end(self._gds)
                 raise
         except BaseException:
             self._cores.host.close()

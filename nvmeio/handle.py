@@ -24,11 +24,11 @@ from nvmeio._files.descriptors import Descriptors
 from nvmeio._memory import devices
 from nvmeio._memory import tensors as tensors_module
 from nvmeio._memory.tensors import Data
-from nvmeio._threads.closing import ClosingWork
+from nvmeio._threads.closing import ClosingWork, on_error
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.bound_file import BoundFile
 from nvmeio.engines import device_ring, transfers
-from nvmeio.engines.base import Engine, Opcode, Options
+from nvmeio.engines.base import Engine, Opcode, Options, end
 from nvmeio.engines.transfers import FileOffsets, row_places
 from nvmeio.errors import transfer_error
 from nvmeio.operation import Operation
@@ -97,15 +97,11 @@ class AioHandle(HandleSettings, ClosingWork):
 
     def _begin(self, engine: str | Engine, ring_bytes: int) -> None:
         started = engines.start(engine, self._options)
-        try:
+        with on_error(end, started):
             # What it is given knows nothing of self: in a cycle, a dropped handle would live on.
             self._cores = Cores(
                 Core(started), self._device_maker(ring_bytes), self._rows_maker(ring_bytes)
             )
-        except BaseException:
-            started.stop()
-            started.join()
-            raise
 
     @classmethod
     def tuned(cls, path: str | os.PathLike[str], *, engine: str | Engine = "auto") -> AioHandle:

@@ -26,7 +26,7 @@ from nvmeio._storage.locks import become_writer
 from nvmeio._storage.untrusted import make_private_directory, open_own
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.shutdown import wait_for_those_that_end
-from nvmeio.errors import TransferError, errno_of
+from nvmeio.errors import TransferError, naming
 
 
 class BlockPlace(NamedTuple):
@@ -214,32 +214,23 @@ class Catalog:
         path = os.fspath(self._path.with_suffix(".table"))
         if not self._writer:
             blocks = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
+            with on_error(os.close, blocks):
                 fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                with on_error(os.close, fd):
-                    return self._table_of(fd, new=False), blocks
-            except BaseException as failed:
-                os.close(blocks)
-                if isinstance(failed, NotATable):
-                    raise FileNotFoundError(f"{path}: {failed}") from failed
-                raise
+                try:
+                    with on_error(os.close, fd):
+                        return self._table_of(fd, new=False), blocks
+                except NotATable as what:
+                    raise FileNotFoundError(f"{path}: {what}") from what
         make_directory(self._path.parent.parent)
         make_private_directory(self._path.parent)
         fd = open_own(path)
-        try:
+        with on_error(os.close, fd), on_error(self._remove_made), naming("write", path):
             if not (become_writer(fd) or (wait_for_those_that_end() and become_writer(fd))):
                 detail = "another process writes this store: end it, or take another directory"
                 raise open_error(errno.EBUSY, path, detail)
             if not os.fstat(fd).st_size:
                 self._made.append(path)
             table = self._table_in(fd, path)
-        except BaseException as failed:
-            self._remove_made()
-            os.close(fd)
-            if isinstance(failed, OSError) and not isinstance(failed, TransferError):
-                code = errno_of(failed)
-                raise TransferError(code, operation="write", path=path) from failed
-            raise
         with on_error(table.close), on_error(self._remove_made):
             blocks = open_own(self._path)
         if not os.fstat(blocks).st_size:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -423,16 +423,12 @@ def _only(index: Any) -> FileOffsets:
 
 
 def _create(path: str, size: int) -> None:
-    with files.open(path, "x"):
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        durable.reserve(fd, size, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        raise
-    finally:
-        os.close(fd)
+    with (
+        files.open(path, "x") as file,
+        on_error(Path(path).unlink, missing_ok=True),
+        files.in_use(file, True) as opened,
+    ):
+        durable.reserve(opened.any_fd(), size, path)
 
 
 class RecordLayout(NamedTuple):

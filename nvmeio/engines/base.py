@@ -265,6 +265,12 @@ class Engine(Protocol):
         """Wait until `stop` has taken effect."""
 
 
+def end(engine: Engine) -> None:
+    """Stop an engine that nothing was asked of, and wait for its threads."""
+    engine.stop()
+    engine.join()
+
+
 class RowsEngine(Engine, Protocol):
     """An engine that moves many rows at once as well."""
 

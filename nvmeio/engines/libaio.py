@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nvmeio._bindings import KernelAio, ffi, lib, open_kernel_aio
+from nvmeio._threads.closing import on_error
 from nvmeio._threads.interruptible import Job
 from nvmeio._threads.threads import Thread
 from nvmeio.engines import base
@@ -83,16 +84,12 @@ class LibaioEngine:
         if engine == ffi.NULL:
             raise _unavailable(error[0], options)
         self._engine = engine = ffi.gc(engine, lib.nv_engine_free)
-        try:
+        with on_error(base.end, self):  # there are no more threads in this process
             for index in range(options.intra_op_parallelism):
                 # It holds the engine, not this object: a lane with work outlives its handle.
                 lane = Thread(lib.nv_lane_run, f"nvmeio-lane-{index}", (engine, index))
                 lane.start()
                 self._lanes.append(lane)
-        except BaseException:  # no more threads in this process
-            self.stop()
-            self.join()
-            raise
 
     def open_completion_queue(self) -> base.CompletionQueue:
         """A completion queue with an eventfd."""

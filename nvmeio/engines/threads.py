@@ -21,6 +21,7 @@ from typing import Any
 
 from nvmeio._bindings import copy_foreign, ffi, lib, memory_at
 from nvmeio._memory import copy_on_write
+from nvmeio._threads.closing import on_error
 from nvmeio._threads.threads import Thread
 from nvmeio.engines import base
 from nvmeio.engines._queued import QueuedEngine, QueuedRequest
@@ -169,15 +170,11 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
             raise RuntimeError("this engine was started before: one engine serves one handle")
         self._options = options
         self._depth = options.queue_depth * options.intra_op_parallelism
-        try:
+        with on_error(base.end, self):  # there are no more threads in this process
             for index in range(min(self._depth, WORKERS_PER_LANE * options.intra_op_parallelism)):
                 worker = Thread(self._work, f"nvmeio-worker-{index}")
                 worker.start()
                 self._workers.append(worker)
-        except BaseException:  # no more threads in this process
-            self.stop()
-            self.join()
-            raise
 
     def prepare(
         self, cq: base.CompletionQueue, token: int, transfer: base.Transfer
