@@ -19,10 +19,12 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from nvmeio import _checks
+from nvmeio._checks import Paths
 from nvmeio._io.drives import LEAST_CHUNK_BYTES, DriveHandles, ScratchFile
 from nvmeio._io.inflight import new_staging
 from nvmeio._memory import devices
@@ -269,7 +271,7 @@ def offload(
     model: Any,
     handle: AioHandle | None,
     device: torch.device,
-    where: bool | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    where: Literal[True] | Paths,
     checksum: bool = True,
 ) -> Callable[[], None]:
     """Have a transformers model use such caches wherever it would use a new `DynamicCache`.
@@ -295,14 +297,9 @@ def offload(
     utilities = cache_utilities()
     directories: list[str] = []
     if where is not True:
-        several: list[Any] = list(where) if isinstance(where, (list, tuple)) else [where]
-        for each in several:
-            if isinstance(each, bool):
-                raise TypeError(f"kv_offload must be True, None or a directory, not {where!r}")
+        directories = _checks.directory_paths("kv_offload", where)
+        for each in directories:
             make_directory(each)
-            directories.append(os.fspath(each))
-        if not several:
-            raise ValueError("kv_offload is an empty list: name a directory, or several")
     elif device.type == "cpu":
         directories = [tempfile.gettempdir()]
     mover = _Mover(handle, directories)

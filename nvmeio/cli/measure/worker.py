@@ -26,7 +26,7 @@ from nvmeio.errors import BackendUnavailableError
 _PATIENCE_S = 5.0
 _ROOT = str(Path(nvmeio.__file__).parent.parent)  # where this very package lies, installed or not
 
-Answer = tuple[str, Any]
+Answer = Any  # a value, or the exception that is raised in its place
 
 
 class PeerUnavailable(BackendUnavailableError):
@@ -99,11 +99,10 @@ class Worker:
         """What came of the earliest request that was not answered yet; `opened` reads it."""
         try:
             if not self._pipe.poll(timeout_s):
-                return "failed", f"{self._name} gave no answer within {timeout_s:.0f} s"
-            answer: Answer = self._pipe.recv()
+                return Failed(f"{self._name} gave no answer within {timeout_s:.0f} s")
+            return self._pipe.recv()
         except (EOFError, OSError):
-            return "failed", self._obituary()
-        return answer
+            return Failed(self._obituary())
 
     def call(self, method: str, *, timeout_s: float | None = None, **named: Any) -> Any:
         """Asks and waits.
@@ -152,13 +151,9 @@ def opened(answer: Answer) -> Any:
     Raises:
         BackendUnavailableError, Refused, Failed: As raised in the process.
     """
-    kind, value = answer
-    if kind == "value":
-        return value
-    if kind == "unavailable":
-        message, attempts, remedy = value
-        raise BackendUnavailableError(message, attempts=attempts, remedy=remedy)
-    raise (Refused if kind == "refused" else Failed)(value)
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 # The far end
@@ -179,19 +174,16 @@ def serve(descriptor: int) -> None:
                 if not name:
                     raise Failed("its process did not start")
                 peer = getattr(importlib.import_module(module), name)(*arguments, **named)
-                answer: Answer = ("value", None)
+                answer: Answer = None
             else:
-                answer = ("value", getattr(peer, method)(*arguments, **named))
-        except BackendUnavailableError as missing:
-            first = str(missing).splitlines()[0]
-            answer = ("unavailable", (first, missing.attempts, missing.remedy))
-        except Refused as refused:
-            answer = ("refused", str(refused))
+                answer = getattr(peer, method)(*arguments, **named)
+        except (BackendUnavailableError, Refused, Failed) as said:
+            answer = said
+        except OSError as failed:
+            answer = Failed(str(failed))
         except Exception as failed:
-            known = isinstance(failed, (Failed, OSError))
-            if not known:
-                traceback.print_exc()
-            answer = ("failed", str(failed) if known else f"{type(failed).__name__}: {failed}")
+            traceback.print_exc()
+            answer = Failed(f"{type(failed).__name__}: {failed}")
         pipe.send(answer)
     with suppress(Exception):
         if peer is not None:

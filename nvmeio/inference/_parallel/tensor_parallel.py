@@ -129,13 +129,10 @@ class TensorParallel:
         # meet those that other ranks still wait in.
         if not self._in_pass.acquire(blocking=False):
             self.end()
-            raise TransferError(
-                errno.ECONNRESET,
-                operation="stream",
-                path=self._path,
-                detail=f"rank {self.rank} of {self.size} computes in another thread, or a pass of "
-                "the tensor-parallel group failed: its ranks are no longer at the same place. Call "
-                "stream_model again on all of them",
+            raise self._error(
+                f"rank {self.rank} of {self.size} computes in another thread, or a pass of the "
+                "tensor-parallel group failed: its ranks are no longer at the same place. Call "
+                "stream_model again on all of them"
             )
         try:
             found = call(*args, **kwargs)
@@ -143,16 +140,17 @@ class TensorParallel:
             self.end()
             # What torch's gloo raises where a rank is gone or does not come.
             if isinstance(failed, RuntimeError) and _is_of_gloo(failed):
-                raise TransferError(
-                    errno.ECONNRESET,
-                    operation="stream",
-                    path=self._path,
-                    detail=f"another rank of {self.size} failed, died, or made no progress for "
-                    f"{self._timeout_s:g} s: {failed}",
+                raise self._error(
+                    f"another rank of {self.size} failed, died, or made no progress for "
+                    f"{self._timeout_s:g} s: {failed}"
                 ) from failed
             raise
         self._in_pass.release()
         return found
+
+    def _error(self, detail: str) -> TransferError:
+        code = errno.ECONNRESET
+        return TransferError(code, operation="stream", path=self._path, detail=detail)
 
     def end(self) -> None:
         """Leave the group: whoever waits for this rank, raises. What torch raises is dropped."""

@@ -26,11 +26,12 @@ from nvmeio._distributed.rank_store import several
 from nvmeio._io.drives import DriveHandles, FileSpan, StripedFile
 from nvmeio._memory import devices
 from nvmeio._memory.devices import Mark
+from nvmeio._threads.closing import on_error
 from nvmeio.offload._generations.transactions import Transaction, Transactions
 from nvmeio.offload._optimizer.grad_sentinel import GradSentinel
 from nvmeio.offload._optimizer.params import SwappedParam
 from nvmeio.offload._swap_files import tensors
-from nvmeio.offload._swap_files.pipeline import failure_of, started
+from nvmeio.offload._swap_files.pipeline import failure_of, leased, started
 from nvmeio.offload._swap_files.subgroups import Piece, Subgroup, runs
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
 from nvmeio.operation import Operation
@@ -71,7 +72,7 @@ class GradSheets:
         self._order: list[Subgroup] = []  # in which they came last time
         self._failure: BaseException | None = None
         self._pool: PinnedPool | None = None
-        self._leases: list[Any] = []
+        self._leases = contextlib.ExitStack()
         self._free: list[torch.Tensor] = []
         self.read_bytes = 0
         self.written_bytes = 0
@@ -98,13 +99,11 @@ class GradSheets:
     def _make_memory(self, need: int) -> None:
         if not need or (self._pool is not None and self._free[0].nbytes >= need):
             return
-        pool = PinnedPool(SHEETS * need)
+        leases = contextlib.ExitStack()
+        with on_error(leases.close):
+            pool, sheets = leased(leases, SHEETS, need)
         self._free_memory()
-        self._pool = pool
-        for _ in range(SHEETS):
-            lease = self._pool.take(need)
-            self._free.append(lease.__enter__())
-            self._leases.append(lease)
+        self._leases, self._pool, self._free = leases, pool, sheets
 
     # What backward made
 
@@ -304,13 +303,8 @@ class GradSheets:
             file.close()
 
     def _free_memory(self) -> None:
-        self._free = []
-        for lease in self._leases:
-            lease.__exit__(None, None, None)
-        self._leases = []
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        self._free, self._pool = [], None
+        self._leases.close()
 
 
 class GradientSwapper(GradSheets):

@@ -112,16 +112,11 @@ class Pipeline:
         if not nbytes or (len(self.slots) >= count and self.slots[0].nbytes >= nbytes):
             return
         self.free()
-        self._pool = PinnedPool(count * nbytes)
-        for _ in range(count):
-            self.slots.append(self._leases.enter_context(self._pool.take(nbytes)))
+        self._pool, self.slots = leased(self._leases, count, nbytes)
 
     def free(self) -> None:
-        self.slots = []
+        self.slots, self._pool = [], None
         self._leases.close()
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
 
     def close(self) -> None:
         if self._writer is not None:
@@ -217,6 +212,15 @@ class Pipeline:
                 filled.written.put((slot, writes))
         if not self._write_behind:
             times.write_wait_s += _waited(writes)
+
+
+def leased(
+    leases: contextlib.ExitStack, count: int, nbytes: int
+) -> tuple[PinnedPool, list[torch.Tensor]]:
+    """A pool, and slots of one length that are all of it; closed with `leases`."""
+    pool = PinnedPool(count * nbytes)
+    leases.callback(pool.close)
+    return pool, [leases.enter_context(pool.take(nbytes)) for _ in range(count)]
 
 
 def new_helper(name: str) -> OwnerThread | None:

@@ -85,10 +85,8 @@ class SwappedActivations(NotPickled, Closing):
         there = arguments.size("device_bytes", device_bytes, 8192)
         least = arguments.size("min_bytes", min_bytes, 1)
         arguments.handle(handle)
-        if not isinstance(checksum, bool):
-            raise TypeError(f"checksum must be true or false, not {checksum!r:.80}")
         self._min_bytes = least
-        self._store = ActivationStore(window, checksum)
+        self._store = ActivationStore(window, arguments.switch("checksum", checksum))
         self._on_device = DeviceActivations(self._store, there)
         self._ending = self._store.open(swap_dir, handle)
 
