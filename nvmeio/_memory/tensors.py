@@ -372,6 +372,32 @@ def cast_to_byte_tensor(
     return alias.set_(tensor.untyped_storage(), start, (_nbytes(tensor),), (1,))
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor | Callable[[int, int], torch.Tensor]:
+    """A tensor's bytes, to be read once: where they lie, or by parts of a copy (`_Copied`)."""
+    return cast_to_byte_tensor(tensor) if _is_dense(tensor) else _Copied(tensor).part
+
+
+class _Copied:
+    """The bytes of a tensor that is not contiguous: copied when the first are asked for.
+
+    The copy is let go with the last of them, so that few exist at a time.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = _copyable(tensor)
+        self._copy: torch.Tensor | None = None
+
+    def part(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes [offset, offset + nbytes); asked for in order, once."""
+        copy = self._copy
+        if copy is None:
+            dense = self._tensor.resolve_conj().resolve_neg().contiguous()
+            copy = self._copy = cast_to_byte_tensor(dense)
+        if offset + nbytes == copy.nbytes:
+            self._copy = None  # parts in flight hold it
+        return copy[offset : offset + nbytes]
+
+
 def touch(tensor: torch.Tensor) -> None:
     """Tell autograd that the tensor was changed in place, as `copy_` does.
 

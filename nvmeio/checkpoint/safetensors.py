@@ -285,7 +285,9 @@ def layout_of(wanted: SaveRequest, names: Sequence[str] | None = None) -> FileLa
         headers.DATA_ALIGNMENT if wanted.align else headers.PACKAGE_ALIGNMENT,
     )
     records = [
-        StorageRecord(name, entry.start, entry.nbytes, _data_of(ordered[name]), ())
+        StorageRecord(
+            name, entry.start, entry.nbytes, tensors_module.bytes_of(ordered[name].detach()), ()
+        )
         for name, entry in entries.items()
         if entry.nbytes
     ]
@@ -436,32 +438,3 @@ def _in_order(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return -tensor.element_size() if tensor.nbytes % block else -(1 << 10)
 
     return dict(sorted(tensors.items(), key=rank))
-
-
-def _data_of(tensor: torch.Tensor) -> Any:
-    """A tensor's bytes for `StorageRecord.data`; of one that is not contiguous, on demand."""
-    dense = tensor.detach()
-    if dense.is_contiguous() and not dense.is_conj() and not dense.is_neg():
-        return tensors_module.cast_to_byte_tensor(dense)
-    return _Copied(dense)
-
-
-class _Copied:
-    """The bytes of a tensor that is not contiguous: copied when the first are asked for.
-
-    The copy is let go with the last of them, so that few exist at a time.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # torch has no copy for some of the dtypes of one byte.
-        self._tensor = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-        self._copy: torch.Tensor | None = None
-
-    def __call__(self, offset: int, nbytes: int) -> torch.Tensor:
-        copy = self._copy
-        if copy is None:
-            dense = self._tensor.resolve_conj().resolve_neg().contiguous()
-            copy = self._copy = tensors_module.cast_to_byte_tensor(dense)
-        if offset + nbytes == copy.nbytes:
-            self._copy = None
-        return copy[offset : offset + nbytes]

@@ -42,15 +42,14 @@ class ServedModel(NamedTuple):
     """A model that computes keys and values, by a path or a name on the hub.
 
     `revision` None is the hub's main one, `cache` None the hub's default place. `is_revision_known`
-    tells whether the server said which it serves; `why` why its weights are not those of its files,
-    if they are not.
+    tells whether the server said which it serves, `is_made_up` whether it has no weights of files.
     """
 
     name: str
     revision: str | None = None
     cache: str | None = None
     is_revision_known: bool = True
-    why: str = ""
+    is_made_up: bool = False
 
 
 class WeightOptions(NamedTuple):
@@ -114,8 +113,8 @@ def _asked(models: Sequence[ServedModel], options: WeightOptions) -> Sequence[Se
 
 
 def _looked_at(model: ServedModel, options: WeightOptions, directory: str) -> str:
-    if model.why:
-        raise Untold(model.why)
+    if model.is_made_up:
+        raise Untold("its weights are made up (--load-format dummy)")
     path = _path_of(model)
     began = time.monotonic()
     try:

@@ -490,12 +490,11 @@ def served(model_name: str | None) -> tuple[list[ServedModel], list[Any]]:
         return [ServedModel(str(model_name), is_revision_known=False)], []
 
     def model(path: str, revision: str, load_format: str) -> ServedModel:
-        made_up = getattr(args, load_format, None) == "dummy"
         return ServedModel(
             str(getattr(args, path)),
             getattr(args, revision, None),
             getattr(args, "download_dir", None),
-            why="its weights are made up (--load-format dummy)" if made_up else "",
+            is_made_up=getattr(args, load_format, None) == "dummy",
         )
 
     models = [model("model_path", "revision", "load_format")]

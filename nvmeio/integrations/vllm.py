@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from nvmeio import buffers, files
+from nvmeio._distributed.rank_store import several
 from nvmeio._files import system as system_module
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor, tensor_on
 from nvmeio._io.handles import handle_for
@@ -286,8 +287,9 @@ class Loader:
                     "this is a torchao checkpoint, whose tensors vLLM puts together while it reads "
                     f"them: leave out --load-format {FORMAT}"
                 )
-            if _ranks() > 1:
-                logger.info("%d ranks load the same files: through the page cache", _ranks())
+            if several():
+                ranks = torch.distributed.get_world_size()  # of vLLM's world
+                logger.info("%d ranks load the same files: through the page cache", ranks)
                 strategy = "prefetch" if _fit_in_memory(files) else "lazy"
                 return vllms(files, use_tqdm_on_load, strategy, local_expert_ids, **others)
             return _read_files(
@@ -319,14 +321,6 @@ def _pickles(
         state = load(path, map_location=map_location)
         yield from state.items()
         del state
-
-
-def _ranks() -> int:
-    """Ranks that load this model: those of vLLM's world."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 1
-    return distributed.get_world_size()
 
 
 def _fit_in_memory(files: list[str]) -> bool:

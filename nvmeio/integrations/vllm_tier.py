@@ -245,9 +245,7 @@ def _served(offloading_spec: Any) -> tuple[list[ServedModel], list[Any]]:
             str(each.model),
             getattr(each, "revision", None),
             getattr(loading, "download_dir", None),
-            why="its weights are made up (--load-format dummy)"
-            if loading.load_format == "dummy"
-            else "",
+            is_made_up=loading.load_format == "dummy",
         )
         for each in (model, drafts)
         if each is not None

@@ -231,8 +231,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         if self._swapper is None:
             super().add_param_group(param_group)  # called by the constructor
             return
-        self._check_open()
-        swapper, add = self._opened(), super().add_param_group
+        swapper, add = self._check_open(), super().add_param_group
 
         def work(transaction: Transaction) -> None:
             add(param_group)
@@ -313,8 +312,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         return StepInputs([dict(group) for group in self.param_groups], grads, scaled)
 
     def _step(self, inputs: StepInputs, transaction: Transaction) -> None:
-        self._check_open()
-        times = self._opened().step(inputs, transaction)
+        times = self._check_open().step(inputs, transaction)
         if times is not None:
             self.last_step = times
 
@@ -406,8 +404,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         loaded = state_view.prepared(self._opened().params, self.param_groups, state_dict)
 
         def work(transaction: Transaction) -> None:
-            self._check_open()
-            self._opened().load(loaded.states, loaded.groups, transaction)
+            self._check_open().load(loaded.states, loaded.groups, transaction)
             state_view.apply_groups(self.param_groups, loaded.groups)
             self._scheduled = None
 
@@ -443,8 +440,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         ``model.load_state_dict``. Without master weights the next step does it by itself; but if
         that step is undone, the old weights come back.
         """
-        self._check_open()
-        swapper = self._opened()
+        swapper = self._check_open()
         self._transactions.run(
             lambda transaction: swapper.store_weights(self.param_groups, transaction)
         )
@@ -465,8 +461,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         the kernel copies, also to another file system; no byte passes through this process. Both
         generations are copied: twice the state.
         """
-        self._check_open()
-        swapper = self._opened()
+        swapper = self._check_open()
         self._transactions.run(lambda transaction: swapper.snapshot(directory, transaction))
 
     # Properties
@@ -535,15 +530,17 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         if self._ending is not None:
             self._ending.close()
 
-    def _check_open(self) -> None:
+    def _check_open(self) -> StateSwapper:
         if self._closed:
             raise ClosedError(_CLOSED)
         if self._transactions.owner.forked:
             raise ClosedError(
                 "this process was forked from the optimizer's owner: make one of its own here"
             )
-        if self._swapper is not None and self._swapper.broken:
-            raise NvmeioError(self._swapper.broken)
+        swapper = self._opened()
+        if swapper.broken:
+            raise NvmeioError(swapper.broken)
+        return swapper
 
     def _opened(self) -> StateSwapper:
         if self._swapper is None:

@@ -192,10 +192,7 @@ class Skeletons:
             return _saved_layout(tensor)
         if not skeleton.records:
             return skeleton
-        contiguous = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        record = skeleton.records[0]._replace(
-            data=tensors.cast_to_byte_tensor(tensor) if contiguous else _Copied(tensor).part
-        )
+        record = skeleton.records[0]._replace(data=tensors.bytes_of(tensor))
         return skeleton._replace(records=[record])
 
     def _skeleton(self, dtype: torch.dtype, shape: torch.Size) -> FileLayout:
@@ -243,24 +240,6 @@ def place(
         for record in layout.records
     ]
     return offset, pieces, records
-
-
-class _Copied:
-    """A tensor whose contiguous copy exists only while it is being written."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._copy: torch.Tensor | None = None
-
-    def part(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Bytes [offset, offset + nbytes) of the copy; asked for in order, once."""
-        if self._copy is None:
-            dense = self._tensor.resolve_conj().resolve_neg().contiguous()
-            self._copy = tensors.cast_to_byte_tensor(dense)
-        part = self._copy[offset : offset + nbytes]
-        if offset + nbytes == self._copy.numel():
-            self._copy = None  # the parts in flight hold it
-        return part
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
