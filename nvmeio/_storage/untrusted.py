@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import stat
 import tempfile
+from typing import Any
 
 from nvmeio import files
 from nvmeio._files.descriptors import open_error
@@ -158,6 +160,15 @@ def read_small(path: str | os.PathLike[str], most: int) -> bytes:
     `most` bytes (EFBIG).
     """
     return run_interruptible(lambda: _read_small(os.fspath(path), most))
+
+
+def read_json(path: str | os.PathLike[str], most: int, named: object = None) -> Any:
+    """What a file of JSON says; IntegrityError, which calls the file `named`, if it is none."""
+    try:
+        return json.loads(read_small(path, most))
+    except ValueError as failed:
+        detail = f"{named or path} is not valid JSON: {failed}"
+        raise IntegrityError(detail, expected="JSON", found="not JSON") from None
 
 
 def _read_small(name: str, most: int) -> bytes:

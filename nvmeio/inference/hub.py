@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 from nvmeio._formats import packed_index
-from nvmeio._storage.untrusted import INDEX_BYTES, read_small
+from nvmeio._storage.untrusted import INDEX_BYTES, read_json
 from nvmeio.errors import BackendUnavailableError
 
 # As huggingface_hub's `validate_repo_id` takes them; the oldest have no owner ("gpt2").
@@ -80,7 +79,7 @@ def directory_of(given: str | os.PathLike[str], revision: str | None = None) -> 
     held = next((file for file in whole if _download(hub, name, file, commit, needed=False)), None)
     weights = [held or _WEIGHTS]
     if held is None and _download(hub, name, _INDEX, commit) is not None:
-        shards = json.loads(read_small(found / _INDEX, INDEX_BYTES))["weight_map"]
+        shards = read_json(found / _INDEX, INDEX_BYTES)["weight_map"]
         weights = sorted(set(shards.values()))
     for file in weights:
         if _download(hub, name, file, commit) is None:

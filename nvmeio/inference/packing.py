@@ -31,8 +31,7 @@ from nvmeio._io.long_call import LongCall
 from nvmeio._pages import PAGE_BYTES, TENSOR_ALIGNMENT, round_up
 from nvmeio._storage import crc32
 from nvmeio._storage.durable import make_directory, rename, sync_directory, sync_file
-from nvmeio._storage.untrusted import INDEX_BYTES, read_small
-from nvmeio.errors import IntegrityError
+from nvmeio._storage.untrusted import INDEX_BYTES, read_json
 from nvmeio.handle import AioHandle
 from nvmeio.inference import hub
 from nvmeio.inference._plan import packed_format, transformers
@@ -498,12 +497,7 @@ def _copy_others(source: Path, target: Path, dtype: torch.dtype) -> None:
         if entry.is_file() and not entry.name.endswith(_WEIGHTS):
             shutil.copyfile(entry, target / entry.name)
     path = target / _CONFIG
-    try:
-        config: Any = json.loads(read_small(path, INDEX_BYTES))
-    except ValueError as failed:
-        raise IntegrityError(
-            f"{source / _CONFIG} is not valid JSON: {failed}", expected="JSON", found="not JSON"
-        ) from None
+    config: Any = read_json(path, INDEX_BYTES, source / _CONFIG)
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

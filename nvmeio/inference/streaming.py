@@ -217,8 +217,8 @@ def stream_model(
             plan.parallel.attach(model)
         model.weight_stream = stream
         _close_by_with(model)
-        if asked.is_transformers:
-            _finish(model, asked)
+        if asked.is_transformers and asked.directory is not None:
+            transformers.finish(model, asked.directory, asked.name)
         stream.progress = told
         undo.pop_all()
     shares = plan.shares
@@ -276,14 +276,3 @@ def _another(again: SafetensorsSet, what: str, before: object, now: object) -> I
         expected=before,
         found=now,
     )
-
-
-def _finish(model: Any, asked: Asked) -> None:
-    """Set what `from_pretrained` sets on a model of a directory beside its weights."""
-    directory = asked.directory
-    if directory is None:
-        return
-    if model.can_generate() and os.path.isfile(os.path.join(directory, "generation_config.json")):
-        config_class = transformers.require().GenerationConfig
-        model.generation_config = config_class.from_pretrained(directory)
-    model.config._name_or_path = model.name_or_path = asked.name

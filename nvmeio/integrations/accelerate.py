@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import math
 import os
 import threading
@@ -33,7 +32,7 @@ from nvmeio._pages import PAGE_BYTES, round_down, round_up
 from nvmeio._residency.order import Cyclic
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._residency.window import Keeper, LentPool, Slot, Window
-from nvmeio._storage.untrusted import INDEX_BYTES, Unchanged, read_small
+from nvmeio._storage.untrusted import INDEX_BYTES, Unchanged, read_json
 from nvmeio._threads.closing import do_all, on_error
 from nvmeio._threads.owner import OwnerThread
 from nvmeio._threads.shutdown import Ending
@@ -181,7 +180,7 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
             opened = self._files  # not this object, which would then never end
             undo.callback(lambda: do_all(file.close for file in opened.values()))
             if index is None and folder is not None:
-                index = _index_of(folder)
+                index = read_json(os.path.join(folder, "index.json"), INDEX_BYTES)
             first = next((each.get("safetensors_file") for each in (index or {}).values()), None)
             handles = DriveHandles(handle, [first or folder or "."])
             undo.callback(handles.close)
@@ -273,17 +272,6 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
 def _pages(place: _Place) -> int:
     start = round_down(place.offset, PAGE_BYTES)
     return max(PAGE_BYTES, round_up(place.offset + place.nbytes - start, PAGE_BYTES))
-
-
-def _index_of(folder: str) -> Mapping[str, Mapping[str, Any]]:
-    path = os.path.join(folder, "index.json")
-    try:
-        index: Mapping[str, Mapping[str, Any]] = json.loads(read_small(path, INDEX_BYTES))
-    except ValueError as failed:
-        raise IntegrityError(
-            f"{path} is not valid JSON: {failed}", expected="JSON", found="not JSON"
-        ) from None
-    return index
 
 
 def dispatch_model(model: Any, *arguments: Any, **named: Any) -> Any:

@@ -123,7 +123,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any], type[Exception]]] = {
     "a manifest": (manifests.NAMES[0], lambda p: manifests.read(str(p.parent)), TransferError),
     "an index of accelerate": (
         "index.json",
-        lambda p: accelerating._index_of(str(p.parent)),
+        lambda p: accelerating.NvmeWeights(save_folder=p.parent),
         OSError,
     ),
     "settings of a server": ("settings.json", lambda p: read_settings(p), OSError),

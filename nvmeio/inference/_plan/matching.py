@@ -28,20 +28,18 @@ def match(
     """
     found, unexpected = _found(model, checkpoint, packed)
     by_tensor: dict[int, Weight] = {}
-    tied: dict[int, list[str]] = {}
-    tensors: dict[int, torch.Tensor] = {}
+    tied: dict[torch.Tensor, list[str]] = {}
     for name, tensor in _tensors_of(model):
-        tensors[id(tensor)] = tensor
-        tied.setdefault(id(tensor), []).append(name)
+        tied.setdefault(tensor, []).append(name)
     missing: list[str] = []
     used: set[str] = set()
-    for key, names in tied.items():
+    for tensor, names in tied.items():
         used.update(names)
         there = next((name for name in names if name in found), None)
         if there is None:
             missing.append(names[0])
             continue
-        by_tensor[key] = _weight(there, tensors[key], found[there], checkpoint)
+        by_tensor[id(tensor)] = _weight(there, tensor, found[there], checkpoint)
     if missing:
         raise IntegrityError(
             f"{checkpoint.path} lacks {_some(missing)}, which the model has: it belongs to another "
@@ -85,8 +83,7 @@ def _tensors_of(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
         if not parameter.is_meta:
             raise ValueError(
                 f"parameter {name!r} is on {parameter.device}, where it takes memory already: "
-                "build "
-                'the model within `with torch.device("meta"):`'
+                'build the model within `with torch.device("meta"):`'
             )
         yield name, parameter
     for prefix, module in model.named_modules(remove_duplicate=False):

@@ -214,6 +214,14 @@ def _is_unset(buffer: torch.Tensor) -> bool:
     return bool((buffer.contiguous().view(-1).view(torch.uint8) == _UNSET).all())
 
 
+def finish(model: Any, directory: str | os.PathLike[str], name: str) -> None:
+    """Set what `from_pretrained` sets on a model of a directory beside its weights."""
+    if model.can_generate() and os.path.isfile(os.path.join(directory, "generation_config.json")):
+        config_class = require().GenerationConfig
+        model.generation_config = config_class.from_pretrained(directory)
+    model.config._name_or_path = model.name_or_path = name
+
+
 def parallel_plan(model: Any, wanted: str | Mapping[str, str], size: int) -> dict[str, str]:
     """How transformers cuts a model for `size` ranks: words by names of modules and parameters.
 
