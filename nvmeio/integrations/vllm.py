@@ -287,9 +287,8 @@ class Loader:
                     "this is a torchao checkpoint, whose tensors vLLM puts together while it reads "
                     f"them: leave out --load-format {FORMAT}"
                 )
-            if several():
-                ranks = torch.distributed.get_world_size()  # of vLLM's world
-                logger.info("%d ranks load the same files: through the page cache", ranks)
+            if _ranks() > 1:
+                logger.info("%d ranks load the same files: through the page cache", _ranks())
                 strategy = "prefetch" if _fit_in_memory(files) else "lazy"
                 return vllms(files, use_tqdm_on_load, strategy, local_expert_ids, **others)
             return _read_files(
@@ -321,6 +320,11 @@ def _pickles(
         state = load(path, map_location=map_location)
         yield from state.items()
         del state
+
+
+def _ranks() -> int:
+    """Ranks that load this model: those of vLLM's world."""
+    return torch.distributed.get_world_size() if several() else 1
 
 
 def _fit_in_memory(files: list[str]) -> bool:
