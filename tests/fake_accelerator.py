@@ -1,11 +1,10 @@
 """A device to train on where there is none: its memory, its streams and its kernels.
 
-Memory is what the CPU must not touch (`fake_memory`). Every operation of torch on a tensor there is
-a *kernel*: its result is allocated at once, and the work is asked of the current stream. Backward
-works in a thread of its own, as autograd's for a device does. Freed memory is given again to
-whoever allocates on the same stream, as CUDA's allocator does, and streams come from a pool of
-three, as torch's from one of 32: who takes a fourth has the first again, and its memory. What is
-new, freed, or given again is full of NaN from then on, when its stream gets there.
+Memory is what the CPU must not touch (`fake_memory`), and is given and taken back as CUDA's
+allocator does it (`fake_allocator`). Every operation of torch on a tensor there is a *kernel*: its
+result is allocated at once, and the work is asked of the current stream. Backward works in a thread
+of its own, as autograd's for a device does. Streams come from a pool of three, as torch's from one
+of 32: who takes a fourth has the first again, and its memory.
 
 Streams have no threads. Each does its work as early as it can (`EAGER`), not before somebody waits
 for it (`LAZY`), which are the two ends of what a device may do, or in any order between them that
@@ -26,17 +25,16 @@ devices something was called, and what it cost.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import random
 import sys
 import threading
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
+import fake_allocator
 import fake_collectives
 import fake_cuda
 import fake_memory
@@ -44,6 +42,7 @@ import fake_order
 import fake_tensors
 import pytest
 import torch
+from fake_allocator import DEVICES
 from fake_cuda import Costs as Costs
 from fake_kernels import Kernels as Kernels
 from fake_kernels import is_wrapper, quietly, span
@@ -53,8 +52,6 @@ from nvmeio._bindings import memory_at
 from nvmeio._memory import devices, mappings, page_locked
 from nvmeio._threads import threads
 
-_ALIGNMENT = 512
-_DEVICES = 2
 _STREAMS = 3  # of a device, handed out in turn
 _MOST_POLLS = 2000  # of an event of a lazy stream: seconds, where it is looked at every ms
 DEVICE = torch.device("cuda", 0)
@@ -191,33 +188,13 @@ class Event:
             raise self._cuda.failure
 
 
-@dataclasses.dataclass(eq=False)
-class _Block:
-    """Memory that was allocated.
-
-    Attributes:
-        stream: Which may have it again at once.
-        others: That work there too (`record_stream`), and until when once it is freed.
-    """
-
-    start: int
-    length: int
-    stream: Stream
-    place: str
-    others: dict[Stream, Event | None] = dataclasses.field(default_factory=dict)
-
-
-class Accelerator(fake_cuda.FakeCuda):
+class Accelerator(fake_allocator.Allocator):
     """`torch.cuda` with kernels.
 
     Attributes:
-        order: Of all accesses to memory.
         collectives: That were asked for.
         compute: The pace of the streams that are current by themselves.
         copies: That of streams which somebody makes.
-        limit_bytes: Of its memory, each device's.
-        in_use_bytes: Of it.
-        most_bytes: In use at once so far.
         is_expandable: Whether torch maps its memory in pieces.
         before_begin: Called with each copy before it is begun, with its number; may raise.
         problems: What was wrong, whatever the numbers: accesses without an order, memory that the
@@ -227,109 +204,22 @@ class Accelerator(fake_cuda.FakeCuda):
     def __init__(self, compute: Pace, copies: Pace, seed: int = 0) -> None:
         super().__init__()
         self.lock = threading.RLock()
-        self.order = fake_order.Order()
         self.collectives = fake_collectives.Collectives(self)
         self.copies_pace = copies
         self.random = random.Random(seed)
-        self.limit_bytes = fake_memory.NBYTES // _DEVICES
-        self.in_use_bytes = self.most_bytes = 0
         self.before_begin: Callable[[int], None] = lambda number: None
-        self.is_expandable = False
         self.stopped = False
         made: Any = {
-            index: Stream(self, index, "the default stream", compute) for index in range(_DEVICES)
+            index: Stream(self, index, "the default stream", compute) for index in range(DEVICES)
         }
         self._default = made
-        self._pools: dict[int, list[Stream]] = {index: [] for index in range(_DEVICES)}
+        self._pools: dict[int, list[Stream]] = {index: [] for index in range(DEVICES)}
         self._handed_out: Counter[int] = Counter()
         self._costs: Counter[str] = Counter()
         self._computing = {threading.get_ident()}
         self._wandering = False
-        self._addresses = fake_memory.addresses()
-        self._addresses.forget(0)  # what the report of a failed test has touched
-        self._base, self._inside = self._addresses.shown, self._addresses.inside
-        self._half = fake_memory.NBYTES // _DEVICES
-        self._ends = [index * self._half for index in range(_DEVICES)]
-        self._blocks: dict[int, _Block] = {}  # the last one at each start
-        self._free: dict[tuple[Stream, int], list[_Block]] = {}  # by stream and length
-        self._used_by_others: list[_Block] = []  # freed, and other streams are at work there
-        self.emptied: set[int] = set()  # addresses of storages without memory
-        self._died: SimpleQueue[_Block] = SimpleQueue()
 
     # --- memory
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Bytes of the current device's memory, of the current stream's."""
-        with self.lock:
-            self.take_back()
-            length = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
-            if self.in_use_bytes + length > self.limit_bytes:
-                self.take_back(waits=True)
-            if self.in_use_bytes + length > self.limit_bytes:
-                raise torch.OutOfMemoryError(f"the device has no {nbytes} bytes")
-            self.in_use_bytes += length
-            self.most_bytes = max(self.most_bytes, self.in_use_bytes)
-            stream: Any = self.current_stream()
-            free = self._free.get((stream, length))
-            block = free.pop() if free else self._new_block(length, stream)
-            block.place = fake_order.here()
-            self.emptied.discard(self._base + block.start)
-            self._spoil(block)
-            room = memory_at(self._base + block.start, max(nbytes, 1), self)
-            weakref.finalize(room, self._died.put, block).atexit = False
-            return torch.frombuffer(room, dtype=torch.uint8)[:nbytes]
-
-    def _new_block(self, length: int, stream: Stream) -> _Block:
-        self._costs["allocations"] += 1
-        index = stream.device.index
-        start, self._ends[index] = self._ends[index], self._ends[index] + length
-        assert self._ends[index] <= (index + 1) * self._half, "no addresses are left"
-        self._inside[start : start + length] = 0xFF
-        self._blocks[start] = _Block(start, length, stream, "")
-        return self._blocks[start]
-
-    def spoil_again(self, address: int) -> None:
-        """Memory that begins there is freed, or given again, to the tensor that has it."""
-        block: Any = self._blocks[address - self._base]
-        stream: Any = self.current_stream()
-        inside = self._inside[block.start : block.start + block.length]
-        self.order.asked(stream.number, f"a resize on {stream}", [], [(address, block.length)])
-        stream.ask(lambda: quietly(lambda: inside.fill_(0xFF)))
-
-    def _spoil(self, block: _Block) -> None:
-        inside = self._inside[block.start : block.start + block.length]
-        block.stream.ask(lambda: quietly(lambda: inside.fill_(0xFF)))
-
-    def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """`Tensor.record_stream`."""
-        start = tensor.untyped_storage().data_ptr() - self._base
-        block = self._blocks[start]
-        if stream is not block.stream:
-            block.others[stream] = None
-
-    def take_back(self, waits: bool = False) -> None:
-        """Memory that nobody has any more; `waits`: for streams that are at work there."""
-        with self.lock:
-            while not self._died.empty():
-                block = self._died.get()
-                for stream in block.others:
-                    block.others[stream] = event = Event(self)
-                    event.stream, event.position = stream, stream.asked
-                    event.number = self.order.record(stream.number)
-                self._used_by_others.append(block)
-            left, self._used_by_others = self._used_by_others, []
-            for block in left:
-                events = [event for event in block.others.values() if event is not None]
-                for event in events if waits else ():
-                    assert event.stream is not None
-                    event.stream.run_to(event.position)
-                if not all(event.query() for event in events):
-                    self._used_by_others.append(block)
-                    continue
-                block.others.clear()
-                self.in_use_bytes -= block.length
-                self._free.setdefault((block.stream, block.length), []).append(block)
-                self._spoil(block)
 
     def like(self, meta: torch.Tensor) -> torch.Tensor:
         """Memory for what a kernel makes."""
@@ -356,10 +246,6 @@ class Accelerator(fake_cuda.FakeCuda):
             return False
         return self.is_inside(tensor.untyped_storage().data_ptr())
 
-    def is_inside(self, address: int) -> bool:
-        """Whether it is one of the devices' memory."""
-        return 0 <= address - self._base < fake_memory.NBYTES
-
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         """`Tensor.device`."""
         return self.place(tensor) if self.has(tensor) else tensor.device
@@ -368,20 +254,11 @@ class Accelerator(fake_cuda.FakeCuda):
         """Of a tensor here."""
         return self.place_at(tensor.untyped_storage().data_ptr())
 
-    def place_at(self, address: int) -> torch.device:
-        """Whose memory it is."""
-        return torch.device("cuda", (address - self._base) // self._half)
-
     def inside(self, tensor: torch.Tensor) -> torch.Tensor:
         start = tensor.untyped_storage().data_ptr() - self._base
         start += int(tensor.storage_offset()) * tensor.dtype.itemsize
         flat = self._inside[start : start + span(tensor)[1]].view(tensor.dtype)
         return flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
-
-    def reached(self, address: int) -> int:
-        """Where hardware finds the byte that tensors have at an address; any other stays."""
-        at = address - self._base
-        return self._inside.data_ptr() + at if 0 <= at < fake_memory.NBYTES else address
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
         """What it holds, when all work before is done: like `cpu()`."""
@@ -490,6 +367,9 @@ class Accelerator(fake_cuda.FakeCuda):
 
     # --- what it cost, and what was wrong
 
+    def cost(self, name: str) -> None:
+        self._costs[name] += 1
+
     def call(self, name: str) -> None:
         super().call(name)
         costs = {"cudaHostRegister": "page_locks", "copy": "copies"}
@@ -523,17 +403,7 @@ class Accelerator(fake_cuda.FakeCuda):
         raise AssertionError(fault)
 
     def problems(self) -> list[str]:
-        found = list(self.order.faults)
-        places = {}
-        for page in self._addresses.touched():
-            for block in list(self._blocks.values()):
-                if block.start < page + 4096 and page < block.start + block.length:
-                    places[block.start] = block
-        for start, block in places.items():
-            found.append(
-                f"the CPU has touched the device's memory at {start:#x}, allocated in {block.place}"
-            )
-        return found
+        return [*self.order.faults, *self.touched_by_cpu()]
 
     def forgive(self) -> list[str]:
         """What was wrong so far, which was meant to be."""
@@ -545,7 +415,7 @@ class Accelerator(fake_cuda.FakeCuda):
     # --- torch.cuda's names
 
     def device_count(self) -> int:
-        return _DEVICES
+        return DEVICES
 
     def mem_get_info(self, device: torch.device | int | None = None) -> tuple[int, int]:
         super().mem_get_info(device)
@@ -566,17 +436,6 @@ class Accelerator(fake_cuda.FakeCuda):
 
     def Event(self, blocking: bool = False) -> Any:
         return Event(self, blocking)
-
-    def memory_snapshot(self) -> list[dict[str, Any]]:
-        """Segments of torch's allocator: a device's memory is one."""
-        return [
-            {
-                "address": self._base + index * self._half,
-                "total_size": self._half,
-                "is_expandable": self.is_expandable,
-            }
-            for index in range(_DEVICES)
-        ]
 
     def synchronize(self, device: torch.device | int | None = None) -> None:
         with self.device(self.index_of(device)):

@@ -59,6 +59,8 @@ class Kernels(TorchDispatchMode):
         is_beside = func.namespace == "_c10d_functional" and first is not None
         if is_beside and not _is_collective(func):  # it waits for one, or has somebody wait
             return args[0]  # what comes later on its stream comes after it
+        if func.namespace == "fsdp":  # several kernels; some results are views, and do not say so
+            return self._of_its_parts(func, args, kwargs)
         wanted = kwargs.get("device")
         if first is None and isinstance(wanted, torch.device) and wanted.type == "cuda":
             # A factory: what it makes is moved there.
@@ -152,6 +154,13 @@ class Kernels(TorchDispatchMode):
         else:
             stream.ask(work)
         return made
+
+    def _of_its_parts(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        super().__enter__()
+        try:
+            return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
 
     def _down_beside(
         self, stream: Any, name: str, target: torch.Tensor, source: torch.Tensor

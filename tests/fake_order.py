@@ -173,6 +173,14 @@ class Order:
                         self._check(start, start + nbytes, access)
                         self._spans.note(start, start + nbytes, access)
 
+    def forget(self, start: int, nbytes: int, streams: set[int]) -> None:
+        """What these streams did there is done, for whoever has the memory next."""
+        with self._lock:
+            for cell in self._spans.past(start, start + nbytes):
+                if cell.written is not None and cell.written.stream in streams:
+                    cell.written = None
+                cell.read = {s: access for s, access in cell.read.items() if s not in streams}
+
     def note_host(self, start: int, nbytes: int) -> None:
         """A copy goes to or from there."""
         lowest, highest = self.host_spans or (start, start)

@@ -93,8 +93,7 @@ def tell_device(patch: pytest.MonkeyPatch, cuda: Any) -> None:
         """FSDP2 frees the memory of a tensor that stays, and has it given again."""
         if not cuda.is_inside(storage.data_ptr()):
             return own_resize(storage, nbytes)
-        cuda.spoil_again(storage.data_ptr())
-        (cuda.emptied.discard if nbytes else cuda.emptied.add)(storage.data_ptr())
+        cuda.resize(storage.data_ptr(), nbytes)
         return storage
 
     def size(storage: torch.UntypedStorage) -> int:

@@ -51,16 +51,39 @@ def test_a_fault_fails_the_test_that_has_it(monkeypatch: pytest.MonkeyPatch) -> 
 # Memory
 
 
-def test_memory_is_spoilt_when_it_is_freed_and_when_it_is_given_again(eager: Accelerator) -> None:
-    tensor = eager.tensor(torch.ones(8))
+def test_freed_memory_is_spoilt_by_the_next_allocation_on_its_stream(eager: Accelerator) -> None:
+    """It was spoilt when it was freed: as if its stream had not been told to wait, which it was.
+
+    FSDP2 has a stream wait for who reads memory of that stream's before it allocates there again.
+    """
+    side = other_stream()
+    with on(side):
+        tensor = eager.tensor(torch.ones(8))
     inside = eager.inside(tensor)
     del tensor
-    eager.take_back()
-    assert inside.isnan().all()
-    inside.fill_(1)  # by a kernel that came too late
-    again = eager.empty(32).view(torch.float32)
+    eager.empty(32)  # of another stream
+    assert (inside == 1).all()
+    with on(side):
+        eager.empty(4096)  # of another size
+        assert inside.isnan().all()
+        inside.fill_(1)  # by a kernel that came too late
+        again = eager.empty(32).view(torch.float32)
     assert eager.inside(again).data_ptr() == inside.data_ptr()
     assert inside.isnan().all()
+
+
+def test_a_storage_is_emptied_and_has_its_memory_again(eager: Accelerator) -> None:
+    tensor = eager.tensor(torch.ones(8))
+    inside, storage = eager.inside(tensor), tensor.untyped_storage()
+    storage.resize_(0)
+    assert storage.size() == 0 and (inside == 1).all()
+    eager.empty(4096)
+    assert inside.isnan().all()
+    storage.resize_(32)
+    assert storage.size() == 32 and storage.data_ptr() == tensor.data_ptr()
+    assert torch.equal(eager.value(tensor.fill_(2)), torch.full((8,), 2.0))
+    eager.empty(4096)
+    assert (inside == 2).all(), "it is not free"
 
 
 def test_a_fourth_stream_is_the_first_one_and_has_its_memory(eager: Accelerator) -> None:

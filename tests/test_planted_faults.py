@@ -138,6 +138,58 @@ def frees_memory_that_another_stream_reads(cuda: Accelerator, waits: bool) -> No
         cuda.tensor(torch.zeros(8))
 
 
+def allocates_where_freed_memory_is_read(cuda: Accelerator, waits: bool) -> None:
+    """Any size may get it. A stream that waits before it allocates needs no `record_stream`."""
+    here, side = torch.cuda.current_stream(), other_stream()
+    with on(side):
+        tensor = cuda.tensor(torch.ones(8))
+    here.wait_stream(side)
+    tensor.sum()
+    del tensor
+    cuda.take_back()
+    if waits:
+        side.wait_stream(here)
+    with on(side):
+        cuda.empty(4096)
+
+
+def empties_a_storage_that_another_stream_reads(cuda: Accelerator, waits: bool) -> None:
+    """As FSDP2 does with what it has gathered."""
+    here, side = torch.cuda.current_stream(), other_stream()
+    tensor = cuda.tensor(torch.ones(8))
+    side.wait_stream(here)
+    with on(side):
+        tensor.sum()
+    tensor.untyped_storage().resize_(0)
+    if waits:
+        here.wait_stream(side)
+    tensor.untyped_storage().resize_(32)
+
+
+def writes_new_memory_on_another_stream(cuda: Accelerator, waits: bool) -> None:
+    """Whose it was before, its stream may still be at work there."""
+    tensor, side = cuda.empty(32), other_stream()
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    with on(side):
+        tensor.zero_()
+
+
+def takes_what_the_allocator_has_seen_for_its_own(cuda: Accelerator, waits: bool) -> None:
+    """That the allocator knows a stream to be done with some memory is no order for others."""
+    tensor, other, side = cuda.tensor(torch.zeros(8)), cuda.tensor(torch.zeros(8)), other_stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with on(side):
+        tensor.add_(1)
+        other.add_(1)
+    other.record_stream(side)
+    del other
+    cuda.take_back()
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    tensor.sum()
+
+
 ACCESSES: list[Callable[[Accelerator, bool], None]] = [
     reads_what_another_stream_writes,
     writes_what_another_stream_reads,
@@ -147,6 +199,10 @@ ACCESSES: list[Callable[[Accelerator, bool], None]] = [
     looks_at_host_memory_before_the_copy_is_there,
     looks_at_host_memory_before_torch_s_copy_is_there,
     frees_memory_that_another_stream_reads,
+    allocates_where_freed_memory_is_read,
+    empties_a_storage_that_another_stream_reads,
+    writes_new_memory_on_another_stream,
+    takes_what_the_allocator_has_seen_for_its_own,
 ]
 
 

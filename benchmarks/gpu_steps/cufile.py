@@ -24,6 +24,7 @@ def raw_cufile(step: Step, threads: int, task: int, registered: bool) -> dict[st
     library = DRIVER.acquire(DriverSettings(needs_cuda=step.device == "cuda"))
     if step.device == "cuda":
         tensor = torch.empty(step.size, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()  # cuFile knows nothing of the stream that had this memory before
     else:
         tensor = nvmeio.empty_aligned(step.size, dtype=torch.uint8)
     if registered:

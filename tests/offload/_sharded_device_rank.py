@@ -26,6 +26,7 @@ from nvmeio.offload._module import sharded as sharded_module
 WINDOW = 1 << 17
 LEAST = 4 << 12  # not all parts at once
 STEPS = 3
+SEEDS = {"alone": 3, "state": 3}  # of a random order
 NORM = 0.5  # less than that of the gradients
 
 
@@ -102,6 +103,19 @@ def state(world: int, folder: Path) -> Callable[[Accelerator], None]:
     return there
 
 
+def alone(world: int, folder: Path) -> Callable[[Accelerator], None]:
+    """Nothing of nvmeio: what the others rest on."""
+    losses, weights = in_memory(world)
+
+    def there(cuda: Accelerator) -> None:
+        ours = sharded(world, "cuda")
+        adamw = torch.optim.AdamW(ours.parameters(), lr=OPTIONS["lr"], foreach=False)
+        assert train(ours, adamw, "cuda") == pytest.approx(losses, rel=1e-5)
+        assert_trained(cuda, ours, weights)
+
+    return there
+
+
 def swapped(
     world: int, folder: Path, gradients: str, window: int = WINDOW
 ) -> Callable[[Accelerator], None]:
@@ -158,23 +172,25 @@ def main(rank: int, world: int, folder: Path, kind: str, pace: Pace) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    swap = folder / "swap"
-    swap.mkdir(exist_ok=True)
-    work = {
-        "state": lambda: state(world, swap),
-        "memory": lambda: swapped(world, swap, "memory"),
-        "disk": lambda: swapped(world, swap, "disk"),
-        "saved": lambda: saved(world, swap),
-        "planted": lambda: planted(world, swap),
-    }[kind]()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        accelerator(patch, pace, pace, seed=rank) as cuda,
-        torch.cuda.device(rank),
-    ):
-        work(cuda)
-        torch.cuda.synchronize()
-        assert cuda.contexts == {rank}
+    for seed in range(SEEDS.get(kind, 1) if pace is Pace.RANDOM else 1):
+        swap = folder / f"swap{seed}"
+        swap.mkdir(exist_ok=True)
+        work = {
+            "alone": lambda swap: alone(world, swap),
+            "state": lambda swap: state(world, swap),
+            "memory": lambda swap: swapped(world, swap, "memory"),
+            "disk": lambda swap: swapped(world, swap, "disk"),
+            "saved": lambda swap: saved(world, swap),
+            "planted": lambda swap: planted(world, swap),
+        }[kind](swap)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            accelerator(patch, pace, pace, seed=seed * world + rank) as cuda,
+            torch.cuda.device(rank),
+        ):
+            work(cuda)
+            torch.cuda.synchronize()
+            assert cuda.contexts == {rank}
     dist.barrier()
     dist.destroy_process_group()
 
