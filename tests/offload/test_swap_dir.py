@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from _offload_models import model, train
+from support import new_descriptors, open_descriptors
 
 import nvmeio
 from nvmeio.offload import SwappedModule, SwappedOptimizer
@@ -98,3 +99,21 @@ def test_a_directory_that_is_missing_is_made_one_level(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         swapped(tmp_path / "neither" / "nor")
     assert not (tmp_path / "neither").exists()
+
+
+def test_a_lock_whose_holder_cannot_be_read_is_closed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its descriptor stayed open, and the error was one without a path."""
+
+    def fails(fd: int, nbytes: int, offset: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with swapped(tmp_path / "swap"):
+        before = open_descriptors()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pread", fails)
+            with pytest.raises(nvmeio.TransferError) as told:
+                swapped(tmp_path / "swap")
+        assert told.value.errno == errno.EIO and "lock" in str(told.value)
+        assert not new_descriptors(before)

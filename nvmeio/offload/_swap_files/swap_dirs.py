@@ -87,29 +87,30 @@ class SwapDir:
                 fd = untrusted.open_own(lock)
             except FileNotFoundError:
                 continue  # its owner removed the directory meanwhile
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(fd), os.stat(lock)):
+            with on_error(os.close, fd):
+                if self._is_locked(fd, lock):
                     return fd
-            except BlockingIOError:
+            os.close(fd)
+
+    def _is_locked(self, fd: int, lock: str) -> bool:
+        """Lock it; False to open it once more, because its owner removes it or has."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return os.path.samestat(os.fstat(fd), os.stat(lock))
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            with naming("read", lock):
                 holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
-                if holder == str(os.getpid()) and shutdown.wait_for_those_that_end():
-                    os.close(fd)
-                    continue
-                os.close(fd)
-                raise TransferError(
-                    errno.EBUSY,
-                    operation="open",
-                    path=self.path,
-                    detail=f"process {holder or 'unknown'} swaps into this directory: close what "
-                    "it opened, or choose another swap_dir",
-                ) from None
-            except FileNotFoundError:
-                pass
-            except OSError as failed:
-                os.close(fd)
-                raise transfer_error(failed, "lock", lock) from failed
-            os.close(fd)  # its owner removed it meanwhile
+        except OSError as failed:
+            raise transfer_error(failed, "lock", lock) from failed
+        if holder == str(os.getpid()) and shutdown.wait_for_those_that_end():
+            return False
+        detail = (
+            f"process {holder or 'unknown'} swaps into this directory: close what it opened, or "
+            "choose another swap_dir"
+        )
+        raise TransferError(errno.EBUSY, operation="open", path=self.path, detail=detail)
 
     def _check_ours(self) -> None:
         """Raise if a file is a link or another user's; nobody can put one there after this."""
