@@ -116,4 +116,5 @@ def test_a_lock_whose_holder_cannot_be_read_is_closed_again(
             with pytest.raises(nvmeio.TransferError) as told:
                 swapped(tmp_path / "swap")
         assert told.value.errno == errno.EIO and "lock" in str(told.value)
-        assert not new_descriptors(before)
+        left = new_descriptors(before).values()  # the first one's thread may have others
+        assert not [path for path in left if path.endswith("/lock")]
