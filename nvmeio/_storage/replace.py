@@ -150,14 +150,9 @@ class Replacement:
         taken = None if recycle is None else _take(recycle, self._target)
         self.recycled = taken is not None
         self.temporary, self._fd = taken or _make_temporary(self.path, self._target)
-        try:
+        with on_error(self._undo), naming("open", self.path):
             if replaces:
                 take_over(self._fd, self._target)
-        except BaseException as failed:
-            self._undo()
-            if isinstance(failed, OSError) and not isinstance(failed, TransferError):
-                raise transfer_error(failed, "open", self.path) from failed
-            raise
         self._pid = os.getpid()
         self.closed = self._small = False
         self._file: files.File | None = None
@@ -342,7 +337,7 @@ def _take(recycle: str, target: str) -> tuple[str, int] | None:
         fd = os.open(recycle, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
-    try:
+    with on_error(os.close, fd), contextlib.suppress(OSError):
         facts = os.fstat(fd)
         # A lock that the file system does not know is none: a reader could not be seen.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -351,11 +346,6 @@ def _take(recycle: str, target: str) -> tuple[str, int] | None:
             with on_error(os.rename, temporary, recycle):
                 sync_directory(os.path.dirname(target))
                 return temporary, fd
-    except OSError:
-        pass
-    except BaseException:
-        os.close(fd)
-        raise
     os.close(fd)
     return None
 
@@ -373,14 +363,10 @@ def _make_temporary(path: str, target: str) -> tuple[str, int]:
             continue
         except OSError as failed:
             raise _creation_error(failed, path, directory) from failed
-        try:
+        with on_error(os.close, fd), on_error(os.unlink, temporary):
             # Nobody can lock it to remove it where there are no locks, either.
             if become_writer(fd) and is_named(fd, temporary):
                 return temporary, fd
-        except BaseException:
-            os.unlink(temporary)
-            os.close(fd)
-            raise
         # Another save took it for a leftover before it was locked; or something else locked it, and
         # leaves it there.
         with contextlib.suppress(OSError):
