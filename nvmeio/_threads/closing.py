@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from nvmeio._threads.running_loop import running_loop
 
@@ -51,7 +51,9 @@ class on_error:
 class Closing:
     """Closed at the end of a with statement, however it ends; `close` is the class's own."""
 
-    def close(self) -> None: ...
+    if TYPE_CHECKING:  # or `super().close()` would find it before that of another base
+
+        def close(self) -> None: ...
 
     def __enter__(self: Me) -> Me:
         return self
