@@ -26,6 +26,7 @@ from nvmeio import _checks
 from nvmeio._files.system import find_mount
 from nvmeio._storage.replace import replace_file
 from nvmeio._storage.untrusted import SETTINGS_BYTES, read_small
+from nvmeio._threads.closing import opened
 from nvmeio.engines.base import Options
 
 __all__ = ["Tuned", "file_system_key", "find", "places", "save"]
@@ -118,14 +119,11 @@ def save(path: str | os.PathLike[str], tuned: Tuned) -> Path:
     key = file_system_key(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     # Two tunes may end at the same time, on different file systems.
-    lock = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with opened(file.parent, os.O_RDONLY | os.O_DIRECTORY) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         stored = {**_load(file), key: {**vars(tuned), "aio": tuned.aio._asdict()}}
         text = json.dumps({"format": FORMAT, "file_systems": stored}, indent=2) + "\n"
         replace_file(file, text.encode())
-    finally:
-        os.close(lock)
     return file
 
 
@@ -152,16 +150,9 @@ def _existing_directory(path: Path) -> Path:
 
 def _uuid_from_kernel(directory: Path) -> str | None:
     answer = bytearray(17)
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
+    # An older kernel, or a file system without one, leaves it empty.
+    with suppress(OSError), opened(directory, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         fcntl.ioctl(descriptor, _GET_UUID, answer)
-    except OSError:
-        return None  # an older kernel, or a file system without one
-    finally:
-        os.close(descriptor)
     length, value = struct.unpack("B16s", answer)
     return str(uuid.UUID(bytes=value)) if length == 16 and any(value) else None
 

@@ -18,6 +18,7 @@ import torch
 from nvmeio._bindings import memory_at
 from nvmeio._memory.system import text_of
 from nvmeio._pages import PAGE_BYTES
+from nvmeio._threads.closing import opened
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,8 @@ def find_mount(directory: Path) -> Mount | None:
     It is found by mount id: the longest matching path may be hidden by another mount, and btrfs
     gives each subvolume a device number of its own.
     """
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with opened(directory, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         fdinfo = text_of(f"/proc/self/fdinfo/{descriptor}")
-    finally:
-        os.close(descriptor)
     found = re.search(r"^mnt_id:\s*(\d+)", fdinfo, re.MULTILINE)
     if not found:
         return None

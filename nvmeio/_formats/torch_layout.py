@@ -16,12 +16,11 @@ from __future__ import annotations
 import functools
 import inspect
 import io
-import itertools
 import pickle
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -140,29 +139,21 @@ class Pickling(NamedTuple):
         for key, storage in self.storages.items():
             if storage.nbytes() != self.sizes[key]:
                 raise resized(f"archive/data/{key}", self.sizes[key], storage.nbytes())
-        replay: Any = torch_pickler.Replay(self.data)
-        storages: Any = self.storages
-        with torch_pickler.aligned_storages(), torch.serialization.skip_data():
+        with torch_pickler.aligned_storages():
             if has_seam():
-                skeleton = self._records(replay).skeleton()
+                told = TorchRecords()
+                told.own = _own_records(_alignment()) | {_PICKLE: self.data}
+                told.sizes = [(name, len(data)) for name, data in told.own.items()]
+                told.sizes += [(f"data/{key}", nbytes) for key, nbytes in self.sizes.items()]
+                skeleton = told.skeleton()
             else:
                 sink: Any = Sink()
-                torch.save(storages, sink, replay)
+                replay: Any = torch_pickler.Replay(self.data)
+                storages: Any = self.storages
+                with torch.serialization.skip_data():
+                    torch.save(storages, sink, replay)
                 skeleton = skeleton_of(sink)
-        return layout_of(skeleton, storages)
-
-    def _records(self, replay: Any) -> TorchRecords:
-        """The records that torch would write, found from the first storage alone."""
-        told: Any = TorchRecords()
-        first = dict(itertools.islice(self.storages.items(), 1))
-        torch.serialization._save(  # type: ignore[no-untyped-call]
-            first, told, replay, DEFAULT_PROTOCOL, False
-        )
-        sizes = [(f"data/{key}", nbytes) for key, nbytes in self.sizes.items()]
-        if first and told.sizes[-1:] != sizes[:1]:
-            raise unknown_torch(f"a storage's record is {told.sizes[-1]}")
-        told.sizes += sizes[1:]
-        return cast(TorchRecords, told)
+        return layout_of(skeleton, self.storages)
 
 
 def pickled(
@@ -400,6 +391,22 @@ class TorchRecords:
         return skeleton_of(sink)
 
 
+@functools.lru_cache(maxsize=1)
+def _own_records(_alignment: int) -> dict[str, bytes]:
+    """The records that torch writes before those of storages, with an empty pickle."""
+    told: Any = TorchRecords()
+    replay: Any = torch_pickler.Replay(b"")
+    storages = {"0": torch.empty(5, dtype=torch.uint8, device="cpu").untyped_storage()}
+    with torch.serialization.skip_data():
+        torch.serialization._save(  # type: ignore[no-untyped-call]
+            storages, told, replay, DEFAULT_PROTOCOL, False
+        )
+    if told.own.get(_PICKLE) != b"" or told.sizes[len(told.own) :] != [("data/0", 5)]:
+        raise unknown_torch(f"its records are {told.sizes}")
+    own: dict[str, bytes] = told.own
+    return own
+
+
 def _laid_out(told: TorchRecords, alignment: int) -> Skeleton:
     """The archive of these records as torch's writer makes it (`PyTorchStreamWriter`, miniz)."""
     own = {**told.own, "version": _VERSION}
@@ -499,6 +506,7 @@ def _blank(sizes: tuple[tuple[str, int], ...], own: frozenset[str], alignment: i
     return Skeleton(at, pieces, entries)
 
 
+_PICKLE = "data.pkl"
 _PADDING = b"Z"
 _UTF8 = 1 << 11  # what names are in
 _VERSION = b"3\n"  # of torch's format

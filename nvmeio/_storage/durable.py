@@ -15,9 +15,10 @@ import contextlib
 import ctypes
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from nvmeio import files
+from nvmeio._threads.closing import opened
 from nvmeio.errors import TransferError, naming, transfer_error
 from nvmeio.files import File
 
@@ -28,6 +29,7 @@ _libc.renameat2.argtypes = [*_PLACE, *_PLACE, ctypes.c_uint]
 _libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_IOV_MAX = 1024  # parts of one writev
 
 # The kernel, the file system or a sandbox lacks what was asked for. Of room that is not allocated
 # ahead the writes will tell.
@@ -86,11 +88,8 @@ def sync_file(path: str | os.PathLike[str]) -> None:
 
 def _sync(path: str | os.PathLike[str], flags: int) -> None:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
-        try:
+        with opened(path, os.O_RDONLY | flags) as fd:
             os.fsync(fd)
-        finally:
-            os.close(fd)
     except OSError as failed:
         if failed.errno != errno.EINVAL or not flags & os.O_DIRECTORY:
             raise transfer_error(failed, "fsync", path) from failed
@@ -137,10 +136,16 @@ def exchange(one: str, other: str) -> None:
         raise OSError(code, os.strerror(code), one)
 
 
-def write_all(fd: int, data: bytes | bytearray) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+def write_all(fd: int, parts: Sequence[memoryview], offset: int = 0) -> None:
+    """Write what lies in several places, one behind the other."""
+    left = list(parts)
+    while left:
+        written = os.pwritev(fd, left[:_IOV_MAX], offset)
+        offset += written
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]
 
 
 def write_small(
@@ -151,10 +156,7 @@ def write_small(
     `sync` makes it durable, as `os.fsync`; None leaves that to others.
     """
     try:
-        view = memoryview(data)
-        while view:
-            written = os.pwrite(fd, view, offset)
-            offset, view = offset + written, view[written:]
+        write_all(fd, [memoryview(data)], offset)
         if sync is not None:
             sync(fd)
     finally:

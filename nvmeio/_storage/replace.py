@@ -34,6 +34,7 @@ import re
 import secrets
 import stat
 import struct
+from collections.abc import Sequence
 
 from nvmeio import files
 from nvmeio._files.descriptors import open_error
@@ -41,7 +42,7 @@ from nvmeio._files.system import journal_keeps_order
 from nvmeio._storage.durable import allocate, make_directory, send, sync_directory, write_all
 from nvmeio._storage.locks import become_writer
 from nvmeio._storage.untrusted import create, open_again
-from nvmeio._threads.closing import on_error
+from nvmeio._threads.closing import on_error, opened, unlink
 from nvmeio.errors import ClosedError, TransferError, errno_of, naming, transfer_error
 
 _ACL = "system.posix_acl_access"
@@ -169,18 +170,17 @@ class Replacement:
         return self._file
 
     def _undo(self) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(self.temporary)
+        unlink(self.temporary)
         os.close(self._fd)
 
     def reserve(self, nbytes: int) -> None:
         """Allocate room for `nbytes` bytes; see `allocate`."""
         allocate(self._fd, nbytes, self.path)
 
-    def write(self, data: bytes | bytearray) -> None:
+    def write(self, parts: Sequence[memoryview]) -> None:
         """Write the bytes of a small file, through the page cache; blocks."""
         with naming("pwrite", self.path):
-            write_all(self._fd, data)
+            write_all(self._fd, parts)
         self._small = True
 
     def truncate(self, nbytes: int) -> None:
@@ -226,8 +226,7 @@ class Replacement:
         if self.closed:
             return
         if os.getpid() == self._pid:
-            with contextlib.suppress(OSError):
-                os.unlink(self.temporary)
+            unlink(self.temporary)
         self._close()
 
     def _close(self) -> None:
@@ -250,7 +249,7 @@ class Replacement:
 def replace_file(path: str | os.PathLike[str], data: bytes, durable: bool = True) -> None:
     """Replace a small file at once; after TransferError, as from a full disk, it is as it was."""
     with Replacement(path) as replacement:
-        replacement.write(data)
+        replacement.write([memoryview(data)])
         replacement.commit(durable)
 
 
@@ -277,17 +276,14 @@ def remove_leftovers(directory: str) -> list[str]:
         return removed
     for name in names:
         path = os.path.join(directory, name)
-        with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    continue
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its writer lives
-                if is_named(fd, path):  # not renamed, or made anew, in between
-                    os.unlink(path)
-                    removed.append(name)
-            finally:
-                os.close(fd)
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
+        with contextlib.suppress(OSError), opened(path, flags) as fd:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                continue
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its writer lives
+            if is_named(fd, path):  # not renamed, or made anew, in between
+                os.unlink(path)
+                removed.append(name)
     return removed
 
 
@@ -333,20 +329,18 @@ def _take(recycle: str, target: str) -> tuple[str, int] | None:
     bring the old name back, with half of a new file behind it.
     """
     temporary = temporary_name(*os.path.split(target))
-    try:
+    with contextlib.suppress(OSError):
         fd = os.open(recycle, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    with on_error(os.close, fd), contextlib.suppress(OSError):
-        facts = os.fstat(fd)
-        # A lock that the file system does not know is none: a reader could not be seen.
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1 and is_named(fd, recycle):
-            os.rename(recycle, temporary)
-            with on_error(os.rename, temporary, recycle):
-                sync_directory(os.path.dirname(target))
-                return temporary, fd
-    os.close(fd)
+        with on_error(os.close, fd):
+            facts = os.fstat(fd)
+            # A lock that the file system does not know is none: a reader could not be seen.
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1 and is_named(fd, recycle):
+                os.rename(recycle, temporary)
+                with on_error(os.rename, temporary, recycle):
+                    sync_directory(os.path.dirname(target))
+                    return temporary, fd
+        os.close(fd)
     return None
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from nvmeio import files
 from nvmeio._files.descriptors import open_error
-from nvmeio._threads.closing import on_error
+from nvmeio._threads.closing import on_error, opened
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.errors import IntegrityError, TransferError, naming, transfer_error
 from nvmeio.files import File
@@ -172,8 +172,7 @@ def read_json(path: str | os.PathLike[str], most: int, named: object = None) -> 
 
 
 def _read_small(name: str, most: int) -> bytes:
-    fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    try:
+    with opened(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY) as fd:
         facts = os.fstat(fd)
         if stat.S_ISDIR(facts.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
@@ -188,8 +187,6 @@ def _read_small(name: str, most: int) -> bytes:
             data += chunk
         detail = f"it has {max(facts.st_size, len(data))} bytes, and such a file at most {most}"
         raise OSError(errno.EFBIG, f"{detail}: it is another file, or damaged", name)
-    finally:
-        os.close(fd)
 
 
 class Unchanged:

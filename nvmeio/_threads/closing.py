@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from nvmeio._threads.running_loop import running_loop
@@ -24,6 +26,22 @@ def do_all(
             failure = failure or failed
     if failure is not None:
         raise failure
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str], flags: int, mode: int = 0o777) -> Iterator[int]:
+    """A descriptor of a file or directory, open for as long as the body runs."""
+    fd = os.open(path, flags | os.O_CLOEXEC, mode)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def unlink(path: str | os.PathLike[str]) -> None:
+    """Remove a file if that is possible."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 class on_error:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import pickle
 import struct
+from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nvmeio._bindings import memory_at
 from nvmeio._formats import torch_layout
 from nvmeio._formats.torch_layout import DEFAULT_PROTOCOL, FileLayout, Pickling, UnknownWriterError
 from nvmeio._io.long_call import LongCall
+from nvmeio._memory import holds
 from nvmeio._storage import crc32
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads.interruptible import in_thread, run_interruptible
@@ -24,9 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nvmeio")
 
-# Up to this a state is copied together and written with one call, through the page cache. What
-# moves larger ones (a handle, its threads, staging) takes longer to make than the whole of that.
-SMALL_BYTES = 4 << 20
+# Up to this a state is written from where it lies, through the page cache: in 0.6 of the time that
+# a handle, its threads and staging take at 4 MiB, 0.7 at 8, and as long at 16.
+SMALL_BYTES = 16 << 20
 
 
 def save(
@@ -68,8 +70,8 @@ def save(
 
     Cost: no copy of the state: what torch allocated goes through 48 MiB of staging, and what
     neither torch nor nvmeio did through the handle's bounce memory, whatever the size. Storages on
-    a GPU go through 64 MiB of page-locked memory. A state of up to 4 MiB without a handle of the
-    caller's is copied together and written through the page cache.
+    a GPU go through 64 MiB of page-locked memory. A state of up to 16 MiB without a handle of the
+    caller's is written through the page cache, from where it lies.
     """
     pickled_by = (pickle_module, pickle_protocol)
     with LongCall("save", path, progress) as call:
@@ -133,35 +135,34 @@ def _write_small(
     pickling: Pickling, path: str | os.PathLike[str], checksum: bool, call: LongCall
 ) -> None:
     with Replacement(path) as replacement:
-        data = _in_memory(pickling.layout(), checksum)
-        call.expect(len(data))
+        layout = pickling.layout()
+        call.expect(layout.nbytes)
         call.check()
-        replacement.write(data)
-        call.moved(len(data))
+        sources = [r.data.cpu() for r in layout.records if isinstance(r.data, torch.Tensor)]
+        held, _ = holds.hold_all([source.untyped_storage() for source in sources])
+        try:
+            replacement.write(_in_order(layout, sources, checksum))
+        finally:
+            holds.end(held)
+        call.moved(layout.nbytes)
         call.check()
         replacement.commit()
 
 
-def _in_memory(layout: FileLayout, checksum: bool) -> bytearray:
-    """The whole of a small file."""
-    data = bytearray(layout.nbytes)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(data))
-    for piece in layout.pieces:
-        data[piece.offset : piece.end] = piece.data
-    for record in layout.records:
-        assert isinstance(record.data, torch.Tensor)  # a layout of a pickling has no others
-        source = record.data.cpu()
-        if source.untyped_storage().nbytes() < record.nbytes:
-            raise torch_layout.resized(
-                record.name, record.nbytes, source.untyped_storage().nbytes()
-            )
-        if not checksum:
-            ctypes.memmove(address + record.offset, source.data_ptr(), record.nbytes)
-            continue
-        crc = crc32.copy(address + record.offset, source.data_ptr(), record.nbytes)
+def _in_order(layout: FileLayout, sources: list[torch.Tensor], checksum: bool) -> list[memoryview]:
+    """The whole of a file, in its order; its storages where they lie."""
+    starts = [piece.offset for piece in layout.pieces]
+    parts = {piece.offset: memoryview(bytearray(piece.data)) for piece in layout.pieces}
+    for record, source in zip(layout.records, sources, strict=True):
+        nbytes = source.untyped_storage().nbytes()
+        if nbytes < record.nbytes:
+            raise torch_layout.resized(record.name, record.nbytes, nbytes)
+        parts[record.offset] = memory = memory_at(source.data_ptr(), record.nbytes)
+        crc = crc32.of_bytes(memory) if checksum else 0
         for at in record.crc_at:
-            struct.pack_into("<I", data, at, crc)
-    return data
+            start = starts[bisect_right(starts, at) - 1]
+            struct.pack_into("<I", parts[start], at - start, crc)
+    return [parts[offset] for offset in sorted(parts)]
 
 
 def _write(

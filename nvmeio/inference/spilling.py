@@ -44,7 +44,7 @@ from nvmeio._memory.tensors import extent
 from nvmeio._pages import TENSOR_ALIGNMENT, round_up
 from nvmeio._storage.durable import make_directory, reserve
 from nvmeio._storage.untrusted import create, make_private_directory
-from nvmeio._threads.closing import Closing
+from nvmeio._threads.closing import Closing, opened
 from nvmeio.handle import AioHandle
 from nvmeio.inference._plan.budget import check_numbers, share_out
 from nvmeio.inference._plan.slot_layout import Weight, part_of
@@ -340,14 +340,11 @@ def _remove_abandoned(parent: Path) -> None:
     """Remove what processes left that were killed: directories of ours that nobody has locked."""
     with contextlib.suppress(OSError):  # what is wrong there, making one will tell
         for path in parent.glob(f"{_PREFIX}*"):
-            with contextlib.suppress(OSError):
-                lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                try:
-                    if os.fstat(lock).st_uid == os.geteuid():
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        shutil.rmtree(path, ignore_errors=True)
-                finally:
-                    os.close(lock)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+            with contextlib.suppress(OSError), opened(path, flags) as lock:
+                if os.fstat(lock).st_uid == os.geteuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 def park(parameters: Sequence[torch.Tensor], directory: str | os.PathLike[str]) -> mmap.mmap | None:

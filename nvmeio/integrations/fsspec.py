@@ -230,7 +230,7 @@ class _Writing(Discarding, io.RawIOBase):
             if self._stream is not None:
                 self._stream.finish()
             else:
-                self._replacement.write(self._small)
+                self._replacement.write([memoryview(self._small)])
             self._opened.close()
             if self._autocommit:
                 self._replacement.commit()

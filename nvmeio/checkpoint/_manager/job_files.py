@@ -27,7 +27,7 @@ from nvmeio._storage.replace import (
     temporary_name,
 )
 from nvmeio._storage.untrusted import create
-from nvmeio._threads.closing import on_error
+from nvmeio._threads.closing import on_error, unlink
 from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.job import SaveJob
 from nvmeio.errors import TransferError, transfer_error
@@ -74,8 +74,7 @@ class OneFile(SaveJob):
         with Replacement(self.path, recycle=old) as replacement, self.messages.telling():
             layout = self.layout()
             if old is not None and not replacement.recycled:
-                with contextlib.suppress(OSError):
-                    os.unlink(old)  # somebody reads it: let them, and have its blocks later
+                unlink(old)  # somebody reads it: let them, and have its blocks later
             replacement.reserve(padded_nbytes(layout))
             self.messages.put("place", os.path.basename(replacement.temporary).encode())
             crcs = self._write_part(replacement.file)

@@ -34,6 +34,7 @@ from nvmeio._formats.torch_writing import (
 )
 from nvmeio._storage.durable import sync_data
 from nvmeio._storage.replace import Replacement
+from nvmeio._threads.closing import unlink
 from nvmeio._threads.interruptible import Cancelled
 from nvmeio.checkpoint._manager.job import SaveJob, SaveReport
 from nvmeio.checkpoint._multi_rank.agreement import Disagreement
@@ -177,8 +178,7 @@ class PartOfEachRank(SaveJob):
         old = self._make_room()
         with Replacement(self.path, recycle=old) as replacement:
             if old is not None and not replacement.recycled:
-                with contextlib.suppress(OSError):
-                    os.unlink(old)  # somebody reads it: let them, and have its blocks later
+                unlink(old)  # somebody reads it: let them, and have its blocks later
             head = self._head(layout, start, end)
             replacement.reserve(head.file_nbytes)
             self.shift = HEAD_BYTES - start
@@ -208,8 +208,7 @@ class PartOfEachRank(SaveJob):
         """Wait, on a rank without a part, until the others' parts are durable."""
         old = self._make_room()
         if old is not None:  # this rank has nothing to write over it
-            with contextlib.suppress(OSError):
-                os.unlink(old)
+            unlink(old)
         self.messages.put("part", b"")
         self.check_cancelled()
         self.messages.tell_all("durable", 1)
@@ -250,8 +249,7 @@ class PartOfEachRank(SaveJob):
     def _never_name(self, failed: BaseException) -> None:
         """Tell all that this rank's part has no name, and will have none."""
         if self._number is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(self.path)
+            unlink(self.path)
         with contextlib.suppress(TransferError):
             self.messages.put("named", b"")
         self.messages.fail(failed)
@@ -266,8 +264,7 @@ class PartOfEachRank(SaveJob):
                 self._raise_cause()
         except (TransferError, Cancelled):
             if self._number is not None and self.messages.has_told("named", b""):
-                with contextlib.suppress(OSError):
-                    os.unlink(self.path)
+                unlink(self.path)
             raise
         with contextlib.suppress(TransferError):  # nobody waits for us
             self.messages.put("seen", b"")

@@ -28,6 +28,7 @@ from nvmeio._storage.durable import check_above, rename, write_small
 from nvmeio._storage.locks import lock_alone
 from nvmeio._storage.replace import SUFFIX, remove_leftovers, temporary_name
 from nvmeio._storage.untrusted import create
+from nvmeio._threads.closing import opened, unlink
 from nvmeio.errors import TransferError, transfer_error
 
 logger = logging.getLogger("nvmeio")
@@ -162,8 +163,7 @@ def remove(generation: Generation) -> None:
     Whoever has a file open keeps it. A directory that is being read stays, for a later save.
     """
     if not generation.of_ranks:
-        with contextlib.suppress(OSError):
-            os.unlink(generation.path)
+        unlink(generation.path)
         return
     away = take_directory(generation.path)
     if away is not None:
@@ -176,19 +176,12 @@ def take_directory(path: str) -> str | None:
     Half a directory must not look like a checkpoint: neither now nor after a crash.
     """
     away = temporary_name(*os.path.split(path))
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        if not lock_alone(fd):
-            return None
-        rename(path, away)
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-    return away
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    with contextlib.suppress(OSError), opened(path, flags) as fd:
+        if lock_alone(fd):
+            rename(path, away)
+            return away
+    return None
 
 
 def remove_dead(directory: str) -> None:
@@ -204,8 +197,7 @@ def remove_dead(directory: str) -> None:
             if match is None:
                 continue
             if match[1] == LATEST:
-                with contextlib.suppress(OSError):
-                    os.unlink(entry.path)
+                unlink(entry.path)
             elif entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path, ignore_errors=True)
 
@@ -234,30 +226,20 @@ def set_latest(directory: str, name: str) -> None:
             write_small(create(temporary, 0o666), name.encode(), os.fsync)
         rename(temporary, pointer)
     except OSError as failed:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
+        unlink(temporary)
         raise transfer_error(failed, "rename", pointer) from failed
 
 
 def _pointer(directory: str) -> str:
     """What the pointer says, or ""."""
     path = os.path.join(directory, LATEST)
-    try:
+    with contextlib.suppress(OSError):
         return os.readlink(path)
-    except OSError:
-        pass
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would block
-    except OSError:
-        return ""
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return ""
-        return os.read(fd, _MOST_POINTER_BYTES).decode(errors="replace").strip()
-    except OSError:
-        return ""
-    finally:
-        os.close(fd)
+    flags = os.O_RDONLY | os.O_NONBLOCK  # a pipe would block
+    with contextlib.suppress(OSError), opened(path, flags) as fd:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return os.read(fd, _MOST_POINTER_BYTES).decode(errors="replace").strip()
+    return ""
 
 
 def checked_directories(directory: Any, shared: bool) -> list[str]:

@@ -13,7 +13,6 @@ the same conclusions from it: which is the newest, which is one too many.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -24,6 +23,7 @@ from nvmeio._storage.durable import make_directory
 from nvmeio._storage.locks import become_writer
 from nvmeio._storage.replace import temporary_name
 from nvmeio._storage.untrusted import create
+from nvmeio._threads.closing import unlink
 from nvmeio.checkpoint._manager import retention
 from nvmeio.errors import TransferError, counted, errno_of, naming
 
@@ -108,8 +108,7 @@ class OwnDrives:
         """Delete its parts that are here, as far as that is possible."""
         for path in self.paths(save).values():
             if path != but:
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+                unlink(path)
 
 
 class DriveMark:
@@ -129,8 +128,7 @@ class DriveMark:
     def remove(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
+            unlink(self._path)
             os.close(fd)
 
 

@@ -16,7 +16,7 @@ import nvmeio
 from nvmeio._io.inflight import WriteBehind
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._storage.durable import sync_file
-from nvmeio._threads.closing import on_error
+from nvmeio._threads.closing import on_error, opened
 from nvmeio.checkpoint.file_objects import FastFileReader
 from nvmeio.cli._terminal import Failed, Refused
 from nvmeio.cli.bench.workload import Lap, Timing, Workload
@@ -138,15 +138,12 @@ class Reference(BenchEngine):
         self._move(path, os.O_WRONLY, tensor.numel(), os.pwritev)
 
     def _move(self, path: Path, flags: int, nbytes: int, move: Move) -> None:
-        descriptor = os.open(path, flags | (0 if self.buffered else os.O_DIRECT) | os.O_CLOEXEC)
-        try:
+        with opened(path, flags | (0 if self.buffered else os.O_DIRECT)) as descriptor:
             block = buffer_of(self._block)
             for offset in range(0, nbytes, len(block)):
                 # Whole pages are written, or the last of an odd length would not go direct.
                 wanted = min(len(block), round_up(nbytes - offset, PAGE_BYTES))
                 move(descriptor, [block[:wanted]], offset)
-        finally:
-            os.close(descriptor)
 
 
 class Python(BenchEngine):
@@ -163,16 +160,13 @@ class Python(BenchEngine):
 
     def _move(self, path: Path, flags: int, tensor: torch.Tensor, move: Move) -> None:
         memory = buffer_of(tensor)
-        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
-        try:
+        with opened(path, flags, 0o600) as descriptor:
             done = 0
             while done < len(memory):
                 moved = move(descriptor, [memory[done : done + MOST_BYTES_A_CALL]], done)
                 if not moved:
                     raise Failed(f"{path} ends at {done} of {len(memory)} bytes")
                 done += moved
-        finally:
-            os.close(descriptor)
 
 
 class TorchSave(BenchEngine):

@@ -26,6 +26,7 @@ from nvmeio._memory import devices, system
 from nvmeio._storage import untrusted
 from nvmeio._storage.durable import write_small
 from nvmeio._storage.untrusted import read_small
+from nvmeio._threads.closing import opened
 from nvmeio.errors import IntegrityError, counted, naming, transfer_error
 
 _MAGIC = b"nvmeio-swap 2\n"
@@ -132,11 +133,8 @@ def drop(directory: str, generation: int, durable: bool = False) -> None:
 
 
 def _empty(path: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    with opened(path, os.O_WRONLY | os.O_NOFOLLOW) as fd:
         os.ftruncate(fd, 0)
-    finally:
-        os.close(fd)
 
 
 def place(directory: str, generation: int) -> str:

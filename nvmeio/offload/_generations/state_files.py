@@ -19,7 +19,7 @@ from nvmeio._checks import Paths
 from nvmeio._io.drives import FileSpan, StripedFile
 from nvmeio._storage import crc32, durable, untrusted
 from nvmeio._storage.durable import make_directory
-from nvmeio._threads.closing import do_all, on_error
+from nvmeio._threads.closing import do_all, on_error, opened
 from nvmeio.errors import IntegrityError, TransferError, transfer_error
 from nvmeio.files import File
 from nvmeio.offload._generations import manifests
@@ -347,11 +347,9 @@ def copy_file(source: str, target: str, check: Callable[[], None] = lambda: None
 
     `check` is called now and then, and ends the copy by raising.
     """
-    with contextlib.ExitStack() as opened:
-        reading = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        opened.callback(os.close, reading)
+    with opened(source, os.O_RDONLY | os.O_NOFOLLOW) as reading, contextlib.ExitStack() as made:
         writing = untrusted.create(target)
-        opened.callback(os.close, writing)
+        made.callback(os.close, writing)
         try:
             fcntl.ioctl(writing, _FICLONE, reading)
         except OSError:

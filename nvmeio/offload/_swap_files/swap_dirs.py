@@ -29,7 +29,7 @@ from nvmeio._io.drives import StripedFile, Striping, weights_of
 from nvmeio._storage import durable, untrusted
 from nvmeio._storage.untrusted import SETTINGS_BYTES, read_small
 from nvmeio._threads import shutdown
-from nvmeio._threads.closing import do_all, on_error
+from nvmeio._threads.closing import do_all, on_error, unlink
 from nvmeio.errors import IntegrityError, TransferError, counted, naming, transfer_error
 from nvmeio.files import File
 from nvmeio.offload._generations import manifests
@@ -184,8 +184,7 @@ class SwapDir:
 
 def _unlink(paths: Sequence[str]) -> None:
     for path in paths:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+        unlink(path)
 
 
 class _DriveRecord(NamedTuple):
