@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 from nvmeio import files
 from nvmeio._threads.closing import opened
+from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.errors import TransferError, naming, transfer_error
 from nvmeio.files import File
 
@@ -88,11 +89,15 @@ def sync_file(path: str | os.PathLike[str]) -> None:
 
 def _sync(path: str | os.PathLike[str], flags: int) -> None:
     try:
-        with opened(path, os.O_RDONLY | flags) as fd:
-            os.fsync(fd)
+        run_interruptible(lambda: _open_and_sync(path, flags))
     except OSError as failed:
         if failed.errno != errno.EINVAL or not flags & os.O_DIRECTORY:
             raise transfer_error(failed, "fsync", path) from failed
+
+
+def _open_and_sync(path: str | os.PathLike[str], flags: int) -> None:
+    with opened(path, os.O_RDONLY | flags) as fd:
+        os.fsync(fd)
 
 
 def rename(old: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:

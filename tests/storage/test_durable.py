@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+from interrupting import everywhere
+from support import new_descriptors, open_descriptors, spin_until
 
 from nvmeio._storage import durable
 
@@ -51,3 +53,13 @@ def test_a_name_that_cannot_be_given_leaves_both_as_they_were(tmp_path: Path) ->
     with pytest.raises(OSError, match="not empty"):
         durable.rename(tmp_path / "other", tmp_path / "full")
     assert sorted(os.listdir(tmp_path)) == ["full", "other"]
+
+
+def test_an_interrupted_sync_leaves_no_descriptor(tmp_path: Path) -> None:
+    """One came between `os.open` and what closes it."""
+    durable.sync_directory(tmp_path)
+    before, places = open_descriptors(), 0
+    for _ in everywhere(lambda: durable.sync_directory(tmp_path)):
+        places += 1
+        spin_until(lambda: str(tmp_path) not in new_descriptors(before).values())
+    assert places > 5
