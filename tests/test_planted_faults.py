@@ -2,7 +2,7 @@
 
 - `ACCESSES`: two accesses to memory without an order between them. Each is there in order, too.
 - `WAITS`: a wait of nvmeio's own, by the line that asks for it: without it the work is told of,
-  though its numbers are right, since the device has no choice here (`Pace.EAGER`).
+  though its numbers are right, since the device has no choice here (what computes is eager).
 - `ORDERS`: other faults that are told so. `NUMBERS`: what goes wrong where the device has a choice.
 - `COSTS`, `CONTEXTS`: what may not happen in the steady state, or on another device.
 
@@ -348,12 +348,14 @@ class Wait(NamedTuple):
         module: Who asks for it: the end of its file's path.
         function: Of that.
         work: That is told of without it.
+        copies: Their pace: what has seen an eager one done has waited for it.
     """
 
     call: str
     module: str
     function: str
     work: Work
+    copies: Pace = Pace.EAGER
 
     def __str__(self) -> str:
         return f"{self.call} of {self.module} {self.function}"
@@ -379,6 +381,7 @@ WAITS: list[Wait] = [
     Wait("come_after", "_residency/on_device.py", "let_compute", works.trains),
     Wait("come_after", "_stream/slots.py", "ready", works.streams),
     Wait("come_after", "_swap_files/pipeline.py", "begin", works.steps_on_the_device),
+    Wait("come_after", "_residency/on_device.py", "before_compute", works.trains, Pace.LAZY),
     Wait("follow", "_residency/on_device.py", "_new", works.trains),
     Wait("follow", "_residency/on_device.py", "download", works.changes_parameters),
     Wait("follow", "_io/spans.py", "__init__", works.loads_where_others_computed),
@@ -397,11 +400,12 @@ WAITS: list[Wait] = [
 
 @pytest.mark.parametrize("wait", WAITS, ids=str)
 def test_a_wait_that_is_not_made_is_told(
-    wait: Wait, eager: Accelerator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    wait: Wait, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    left_out = leave_out(monkeypatch, wait)
-    wait.work(eager, tmp_path)
-    told = eager.forgive()
+    with accelerator(monkeypatch, Pace.EAGER, wait.copies) as cuda:
+        left_out = leave_out(monkeypatch, wait)
+        wait.work(cuda, tmp_path)
+        told = cuda.forgive()
     assert left_out and told
     assert all(each.startswith("no order: ") for each in told), told
 
