@@ -143,7 +143,7 @@ def exchange(one: str, other: str) -> None:
 
 def write_all(fd: int, parts: Sequence[memoryview], offset: int = 0) -> None:
     """Write what lies in several places, one behind the other."""
-    left = list(parts)
+    left = [part for part in parts if part.nbytes]
     while left:
         written = os.pwritev(fd, left[:_IOV_MAX], offset)
         offset += written

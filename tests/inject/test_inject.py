@@ -43,6 +43,7 @@ ANSWERS: dict[str, tuple[list[str], int]] = {
     "rename": (["EIO", "ENOSPC", "EACCES", "EXDEV"], 4),
     "flock": (["EINTR", "ENOLCK", "EAGAIN"], 5),
     "pwrite64": (["EIO", "ENOSPC", "EINTR"], 8),
+    "pwritev": (["EIO", "ENOSPC", "EINTR"], 8),
     "pread64": (["EIO", "EINTR"], 20),
     "ftruncate": (["EIO", "ENOSPC", "EINTR"], 5),
     "unlink": (["EIO", "EACCES"], 6),

@@ -25,6 +25,7 @@ from _offload_models import model, train
 from inside import swapper_of
 
 import nvmeio
+from nvmeio._storage import durable
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.testing import FakeEngine
 
@@ -55,6 +56,11 @@ class Killer:
             self.event("pwrite", lambda: pwrite(fd, bytes(data)[: len(data) // 2], offset))
             return pwrite(fd, data, offset)
 
+        def write_all(fd: int, parts: Any, offset: int = 0) -> None:
+            for data in parts:
+                if len(data):
+                    offset += write(fd, data, offset)
+
         def before(name: str) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 self.event(name)
@@ -63,6 +69,7 @@ class Killer:
             return call
 
         os.pwrite = write  # type: ignore[assignment]
+        durable.write_all = write_all  # type: ignore[assignment]
         for name in CALLS:
             setattr(os, name, before(name))
 

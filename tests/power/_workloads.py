@@ -87,6 +87,18 @@ class Save(Workload):
         return number_of(self.load(folder / self.name))
 
 
+class LargeSave(Save):
+    """Of many writes of the drive, and still without a handle."""
+
+    def save(self, number: int, path: Path) -> None:
+        nvmeio.save({**state(number), "large": torch.full((2 << 20,), float(number))}, path)
+
+    def load(self, path: Path) -> Any:
+        found = nvmeio.load(path)
+        assert torch.equal(found.pop("large"), torch.full((2 << 20,), float(found["number"])))
+        return found
+
+
 class Unsynchronised(Save):
     """The negative control: nothing is flushed, so a promise is not kept sooner or later."""
 
@@ -438,6 +450,7 @@ class Snapshot(Workload):
 
 WORKLOADS: dict[str, Workload] = {
     "save": Save(),
+    "save-large": LargeSave(),
     "unsynchronised": Unsynchronised(),
     "writer": Writer(),
     "safetensors": Safetensors(),

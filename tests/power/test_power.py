@@ -46,6 +46,7 @@ pytestmark = [
 
 WORKLOADS = (
     "save",
+    "save-large",
     "writer",
     "safetensors",
     "checkpointer",
