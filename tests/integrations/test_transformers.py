@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import PATIENCE_S, needs_protection, run_python
+from support import PATIENCE_S, needs_protection, run_python, spin_until
 
 import nvmeio
 from nvmeio.checkpoint._snapshot import protected
@@ -365,10 +365,12 @@ def test_training_goes_on_while_it_is_saved_and_files_are_the_same(
             self.add_callback(Gate(gate))
 
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            if self.state.global_step == 4:  # before its save, whose end removes the older one
+                older = tmp_path / "ours" / "checkpoint-2" / "optimizer.pt"
+                spin_until(older.exists)
+                saved.update(torch.load(older))
             super()._save_checkpoint(model, trial)
             moment.setdefault(self.state.global_step, copy.deepcopy(self.optimizer.state_dict()))
-            if self.state.global_step == 4:
-                saved.update(torch.load(tmp_path / "ours" / "checkpoint-2" / "optimizer.pt"))
 
     moment: dict[int, Any] = {}
     saved: dict[str, Any] = {}
