@@ -48,7 +48,8 @@ class on_error:
     """Calls `undo` if the body raises, whatever it raises, and lets the error pass.
 
     For jobs and owners, which no Ctrl-C reaches: one that comes as the body ends would undo
-    nothing.
+    nothing. Elsewhere only where what is left then is found and removed by the next call, as the
+    temporary file of a `Replacement` is.
     """
 
     __slots__ = ("_args", "_kwargs", "_undo")

@@ -139,6 +139,7 @@ def _write_small(
         call.expect(layout.nbytes)
         call.check()
         sources = [r.data.cpu() for r in layout.records if isinstance(r.data, torch.Tensor)]
+        # What cannot be held is memory of others, which torch does not resize.
         held, _ = holds.hold_all([source.untyped_storage() for source in sources])
         try:
             replacement.write(_in_order(layout, sources, checksum))
