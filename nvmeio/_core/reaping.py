@@ -260,10 +260,7 @@ class Watchers:
         return waiter
 
     def on_settled(
-        self,
-        record: Record,
-        callback: Callable[[], object],
-        anywhere: bool = False,
+        self, record: Record, callback: Callable[[], object], anywhere: bool = False
     ) -> bool:
         """Have a pending record call back; False if it is settled already.
 

@@ -25,16 +25,7 @@ import torch
 from nvmeio._distributed.exchange import Exchange
 from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._io.long_call import LongCall
-from nvmeio._io.spans import (
-    ChunkCopies,
-    Region,
-    Run,
-    Span,
-    in_mappings,
-    inside,
-    named,
-    plan_reads,
-)
+from nvmeio._io.spans import ChunkCopies, Region, Run, Span, in_mappings, inside, named, plan_reads
 from nvmeio._memory import devices, mappings, system
 from nvmeio._memory.mappings import Prefault
 from nvmeio._pages import PAGE_BYTES, round_up

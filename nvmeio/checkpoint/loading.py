@@ -45,12 +45,7 @@ from nvmeio._io.long_call import LongCall
 from nvmeio._storage.locks import open_reading
 from nvmeio._threads.interruptible import in_thread, run_interruptible
 from nvmeio.checkpoint import _unpickling as unpickling
-from nvmeio.checkpoint._unpickling import (
-    HowToLoad,
-    LoadOptions,
-    MapLocation,
-    nothing_to_read,
-)
+from nvmeio.checkpoint._unpickling import HowToLoad, LoadOptions, MapLocation, nothing_to_read
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 

@@ -56,10 +56,7 @@ class Prefetch(NotPickled, ClosingWork):
     _work = "a prefetched batch"
 
     def __init__(
-        self,
-        start: Callable[[FileOffsets], Gather],
-        batches: Iterable[FileOffsets],
-        depth: int,
+        self, start: Callable[[FileOffsets], Gather], batches: Iterable[FileOffsets], depth: int
     ) -> None:
         self._pid = os.getpid()
         self._ahead: deque[Gather | Exception] = deque()

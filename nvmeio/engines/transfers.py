@@ -391,11 +391,7 @@ def _compare(memory: Memory, opened: Descriptors, file_offset: int) -> None:
         try:
             found = os.pread(fd, wanted, file_offset + start)
         except OSError as failed:
-            span: Any = {
-                "file_offset": file_offset,
-                "nbytes": memory.nbytes,
-                "transferred": start,
-            }
+            span: Any = {"file_offset": file_offset, "nbytes": memory.nbytes, "transferred": start}
             raise transfer_error(failed, "pread", opened.path, **span) from failed
         if found == mine:
             continue

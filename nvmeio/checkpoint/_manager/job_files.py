@@ -22,10 +22,7 @@ from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_writing import Crc, finish, padded_nbytes, unfinished_pages
 from nvmeio._storage import durable
 from nvmeio._storage.locks import lock_alone
-from nvmeio._storage.replace import (
-    Replacement,
-    temporary_name,
-)
+from nvmeio._storage.replace import Replacement, temporary_name
 from nvmeio._storage.untrusted import create
 from nvmeio._threads.closing import on_error, unlink
 from nvmeio.checkpoint._manager import retention

@@ -71,10 +71,7 @@ class TensorParallel:
         self._group.append(made)
 
     def cut(
-        self,
-        model: nn.Module,
-        plan: Mapping[str, str],
-        matched: dict[int, Weight],
+        self, model: nn.Module, plan: Mapping[str, str], matched: dict[int, Weight]
     ) -> dict[int, Weight]:
         """Have a model compute with parts, and find where these are read.
 

@@ -85,11 +85,7 @@ def check_numbers(window: int | None, resident_bytes: int | None) -> None:
 
 
 def share_out(
-    fixed: Unit,
-    units: Sequence[Unit],
-    budget: int | None,
-    window: int | None,
-    others: int = 0,
+    fixed: Unit, units: Sequence[Unit], budget: int | None, window: int | None, others: int = 0
 ) -> Shares:
     """Decide what stays, and mark it (`Unit.resident`).
 

@@ -363,10 +363,7 @@ def _weights_of(module: nn.Module, weights: dict[int, Weight]) -> list[Weight]:
 
 
 def _take(
-    unit: Unit,
-    modules: Iterable[nn.Module],
-    weights: dict[int, Weight],
-    only: str | None = None,
+    unit: Unit, modules: Iterable[nn.Module], weights: dict[int, Weight], only: str | None = None
 ) -> None:
     numbers = {weight.name: number for number, weight in enumerate(unit.weights)}
     for module in modules:

@@ -204,11 +204,7 @@ def _own(output: Any, unit: Unit) -> Any:
 
 
 def _refuse(
-    module: nn.Module,
-    device: torch.device,
-    dtypes: set[torch.dtype],
-    fn: Any,
-    recurse: bool = True,
+    module: nn.Module, device: torch.device, dtypes: set[torch.dtype], fn: Any, recurse: bool = True
 ) -> nn.Module:
     """Refuse `to`, `half`, `cuda` and the like, unless they change nothing."""
     for dtype in dtypes:

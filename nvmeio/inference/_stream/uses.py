@@ -55,11 +55,7 @@ class Uses:
     )
 
     def __init__(
-        self,
-        owner: OwnerThread,
-        resources: Resources,
-        partition: Partition,
-        trainable: bool,
+        self, owner: OwnerThread, resources: Resources, partition: Partition, trainable: bool
     ) -> None:
         self._owner = owner
         self.resources = resources
