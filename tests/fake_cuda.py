@@ -404,6 +404,7 @@ def synchronized(seconds: float, mark: Any) -> None:
 def begin_anew(patch: pytest.MonkeyPatch) -> None:
     """What nvmeio keeps of a device is this one's; a wait for it is no sleep."""
     patch.setattr(devices, "_side_streams", {})
+    patch.setattr(devices, "_events", {})
     patch.setattr(devices, "_pause", synchronized)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCuda, Tensor, fake_cuda
+from fake_cuda import FakeCuda, Tensor, asynchronous, fake_cuda
 from support import collect, run_python
 
 import nvmeio
@@ -138,6 +138,43 @@ def test_streams_are_made_once_for_each_purpose(cuda: FakeCuda) -> None:
         devices.Beside(GPU, "snapshot")
         devices.side_stream(GPU, "reads")
     assert len(cuda.streams) == 3
+
+
+def test_events_are_made_once(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mark made one and ended it, and the end of an event lets go of the GIL."""
+    made, new = [], cuda.Event
+
+    def event() -> Any:
+        made.append(new())
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    for _ in range(40):
+        first, second, other = map(devices.now, (GPU, GPU, torch.device("cuda:1")))
+        assert len({id(mark.event) for mark in (first, second, other)}) == 3  # type: ignore[attr-defined]
+        del first, second, other
+    assert len(made) == 3
+
+
+def test_an_event_is_recorded_again_while_a_stream_waits_for_it() -> None:
+    """The stream waits for what was recorded when it was told to wait."""
+    here = torch.device("cuda", 0)
+    with pytest.MonkeyPatch.context() as patch, asynchronous(patch) as cuda:
+        slow, waiting, order = cuda.Stream(here), cuda.Stream(here), list[str]()
+        slow.gate.clear()
+        slow.ask(lambda: order.append("slow"))
+        mark: Any = devices.asked_of(slow)
+        event = mark.event
+        devices.come_after(waiting, mark)
+        waiting.ask(lambda: order.append("waiting"))
+        del mark
+        again: Any = devices.now(here)
+        assert again.event is event
+        again.wait()
+        assert not order
+        slow.gate.set()
+        devices.asked_of(waiting).wait()
+        assert order == ["slow", "waiting"]
 
 
 def test_a_part_of_a_device_s_memory_has_a_storage_of_its_own() -> None:

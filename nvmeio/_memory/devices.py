@@ -24,6 +24,8 @@ is asked of it here fails at once, and page-locked memory is kept, since copies 
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -200,7 +202,13 @@ class _CudaMark:
         self.device = stream.device
         check_answers(self.device)
         self._until = time.monotonic() + _PATIENCE_S
-        self.event = cuda.Event()
+        # One that no mark has any more: the end of an event lets go of the GIL.
+        free = _events.setdefault(self.device, [])
+        try:
+            self.event = free.pop()
+        except IndexError:
+            self.event = cuda.Event()
+        self._give_back = functools.partial(free.append, self.event)
         with torch.cuda.device(self.device):
             _tolerate_captures()
             self.event.record(stream)
@@ -220,6 +228,13 @@ class _CudaMark:
         while not self.done():
             _pause(pause, self)
             pause = min(1.5 * pause, _MOST_PAUSE_S)
+
+    # Streams that wait for its event wait for what was recorded when they were told to: it may be
+    # recorded again. No function of Python's, in which an interrupt would be lost.
+    __del__ = property(operator.attrgetter("_give_back"))
+
+
+_events: dict[torch.device, list[Any]] = {}  # that no mark has
 
 
 def _pause(seconds: float, mark: _CudaMark) -> None:

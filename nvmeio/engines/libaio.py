@@ -31,12 +31,28 @@ _gc, _new, _unpack = ffi.gc, ffi.new, ffi.unpack
 _short_prepare, _short_start = lib.nv_short_prepare, lib.nv_short_start
 _short_moved, _short_end = lib.nv_short_moved, lib.nv_short_end
 
+# A request begins with its result.
+_REQUEST, _RESULT, _ADDRESS = map(ffi.typeof, ("nv_request *", "nv_result *", "intptr_t"))
 
-_RESULT, _ADDRESS = ffi.typeof("nv_result *"), ffi.typeof("intptr_t")  # a request begins with it
-# A call of cffi's lets go of the GIL, which a thread that is busy in Python then has for 5 ms. This
-# one is shorter than that, and keeps it.
-_start_address = int(ffi.cast(_ADDRESS, ffi.addressof(lib, "nv_start")))
-_start = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_start_address)
+
+def _address(raw: Any) -> int:
+    return int(ffi.cast(_ADDRESS, raw))
+
+
+def _keeping_gil(name: str, result: Any, *arguments: Any) -> Any:
+    """A call of the shim's that keeps the GIL; pointers are integers.
+
+    cffi's calls let go of it, and a thread that is busy in Python then has it for 5 ms. These calls
+    are much shorter, and neither sleep nor come back to Python.
+    """
+    return ctypes.PYFUNCTYPE(result, *arguments)(_address(ffi.addressof(lib, name)))
+
+
+_INT, _U32, _U64 = ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64
+_of_prepare = *[_U64] * 3, *[_INT] * 3, *[_U64] * 5, *[_U32] * 2, *[_INT] * 3  # as in decl.h
+_prepare = _keeping_gil("nv_prepare", _U64, *_of_prepare)
+_start = _keeping_gil("nv_start", None, _U64)
+_reap = _keeping_gil("nv_cq_reap", _INT, _U64, _U64, _INT)
 
 _giving_back: weakref.WeakSet[Job[object]] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_giving_back.clear)
@@ -103,7 +119,8 @@ class LibaioEngine:
     ) -> base.Request:
         """A request for one of the lanes."""
         assert isinstance(cq, _CompletionQueue)
-        request = _owned(lib.nv_prepare, (self._engine, cq.raw, token, *transfer))
+        arguments = (_address(self._engine), _address(cq.raw), token, *transfer)
+        request = _owned(_prepare, arguments)
         if not request:
             raise MemoryError("the native shim could not allocate a request")
         return _NativeRequest(request)
@@ -186,7 +203,7 @@ class _NativeRequest:
         self._raw = raw
 
     def start(self) -> None:
-        _start(int(ffi.cast(_ADDRESS, self._raw)))
+        _start(_address(self._raw))
 
     def started(self) -> bool:
         return bool(lib.nv_is_started(self._raw))
@@ -268,7 +285,8 @@ def _owned(prepare: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     It is made and owned within one C call: Ctrl-C comes between two steps of Python, and a request
     that nobody owns keeps its engine for ever.
     """
-    return next(map(ffi.gc, itertools.starmap(prepare, (arguments,)), (lib.nv_request_free,)))
+    made = map(ffi.cast, (_REQUEST,), itertools.starmap(prepare, (arguments,)))
+    return next(map(ffi.gc, made, (lib.nv_request_free,)))
 
 
 def _outcome(raw: Any) -> base.Outcome:
@@ -303,7 +321,7 @@ class _CompletionQueue:
         tokens = ffi.new("uint64_t[]", _REAP_MAX)  # one a call: several threads may reap at once
         taken: list[int] = []
         while True:
-            n = lib.nv_cq_reap(self.raw, tokens, _REAP_MAX)
+            n = _reap(_address(self.raw), _address(tokens), _REAP_MAX)
             taken += ffi.unpack(tokens, n)
             if n < _REAP_MAX:
                 return taken

@@ -23,6 +23,8 @@ from nvmeio.engines import libaio
 from nvmeio.engines.base import Opcode, Options, Rows, Transfer
 from nvmeio.engines.libaio import LibaioEngine
 
+_prepare = libaio._prepare
+
 
 class Counting:
     """The shim, and how many requests there are that were not given back."""
@@ -38,8 +40,8 @@ class Counting:
         self.requests -= 1
         lib.nv_request_free(request)
 
-    def nv_prepare(self, *arguments: Any) -> Any:
-        return self._count(lib.nv_prepare(*arguments))
+    def prepare(self, *arguments: Any) -> Any:
+        return self._count(_prepare(*arguments))
 
     def nv_prepare_rows(self, *arguments: Any) -> Any:
         return self._count(lib.nv_prepare_rows(*arguments))
@@ -57,6 +59,7 @@ class Counting:
 def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
     made = Counting()
     monkeypatch.setattr(libaio, "lib", made)
+    monkeypatch.setattr(libaio, "_prepare", made.prepare)
     return made
 
 
