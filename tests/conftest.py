@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import disk_room
 import extensions
 import programs
 import pytest
@@ -155,6 +157,17 @@ def pytest_configure(config: pytest.Config) -> None:
     files = sorted(here.rglob("test_*.py"))
     first = int(worker["workerid"][2:]) * len(files) // worker["workercount"]
     config.args = list(map(str, files[first:] + files[:first]))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before the first test: is there room, and has a run that was killed left something?"""
+    config: Any = session.config
+    if hasattr(config, "workerinput"):
+        return
+    disk_room.check(config)
+    if config.option.basetemp is None:
+        claimed = disk_room.claim(config._tmp_path_factory.getbasetemp())
+        config.add_cleanup(lambda: os.close(claimed))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +126,13 @@ else:
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, int]]]:
     folder = tmp_path_factory.mktemp("ended")
     ran = run_python(f"import sys; sys.argv[1:] = [{str(folder)!r}]\n" + ENDING)
     assert (ran.returncode, ran.stderr) == (0, "")
     codes = dict(line.split() for line in ran.stdout.splitlines())
-    return folder, {name: int(code) for name, code in codes.items()}
+    yield folder, {name: int(code) for name, code in codes.items()}
+    shutil.rmtree(folder)  # 195 MiB
 
 
 @pytest.mark.parametrize(
