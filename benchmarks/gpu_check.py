@@ -41,6 +41,7 @@ from gpu_steps import alive, common, correctness, cufile, speed  # noqa: E402
 from gpu_steps.common import Plan, Step, make_file  # noqa: E402
 
 MINUTES = 6.5  # below the ten that some machines give a command
+MOST_ERRORS = 60  # lines of a failed step's that the JSON keeps
 
 
 class Part(NamedTuple):
@@ -131,8 +132,10 @@ def run_step(
         errors.seek(0)
         lines = output.read().strip().splitlines()
         if process.returncode or not lines:
-            said = [line.rstrip() for line in errors if line.strip() and not line.startswith(" ")]
-            return {"failed": f"status {process.returncode}: {said[-1] if said else 'no output'}"}
+            told = [line.rstrip() for line in errors if line.strip()]
+            said = [line for line in told if not line.startswith(" ")] or ["no output"]
+            failed = f"status {process.returncode}: {said[-1]}"
+            return {"failed": failed, "errors": told[-MOST_ERRORS:]}
         return json.loads(lines[-1])
 
 
@@ -304,7 +307,7 @@ def table(results: dict[str, Any]) -> str:
     """As docs/gds.md has it."""
     lines = ["| step | result |", "|---|---|"]
     for name, result in results.items():
-        told = {key: value for key, value in result.items() if key != "cufile"}
+        told = {key: value for key, value in result.items() if key not in ("cufile", "errors")}
         if "read" in told and isinstance(told["read"], dict):
             told["read"] = f"{told['read']['gb_per_s']} GB/s"
         if "write" in told and isinstance(told["write"], dict):

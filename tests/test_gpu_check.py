@@ -198,7 +198,31 @@ def test_a_step_that_hangs_or_fails_is_a_line_in_the_table(
     arguments = argparse.Namespace(size=64 * KIB_64, dry_run=False)
     limit = 1.0 if "sleep" in code else 300.0
     plan = gpu_check.Plan(lambda step: {})
-    assert gpu_check.run_step("a step", plan, arguments, tmp_path, limit) == result
+    told = gpu_check.run_step("a step", plan, arguments, tmp_path, limit)
+    assert {key: value for key, value in told.items() if key != "errors"} == result
+
+
+def test_what_a_failed_step_said_is_kept_and_in_no_table(
+    gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an error on a machine that is gone, one line was all that was left."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        "for number in range(200): print('line', number, file=sys.stderr)\n"
+        "def here(): raise ValueError('it')\n"
+        "here()\n"
+    )
+    monkeypatch.setattr(gpu_check, "__file__", str(program))
+    arguments = argparse.Namespace(size=64 * KIB_64, dry_run=False)
+    plan = gpu_check.Plan(lambda step: {})
+    told = gpu_check.run_step("a step", plan, arguments, tmp_path, 300.0)
+    assert told["failed"] == "status 1: ValueError: it"
+    assert len(told["errors"]) == gpu_check.MOST_ERRORS
+    assert told["errors"][-1] == "ValueError: it"
+    assert any(line.endswith("in here") for line in told["errors"])
+    assert "line 199" in told["errors"] and "line 0" not in told["errors"]
+    assert "line 199" not in gpu_check.table({"a step": told})
 
 
 def test_steps_alone_ask_first_whether_cufile_can_be_used(
