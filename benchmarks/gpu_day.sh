@@ -37,15 +37,30 @@ done
     exit 1
 }
 
-# A virtual machine may have no /proc/modules and no /run/udev/data: cuFile's driver would never open. Where they are
-# missing, empty ones stand in for them, which lets its compat mode be tried.
+# A virtual machine may have no /proc/modules and no /run/udev/data: cuFile's driver would never open, and no file on a
+# disk could be registered. Where they are missing, others stand in for them, which lets its compat mode be tried: no
+# modules, and udev's entry of the drive to be measured, with the two properties that cuFile asks for.
 traps() {
     test -e wheels/cufile_traps.so || return 0
     if ! test -e /proc/modules || ! test -d /run/udev/data; then
         mkdir -p "$packages/udev/data"
         : >"$packages/modules"
         test -e /proc/modules || export NVMEIO_TEST_MODULES="$packages/modules"
-        test -d /run/udev/data || export NVMEIO_TEST_UDEV="$packages/udev"
+        if ! test -d /run/udev/data; then
+            export NVMEIO_TEST_UDEV="$packages/udev"
+            "$python" - "$place" "$packages/udev/data" <<'END'
+import os, sys
+
+place, data = sys.argv[1:]
+number = os.stat(place).st_dev
+device = f"{os.major(number)}:{os.minor(number)}"
+with open("/proc/self/mountinfo") as mounts:
+    kinds = {words[2]: words[words.index("-") + 1] for words in map(str.split, mounts)}
+if os.major(number) and device in kinds:  # else it is on no block device, and udev has no entry
+    with open(f"{data}/b{device}", "w") as entry:
+        entry.write(f"E:ID_FS_USAGE=filesystem\nE:ID_FS_TYPE={kinds[device]}\n")
+END
+        fi
         export LD_PRELOAD="$PWD/wheels/cufile_traps.so"
     fi
 }

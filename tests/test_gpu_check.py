@@ -21,6 +21,7 @@ import torch
 from gds._support import compiled
 from gpu_on_stand_in import BENCHMARKS, KIB_64, SIZE
 
+from nvmeio._files.system import find_mount
 from nvmeio.files import probe_direct
 
 HERE = Path(__file__).parent
@@ -387,35 +388,67 @@ def test_the_day_carries_what_nvmeio_needs() -> None:
     assert names and names <= set(carried)
 
 
-@pytest.mark.parametrize("wrong", ["", "B"])
-def test_the_day_runs_part_by_part_and_stops_where_one_was_wrong(
-    wrong: str, tmp_path: Path
-) -> None:
-    """From a bare machine: what it cannot import comes out of carried wheels."""
+def small_tree(tmp_path: Path, program: str) -> Path:
+    """gpu_day.sh, with a program in gpu_check.py's place; `given` has what the script gave it."""
     tree = tmp_path / "tree"
     for folder in ("benchmarks", "wheels"):
         (tree / folder).mkdir(parents=True)
     shutil.copy(BENCHMARKS / "gpu_day.sh", tree / "benchmarks")
     for name in ("torch", "nvmeio"):
         (tree / f"{name}.py").write_text("__version__ = '0'")
-    with zipfile.ZipFile(tree / "wheels" / "carried_here-1-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("carried_here.py", "word = 'carried'")
     (tree / "benchmarks" / "gpu_check.py").write_text(
-        "import carried_here, pathlib, sys\n"
-        "given = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
+        "import os, pathlib, sys\ngiven = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n" + program
+    )
+    return tree
+
+
+def day_in(tree: Path, tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = ["sh", str(tree / "benchmarks" / "gpu_day.sh"), str(tmp_path), str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHON": sys.executable, "TMPDIR": str(tmp_path), **variables}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("wrong", ["", "B"])
+def test_the_day_runs_part_by_part_and_stops_where_one_was_wrong(
+    wrong: str, tmp_path: Path
+) -> None:
+    """From a bare machine: what it cannot import comes out of carried wheels."""
+    tree = small_tree(
+        tmp_path,
+        "import carried_here\n"
         "print(carried_here.word, given['--parts'], given['--minutes'])\n"
         f"told = 'WRONG: it' if given['--parts'] == {wrong!r} else 'right'\n"
         "pathlib.Path(given['--json']).write_text(told)\n"
-        "sys.exit(told != 'right')\n"
+        "sys.exit(told != 'right')\n",
     )
-    command = ["sh", str(tree / "benchmarks" / "gpu_day.sh"), str(tmp_path), str(tmp_path / "out")]
-    environment = {**os.environ, "PYTHON": sys.executable, "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    with zipfile.ZipFile(tree / "wheels" / "carried_here-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried_here.py", "word = 'carried'")
+    done = day_in(tree, tmp_path)
     ran = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("carried")]
     every = [["A", "4"], ["B", "8"], ["C", "6"], ["D", "6"]]
     assert ran == (every[:2] if wrong else every), done.stderr
     assert done.returncode == bool(wrong)
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == [f"gpu-{part}.json" for part, _ in ran]
+
+
+def test_udev_has_an_entry_of_the_drive_where_there_is_no_udev(tmp_path: Path) -> None:
+    """Its database was there and empty: cuFile opened, and refused every file of a drive (5027)."""
+    number = tmp_path.stat().st_dev
+    mount = find_mount(tmp_path)
+    if not os.major(number) or mount is None:
+        pytest.skip(f"{tmp_path} is on no block device: udev has no entry of it")
+    entry = f"/run/udev/data/b{os.major(number)}:{os.minor(number)}"
+    told = f"told = open({entry!r}).read() if os.environ.get('LD_PRELOAD') else ''\n"
+    tree = small_tree(tmp_path, told + "pathlib.Path(given['--json']).write_text(told)\n")
+    compiled("cufile_traps.c", tree / "wheels")
+    script = tree / "benchmarks" / "gpu_day.sh"
+    script.write_text(script.read_text().replace("-d /run/udev/data", "-d /run/no-udev"))
+    done = day_in(tree, tmp_path, PARTS="C D", LD_PRELOAD="")
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "out" / "gpu-C.json").read_text().splitlines()
+    assert lines == ["E:ID_FS_USAGE=filesystem", f"E:ID_FS_TYPE={mount.file_system}"]
+    assert (tmp_path / "out" / "gpu-D.json").read_text() == "", "part D needs none"
+    assert not list(tmp_path.glob("gpu-day-*"))
