@@ -195,7 +195,7 @@ def cufile_refusal(results: dict[str, Any]) -> str:
     if "cufile" not in results["facts"]:
         return "it is not known whether cuFile can be used: see the facts"
     cufile = results["facts"]["cufile"]
-    return "" if cufile["usable"] else cufile["driver"] or cufile["reason"]
+    return "" if cufile["usable"] else cufile["reason"]
 
 
 def write(arguments: argparse.Namespace, on_gpu: bool, results: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ def prepare(patch: pytest.MonkeyPatch, gpu_check: Any, cuda: Accelerator) -> Non
         step = gpu_check.Step(directory, arguments.size, "cuda")
         return json.loads(json.dumps(plan.work(step)))
 
-    def usable(found: machine.CuFile) -> machine.CuFile:
+    def usable(found: machine.CuFile, directories: object) -> machine.CuFile:
         return dataclasses.replace(found, usable=True, driver="opens", reason="")
 
     patch.setattr(gpu_check, "run_step", run_here)

@@ -18,10 +18,11 @@ from typing import Any
 import gpu_on_stand_in
 import pytest
 import torch
-from gds._support import compiled
+from gds._support import compiled, fake_cufile
 from gpu_on_stand_in import BENCHMARKS, KIB_64, SIZE
 
 from nvmeio._files.system import find_mount
+from nvmeio.engines.cufile import driver
 from nvmeio.files import probe_direct
 
 HERE = Path(__file__).parent
@@ -126,13 +127,42 @@ def test_a_cufile_that_cannot_be_used_is_not_asked_again(
 ) -> None:
     """torch's GdsFile was, and might hang for minutes."""
     report = tmp_path / "gpu.json"
-    in_turn(gpu_check, monkeypatch, report, {"usable": False, "driver": "it does not open"})
+    in_turn(gpu_check, monkeypatch, report, {"usable": False, "reason": "it does not open"})
     gpu_check.main(["--dir", str(tmp_path), "--size", str(SIZE), "--json", str(report)])
     results = json.loads(report.read_text())["results"]
     skipped = {name: each["skipped"] for name, each in results.items() if "skipped" in each}
     needing = [name for name, plan in gpu_check.steps(True).items() if plan.needs_cufile]
     assert skipped == dict.fromkeys(needing, "it does not open")
     assert "torch GdsFile" in skipped
+
+
+def test_a_cufile_that_refuses_files_of_the_drive_cannot_be_used(
+    gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the first H100 its driver opened, and then 31 steps failed with 5027."""
+    (tmp_path / "own").mkdir()
+    with fake_cufile(compiled("fake_cufile.c", tmp_path), tmp_path / "own", monkeypatch):
+        monkeypatch.setenv("FAKE_CUFILE", "file_status=5027")
+        traps = str(compiled("cufile_traps.c", tmp_path))
+        monkeypatch.setenv("LD_PRELOAD", traps)  # for the process that tries it
+        monkeypatch.setenv("NVMEIO_TEST_MODULES", str(driver.MODULES))
+        step = gpu_check.Step(tmp_path, SIZE, "cpu")
+        facts = json.loads(json.dumps(gpu_check.alive.facts(step)))
+    assert (facts["cufile"]["driver"], facts["cufile"]["usable"]) == ("opens", False)
+    assert "cuFileHandleRegister: cuFile status 5027" in gpu_check.cufile_refusal({"facts": facts})
+
+
+@pytest.mark.parametrize("version", [1150, 1160])
+def test_shared_memory_is_left_out_with_a_cufile_that_knows_none(
+    version: int, gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1.15 asks udev for the block device of a file in tmpfs, too, and refuses it (5027)."""
+    (tmp_path / "own").mkdir()
+    with fake_cufile(compiled("fake_cufile.c", tmp_path), tmp_path / "own", monkeypatch) as cufile:
+        cufile.version = version
+        step, plans = gpu_check.Step(tmp_path, SIZE, "cpu"), gpu_check.steps(False, "C")
+        told = plans["compat mode in shared memory"].work(step)
+    assert ("skipped" in told, "checked" in told) == (version < 1160, version >= 1160)
 
 
 def test_the_summary_knows_of_parts_that_ran_before(

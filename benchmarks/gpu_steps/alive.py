@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import statistics
@@ -20,18 +21,21 @@ from gpu_steps.correctness import correctness
 
 
 def facts(step: Step) -> dict[str, Any]:
-    """Driver, kernel, file system, torch, GPU, and whether cuFile can be used."""
+    """Driver, kernel, file system, torch, GPU, and whether cuFile can be used in the directory."""
     from nvmeio.cli.measure.machine import find_cufile, look_into_cufile
 
-    cufile = look_into_cufile(find_cufile())
+    directory = step.file.parent
+    cufile = look_into_cufile(find_cufile(), [directory])
+    if refused := cufile.refused.get(str(directory)):
+        cufile = dataclasses.replace(cufile, usable=False, reason=refused)
     told = {
         "driver": driver(),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cores": os.cpu_count(),
-        "file_system": file_system(step.file.parent),
-        "cufile": {name: getattr(cufile, name) for name in cufile.__dataclass_fields__},
+        "file_system": file_system(directory),
+        "cufile": dataclasses.asdict(cufile),
     }
     if torch.cuda.is_available():
         told["gpu"] = torch.cuda.get_device_name()

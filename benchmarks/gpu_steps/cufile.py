@@ -15,22 +15,25 @@ from gpu_steps import common, training
 from gpu_steps.common import Plan, Step, check, expected, rate, transfer_rates
 from gpu_steps.correctness import correctness
 from gpu_steps.speed import latency, rows
+from nvmeio.engines.cufile import library
+
+OLDEST_FOR_TMPFS = 1160  # 1.15 wants a block device ("error creating udev_device"), and says 5027
 
 
 def raw_cufile(step: Step, threads: int, task: int, registered: bool) -> dict[str, Any]:
     """The best that a plain loop of cuFileRead in threads can do."""
     from nvmeio.engines.cufile.driver import DRIVER, DriverSettings
 
-    library = DRIVER.acquire(DriverSettings(needs_cuda=step.device == "cuda"))
+    opened = DRIVER.acquire(DriverSettings(needs_cuda=step.device == "cuda"))
     if step.device == "cuda":
         tensor = torch.empty(step.size, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()  # cuFile knows nothing of the stream that had this memory before
     else:
         tensor = nvmeio.empty_aligned(step.size, dtype=torch.uint8)
     if registered:
-        library.register_memory(tensor.data_ptr(), tensor.nbytes)
+        opened.register_memory(tensor.data_ptr(), tensor.nbytes)
     fd = os.open(step.file, os.O_RDONLY | os.O_DIRECT)
-    handle = library.register_file(fd)
+    handle = opened.register_file(fd)
 
     def enter() -> None:
         if step.device == "cuda":
@@ -41,15 +44,15 @@ def raw_cufile(step: Step, threads: int, task: int, registered: bool) -> dict[st
 
         def read(start: int) -> None:
             nbytes = min(task, step.size - start)
-            moved = library.read(handle, tensor.data_ptr(), nbytes, start, start)
+            moved = opened.read(handle, tensor.data_ptr(), nbytes, start, start)
             if moved != nbytes:
                 raise SystemExit(f"cuFileRead moved {moved} of {nbytes} bytes at {start}")
 
         found = rate(step, lambda: list(pool.map(read, range(0, step.size, task))))
-    library.unregister_file(handle)
+    opened.unregister_file(handle)
     os.close(fd)
     if registered:
-        library.unregister_memory(tensor.data_ptr())
+        opened.unregister_memory(tensor.data_ptr())
     DRIVER.release()
     return {"read": found}
 
@@ -72,6 +75,9 @@ def torch_gds(step: Step) -> dict[str, Any]:
 
 def compat(step: Step, folder: Path | None) -> dict[str, Any]:
     """Reads and writes in cuFile's compat mode, on the drive or in shared memory, are right."""
+    loaded = library.load()
+    if folder is not None and loaded.version < OLDEST_FOR_TMPFS:
+        return {"skipped": f"cuFile {loaded.version_text} takes no file in tmpfs: from 1.16 on"}
     file = step.scratch if folder is None else folder / f"nvmeio-gpu-check-{os.getpid()}"
     nbytes = 4 * common.MIB
     data = expected(nbytes).to(step.device)

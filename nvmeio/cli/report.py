@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -271,8 +271,7 @@ def find_problems(facts: machine.Facts) -> Iterator[Finding]:
         *_of_memory(facts.memory),
         *_of_cufile(facts.cufile, facts.software.cuda_available, facts.software.torch_cuda),
     ]
-    order: tuple[Severity, ...] = ("error", "warning", "note")
-    return iter(sorted(found, key=lambda problem: order.index(problem.severity)))
+    return iter(sorted(found, key=lambda problem: get_args(Severity).index(problem.severity)))
 
 
 def _of_directory(directory: machine.Directory) -> Iterator[Finding]:
@@ -341,16 +340,15 @@ def _of_memory(memory: machine.MemoryLimits) -> Iterator[Finding]:
     )
 
 
+_LOG = "less ~/.local/state/nvmeio/cufile.log  # what cuFile says itself"
+
+
 def _of_cufile(
     cufile: machine.CuFile, cuda_available: bool, torch_cuda: str | None
 ) -> Iterator[Finding]:
     if cufile.usable:
-        if cuda_available and not cufile.udev:
-            yield Finding(
-                "warning",
-                "udev's database (/run/udev/data) is missing: cuFile refuses files on disks",
-                "docker run -v /run/udev:/run/udev:ro ...  # in a container",
-            )
+        for directory, reason in cufile.refused.items() if cuda_available else ():
+            yield Finding("warning", f"cuFile refuses files in {directory}: {reason}", _LOG)
         return
     if cufile.source == "NVMEIO_CUFILE" and cufile.path is None:
         yield Finding("warning", cufile.reason, "unset NVMEIO_CUFILE")
@@ -360,7 +358,7 @@ def _of_cufile(
             f"cuFile is installed and cannot be used: {cufile.reason}",
             "run outside the sandbox: docker run --runtime=runc ..."
             if not cufile.modules
-            else "less ~/.local/state/nvmeio/cufile.log  # what cuFile says itself",
+            else _LOG,
         )
     elif cuda_available:
         package = "nvidia-cufile-cu12" if (torch_cuda or "").startswith("12.") else "nvidia-cufile"

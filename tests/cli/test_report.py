@@ -415,12 +415,17 @@ def test_driver_that_does_not_open_says_why(facts: machine.Facts) -> None:
     assert "cufile.log" in problem.fix
 
 
-def test_missing_udev_matters_beside_a_cuda_device(facts: machine.Facts) -> None:
+def test_a_directory_whose_files_cufile_refuses_matters_beside_a_cuda_device(
+    facts: machine.Facts,
+) -> None:
     software = dataclasses.replace(facts.software, cuda_available=True, torch_cuda="13.0")
-    spoiled = dataclasses.replace(GDS, udev=False)
+    reason = library_module.failure("cuFileHandleRegister", 5027).detail
+    spoiled = dataclasses.replace(GDS, refused={"/data": reason})
     assert problems(facts, cufile=spoiled) == []
     (problem,) = problems(facts, cufile=spoiled, software=software)
-    assert "/run/udev" in problem.fix
+    assert problem.what.startswith("cuFile refuses files in /data: ")
+    assert "docker run -v /run/udev:/run/udev:ro" in problem.what
+    assert "cufile.log" in problem.fix
 
 
 @pytest.fixture
@@ -447,6 +452,24 @@ def test_a_cufile_whose_driver_opens_is_usable(
     looked = machine_module.look_into_cufile(machine_module.find_cufile())
     assert (looked.usable, looked.reason, looked.driver) == (True, "", "opens")
     assert (looked.version, looked.mode) == ("1.20", "host")
+
+
+@pytest.mark.usefixtures("modules")
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_file_is_registered_in_each_directory(
+    refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver opened, cuFile was called usable, and it refused every file of the drive."""
+    monkeypatch.setenv("NVMEIO_CUFILE", str(compiled("fake_cufile.c", tmp_path)))
+    monkeypatch.setenv("FAKE_CUFILE", f"file_status={5027 * refuses}")
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    looked = machine_module.look_into_cufile(machine_module.find_cufile(), folders)
+    assert list(looked.refused) == [str(folder) for folder in folders] * refuses
+    assert all("status 5027" in reason for reason in looked.refused.values())
+    assert (looked.driver, looked.usable) == ("opens", True)
+    assert not [path for folder in folders for path in folder.iterdir()]
 
 
 @pytest.mark.usefixtures("modules")

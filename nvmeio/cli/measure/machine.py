@@ -25,12 +25,14 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import nvmeio
 from nvmeio import engines, tuned
 from nvmeio._bindings import kernel_aio
+from nvmeio._files.descriptors import Descriptors
 from nvmeio._files.system import find_mount
 from nvmeio._memory import copy_on_write
 from nvmeio._memory.system import text_of
@@ -187,7 +189,7 @@ def gather(directories: Sequence[Path]) -> Facts:
         memory=memory(),
         aio=aio(),
         engine=engine(),
-        cufile=look_into_cufile(find_cufile()),
+        cufile=look_into_cufile(find_cufile(), directories),
         directories=[look_at(directory) for directory in directories],
     )
 
@@ -287,8 +289,7 @@ def check_directory(directory: Path) -> None:
     if not directory.is_dir():
         raise NotADirectoryError(f"{directory} is not a directory; name the one it lies in")
     try:
-        with tempfile.TemporaryFile(dir=directory):
-            pass
+        tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         raise PermissionError(
             f"cannot make a file in {directory} ({error.strerror}); "
@@ -381,6 +382,7 @@ class CuFile:
         udev: Whether udev's database is there, which files on a disk need.
         modules: Whether /proc/modules is there, without which the driver's open hangs.
         json: The cufile.json in force, or None for cuFile's own defaults.
+        refused: Directories that were tried and where no file can be registered, and why.
     """
 
     path: str | None
@@ -395,6 +397,7 @@ class CuFile:
     udev: bool = False
     modules: bool = False
     json: str | None = None
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def find_cufile() -> CuFile:
@@ -411,24 +414,26 @@ def find_cufile() -> CuFile:
     )
 
 
-def look_into_cufile(found: CuFile) -> CuFile:
-    """The same with everything else that is to be known; loads the library in a process."""
-    facts = dataclasses.replace(
+def look_into_cufile(found: CuFile, directories: Sequence[Path] = ()) -> CuFile:
+    """The same with everything else that is to be known; loads the library in a process.
+
+    Args:
+        found: What `find_cufile` gave.
+        directories: In each a small file is made, registered and removed: the driver opens on
+            machines where cuFile takes no file of a disk.
+    """
+    told = _probe(directories) if found.path else {}
+    refusal = told.get("refusal", "")
+    return dataclasses.replace(
         found,
         nvidia_fs=driver.nvidia_fs(),
         p2pdma=_p2pdma(),
         udev=driver.udev_database(),
         modules=driver.MODULES.exists(),
         json=_json_in_force(),
-    )
-    if found.path is None:
-        return facts
-    told = _probe()
-    refusal = told.get("refusal", "")
-    return dataclasses.replace(
-        facts,
         version=told.get("version"),
         driver=refusal or ("opens" if "mode" in told else ""),
+        refused=told.get("refused", {}),
         mode=told.get("mode"),
         usable=found.usable and not refusal,
         reason=found.reason or refusal,
@@ -437,12 +442,13 @@ def look_into_cufile(found: CuFile) -> CuFile:
 
 def _print_what_it_says() -> None:
     """Opens the driver in this process, and prints as JSON what became of that."""
-    told = {}
+    told: dict[str, Any] = {}
     try:
         told["version"] = library.load().version_text
         settings = driver.DriverSettings(needs_cuda=torch.cuda.is_available())
-        driver.DRIVER.acquire(settings)
+        opened = driver.DRIVER.acquire(settings)
         told["mode"] = driver.DRIVER.mode(settings)
+        told["refused"] = {place: why for place in sys.argv[1:] if (why := _refusal(opened, place))}
         driver.DRIVER.release()
     except BackendUnavailableError as no:
         reasons = [f"{name}: {reason}" for name, reason in no.attempts]
@@ -450,15 +456,28 @@ def _print_what_it_says() -> None:
     print(json.dumps(told))
 
 
+def _refusal(opened: library.Library, directory: str) -> str:
+    """Why cuFile takes no file in a directory, or ""."""
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".nvmeio-probe-") as made:
+        file = Descriptors.open(made.name, os.O_RDWR)
+        try:
+            opened.unregister_file(opened.register_file(file.any_fd()))
+            return ""
+        except library.CuFileFailure as refused:
+            return refused.detail
+        finally:
+            file.release()
+
+
 _CODE = f"from {__name__} import {_print_what_it_says.__name__} as main; main()"
 
 
-def _probe() -> dict[str, str]:
+def _probe(directories: Sequence[Path]) -> dict[str, Any]:
     root = str(Path(nvmeio.__file__).parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _CODE],
+            [sys.executable, "-c", _CODE, *map(str, directories)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -472,7 +491,7 @@ def _probe() -> dict[str, str]:
     if done.returncode or not lines:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return {"refusal": f"a process that tried it ended with {done.returncode}: {last}"}
-    told: dict[str, str] = json.loads(lines[-1])
+    told: dict[str, Any] = json.loads(lines[-1])
     return told
 
 
@@ -543,13 +562,8 @@ def _cuda() -> str:
 
 
 def _require_cufile() -> None:
-    attempts = []
-    if cuda := _cuda():
-        attempts.append(("torch", cuda))
-    found = find_cufile()
-    if not found.usable:
-        attempts.append(("cuFile", found.reason))
-    if attempts:
+    tried = [("torch", _cuda()), ("cuFile", find_cufile().reason)]
+    if attempts := [(name, reason) for name, reason in tried if reason]:
         raise BackendUnavailableError(
             "--gds: GPUDirect Storage is not available",
             attempts=attempts,

@@ -170,7 +170,7 @@ _MEANINGS: dict[int, Meaning] = {
         "the file is not registered",
         errno.EBADF,
         "on a disk's file system cuFile asks udev: /run/udev/data has to be there (in a container: "
-        "docker run -v /run/udev:/run/udev:ro ...)",
+        "docker run -v /run/udev:/run/udev:ro ...); before 1.16 it takes no file in memory (tmpfs)",
     ),
     5028: Meaning("the file is registered already", errno.EEXIST),
     5029: Meaning("there is no such GPU", errno.ENODEV),
