@@ -143,7 +143,7 @@ def busy(folder: Path, turns_of_torch: int) -> float:
     import torch
     from fake_device import FakeDevice, Mark, fake_device
 
-    def upload(device: FakeDevice, target: torch.Tensor, chunk: torch.Tensor) -> Mark:
+    def upload(device: FakeDevice, *copies: Any) -> Mark:  # one chunk after the other, or a list
         for _ in range(turns_of_torch):
             time.sleep(0)
         mark = Mark()

@@ -96,9 +96,9 @@ class FakeDevice:
         self.most_locked += nbytes
         return nvmeio.empty_aligned(nbytes, dtype=torch.uint8)
 
-    def upload(self, target: torch.Tensor, chunk: torch.Tensor) -> Mark:
+    def upload(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
         assert self.work.is_set(), "device memory is touched before the caller's stream got there"
-        return self._ask("upload", target, chunk)
+        return [self._ask("upload", target, chunk) for target, chunk in copies][-1]
 
     def download(self, chunk: torch.Tensor, source: torch.Tensor) -> Mark:
         assert self.work.is_set(), "device memory is touched before the caller's stream got there"

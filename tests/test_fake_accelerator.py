@@ -255,8 +255,8 @@ def test_costs_are_counted(lazy: Accelerator) -> None:
         del tensor
         tensor = lazy.tensor(memory)
         copier.now(DEVICE).wait()
-        copier.upload(tensor, chunk).wait()
-        thread = threading.Thread(target=copier.upload(tensor, chunk).wait)
+        copier.upload([(tensor, chunk)]).wait()
+        thread = threading.Thread(target=copier.upload([(tensor, chunk)]).wait)
         thread.start()
         thread.join()
         assert tensor[0].item() == 0
@@ -264,7 +264,7 @@ def test_costs_are_counted(lazy: Accelerator) -> None:
     assert costs.streams == 2  # the copier's, too
     assert (costs.host_waits, costs.waits_beside) == (2, 1)
     with lazy.counted() as costs:
-        copier.upload(tensor, chunk)
+        copier.upload([(tensor, chunk)])
     assert costs.streams == costs.page_locks == costs.host_waits == 0
     torch.cuda.synchronize()
 

@@ -68,8 +68,11 @@ class Copier(Protocol):
         that is in use already.
         """
 
-    def upload(self, target: torch.Tensor, chunk: torch.Tensor) -> Mark:
-        """Begin to copy host memory to the device, behind the copies begun before."""
+    def upload(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+        """Begin to copy host memory to one device, behind the copies begun before.
+
+        Each is a target and a chunk; one mark behind all of them.
+        """
 
     def download(self, chunk: torch.Tensor, source: torch.Tensor) -> Mark:
         """Begin to copy from the device to host memory, behind the copies begun before."""
@@ -98,11 +101,15 @@ class CudaCopier:
             _tolerate_captures()
             return page_locked.take(nbytes)
 
-    def upload(self, target: torch.Tensor, chunk: torch.Tensor) -> Mark:
-        return _copied(target, chunk, Beside(device_of(target), "ring up"))
+    def upload(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+        side = Beside(device_of(copies[0][0]), "ring up")
+        side.copy_all(copies)
+        return side.mark()
 
     def download(self, chunk: torch.Tensor, source: torch.Tensor) -> Mark:
-        return _copied(chunk, source, Beside(device_of(source), "ring down"))
+        side = Beside(device_of(source), "ring down")
+        side.copy(chunk, source)
+        return side.mark()
 
     def finish(self, device: torch.device, step: Callable[[], None]) -> None:
         stream = side_stream(device, "ring up")
@@ -117,11 +124,6 @@ class CudaCopier:
             return
         enter(device)
         self._entered.device = device
-
-
-def _copied(target: torch.Tensor, source: torch.Tensor, side: Beside) -> Mark:
-    side.copy(target, source)
-    return side.mark()
 
 
 class Beside:
@@ -157,12 +159,18 @@ class Beside:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Begin to copy, host memory best page-locked; both of the same shape and dtype."""
+        self.copy_all([(target, source)])
+
+    def copy_all(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """The same for several targets and sources."""
         if self._stream is None:
-            target.detach().copy_(source.detach())
+            for target, source in copies:
+                target.detach().copy_(source.detach())
             return
         with on_stream(self._stream):
             _tolerate_captures()
-            _begin_copy(target, source)
+            for target, source in copies:
+                _begin_copy(target, source)
 
     def mark(self) -> Mark:
         """A mark behind what was begun so far."""

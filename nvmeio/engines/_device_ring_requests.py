@@ -17,7 +17,6 @@ import torch
 
 from nvmeio._bindings import ffi, lib
 from nvmeio._checks import OFFSET_MAX
-from nvmeio._memory.devices import Mark
 from nvmeio._pages import PAGE_BYTES
 from nvmeio._threads.threads import start
 from nvmeio.engines._queued import DeviceRequest, QueuedEngine
@@ -94,13 +93,18 @@ class RingPart:
     rows: Rows | None = None  # of which it consists
     host: Request | None = None
     plan: Plan | None = None
-    mark: Mark | None = None
     cancelled: bool = False
     token: int = 0  # of its transfer between drive and memory
 
     @property
     def bytes(self) -> torch.Tensor:
         return self.chunk[self.shift : self.shift + self.nbytes]
+
+    @property
+    def device(self) -> torch.device:
+        memory = self.request.transfer.memory.device
+        assert memory is not None
+        return memory.device
 
     @property
     def on_device(self) -> torch.Tensor:

@@ -89,8 +89,10 @@ class EventfdQueue:
     def link(self, request: Reported) -> None:
         """Report a request; with the lock held. Idempotent."""
         if self._fd >= 0:
+            readable = bool(self._finished)
             self._finished[request] = None
-            self.wake()
+            if not readable:
+                self.wake()
 
     def unlink(self, request: Reported) -> None:
         """Take back what was not yet reaped, if it is there; with the lock held."""

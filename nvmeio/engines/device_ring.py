@@ -25,14 +25,15 @@ import errno
 import logging
 import os
 import select
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from nvmeio._memory.devices import Copier
+from nvmeio._memory.devices import Copier, Mark
 from nvmeio._memory.tensors import Memory
 from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio._threads.threads import Thread
@@ -160,6 +161,16 @@ class RingEngine(QueuedEngine[RingRequest]):
             return True
 
 
+_Stream = tuple[torch.device, int]  # of one direction, by its opcode
+
+
+class _Copies(NamedTuple):
+    """Parts that are copied together, and where the device is done with them."""
+
+    mark: Mark
+    parts: list[RingPart]
+
+
 @dataclass(eq=False)
 class _Pump:
     """The ring and what is in it; all of it belongs to the pump's thread."""
@@ -174,7 +185,9 @@ class _Pump:
     at_drive: dict[int, RingPart] = field(default_factory=dict)  # by their tokens
     last_token: int = 0
     some_ended: bool = False  # of these; the completion queue is readable
-    at_device: list[RingPart] = field(default_factory=list)
+    landed: list[RingPart] = field(default_factory=list)  # read, and to be copied to the device
+    # By stream, on which copies end in their order: it is enough to look at the oldest ones.
+    at_device: dict[_Stream, deque[_Copies]] = field(default_factory=dict)
     broken: DeviceTimeoutError | None = None
 
     def run(self) -> None:
@@ -232,6 +245,7 @@ class _Pump:
         self.some_ended = False
         for token in ended:
             self._guard(self.at_drive.pop(token), self._after_drive)
+        self._upload_landed()
         for part in self.at_drive.values():
             if part.request.stop and not part.cancelled:
                 assert part.host is not None
@@ -241,20 +255,28 @@ class _Pump:
 
     def _look_at_device(self) -> bool:
         moved = False
-        for part in list(self.at_device):
-            if part.request.reached(part.mark):
-                self.at_device.remove(part)
-                self._guard(part, self._after_device)
+        for stream, copies in list(self.at_device.items()):
+            while copies and self._reached(copies[0]):
+                for part in copies.popleft().parts:
+                    self._guard(part, self._after_device)
                 moved = True
+            if not copies:
+                del self.at_device[stream]
         return moved
 
-    def _wait_for_device(self) -> None:
-        part = self.at_device[0]
-        assert part.mark is not None
+    def _reached(self, copies: _Copies, wait: bool = False) -> bool:
+        """Whether these are made, or failed with the device's error."""
         try:
-            part.mark.wait()
+            if wait:
+                copies.mark.wait()
+            return copies.mark.done()
         except Exception as failed:
-            part.request.fail(errno.EIO, failed)
+            for part in copies.parts:
+                part.request.fail(errno.EIO, failed)
+            return True
+
+    def _wait_for_device(self) -> None:
+        self._reached(next(iter(self.at_device.values()))[0], wait=True)
 
     def _begin_parts(self) -> bool:
         moved = False
@@ -315,8 +337,7 @@ class _Pump:
         if part.request.transfer.opcode == base.Opcode.READ:
             self._to_drive(part)
         else:
-            part.mark = self.copier.download(part.bytes, part.on_device)
-            self.at_device.append(part)
+            self._at_device([part], self.copier.download(part.bytes, part.on_device))
 
     def _to_drive(self, part: RingPart, buffered: bool = False) -> None:
         transfer = part.request.transfer
@@ -354,8 +375,28 @@ class _Pump:
         if not reads or not part.nbytes:
             self._drop(part)
             return
-        part.mark = self.copier.upload(part.on_device, part.bytes)
-        self.at_device.append(part)
+        self.landed.append(part)
+
+    def _upload_landed(self) -> None:
+        """Copy all that has landed, with one mark for each device: it costs as much as a copy."""
+        by_device: defaultdict[torch.device, list[RingPart]] = defaultdict(list)
+        landed, self.landed = self.landed, []
+        for part in landed:
+            by_device[part.device].append(part)
+        for parts in by_device.values():
+            try:
+                self._upload(parts)
+            except Exception:  # whose it is, each tells alone
+                for part in parts:
+                    self._guard(part, lambda part: self._upload([part]))
+
+    def _upload(self, parts: list[RingPart]) -> None:
+        mark = self.copier.upload([(part.on_device, part.bytes) for part in parts])
+        self._at_device(parts, mark)
+
+    def _at_device(self, parts: list[RingPart], mark: Mark) -> None:
+        opcode = parts[0].request.transfer.opcode
+        self.at_device.setdefault((parts[0].device, opcode), deque()).append(_Copies(mark, parts))
 
     def _after_device(self, part: RingPart) -> None:
         if part.request.transfer.opcode == base.Opcode.READ or part.request.stop:
@@ -390,5 +431,5 @@ class _Pump:
             step(part)
         except Exception as failed:
             part.request.fail(errno.EIO, failed)
-            if part.token not in self.at_drive and part not in self.at_device:
+            if part.token not in self.at_drive:
                 self._drop(part)

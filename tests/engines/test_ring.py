@@ -277,6 +277,57 @@ def test_small_ones_share_chunks(
     assert path.read_bytes()[1 << 20 :] == raw(large)
 
 
+def test_what_has_landed_together_is_copied_with_one_mark(
+    device: FakeDevice,
+    new_handle: Callable[..., nvmeio.AioHandle],
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each copy had a mark of its own, and each look asked all of them: most of a small read."""
+    data = random_bytes(60 * PAGE)
+    path.write_bytes(data)
+    engine, copied = FakeEngine(), list[int]()
+    handle = new_handle(engine, ring_bytes=16 << 20)
+    own = device.upload
+
+    def upload(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        if not copied:  # meanwhile the drive gets on with the others
+            spin_until(lambda: engine.counters().bytes_read == 60 * PAGE)
+        copied.append(len(copies))
+        return own(copies)
+
+    monkeypatch.setattr(device, "upload", upload)
+    device.work.clear()  # so that all of them begin at once
+    rooms = [room(device, PAGE) for _ in range(60)]
+    reading = [handle.async_pread(each, path, n * PAGE) for n, each in enumerate(rooms)]
+    device.work.set()
+    for number, (operation, each) in enumerate(zip(reading, rooms, strict=True)):
+        assert operation.result() == PAGE
+        assert raw(each) == data[number * PAGE : (number + 1) * PAGE]
+    assert sum(copied) == 60 and len(copied) <= 2
+
+
+def test_one_copy_that_fails_fails_alone(
+    one: nvmeio.AioHandle, device: FakeDevice, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.write_bytes(bytes(20 * PAGE))
+    bad, own = room(device, PAGE), device.upload
+
+    def upload(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        if any(target.data_ptr() == bad.data_ptr() for target, _ in copies):
+            raise RuntimeError("CUDA error: misaligned address")
+        return own(copies)
+
+    monkeypatch.setattr(device, "upload", upload)
+    device.work.clear()  # so that all of them begin at once
+    rooms = [bad, *(room(device, PAGE) for _ in range(19))]
+    failed, *others = [one.async_pread(each, path, n * PAGE) for n, each in enumerate(rooms)]
+    device.work.set()
+    with pytest.raises(RuntimeError, match="misaligned address"):
+        failed.result()
+    assert [operation.result() for operation in others] == [PAGE] * 19
+
+
 def test_a_chunk_takes_few_turns_of_the_gil(
     device: FakeDevice, new_handle: Callable[..., nvmeio.AioHandle], path: Path
 ) -> None:
