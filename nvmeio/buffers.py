@@ -81,9 +81,11 @@ def empty_pinned(
 ) -> torch.Tensor:
     """As `empty_aligned`, and page-locked: for copies to and from a GPU that run beside compute.
 
-    Where this process uses CUDA already, the memory is registered with it too (`cudaHostRegister`),
-    so `tensor.is_pinned()` holds and `non_blocking=True` copies are asynchronous. Unlocked by
-    `free_pinned`, or when the last view of the tensor goes.
+    Where this process has a CUDA context already, the memory is registered with it too
+    (`cudaHostRegister`), so `tensor.is_pinned()` holds and `non_blocking=True` copies are
+    asynchronous. Memory that is made before is never registered: copies of it wait, and are as slow
+    as those of any other. So use the device first; ``torch.zeros(1, device="cuda")`` will do.
+    Unlocked by `free_pinned`, or when the last view of the tensor goes.
 
     Args:
         shape: As for `empty_aligned`. An empty tensor locks one page.

@@ -52,7 +52,8 @@ class PinnedPool(NotPickled, Closing):
                 tensor.view(torch.uint8).copy_(staging)
 
     May be used from several threads and several event loops at once. Page-locked where the process
-    may lock that much, else not; direct I/O is as fast either way, and `locked` tells.
+    may lock that much, else not; direct I/O is as fast either way, and `locked` tells. CUDA knows
+    it, and copies need not wait, if the process used CUDA before it was made (see `empty_pinned`).
 
     Args:
         budget_bytes: Size of the arena, at least 1; rounded up to whole pages.
@@ -192,7 +193,7 @@ class PinnedPool(NotPickled, Closing):
 
     @property
     def locked(self) -> bool:
-        """Whether the arena is page-locked (and known to CUDA where CUDA can be used)."""
+        """Whether the arena is page-locked (and known to CUDA, if CUDA was used before)."""
         return self._locked
 
     @property
