@@ -110,11 +110,11 @@ async def test_a_cancelled_save_lets_everybody_go_on(
     check(held, 1, wanted)
 
 
-def test_a_program_that_ends_at_once() -> None:
+def test_a_program_that_ends_at_once(tmp_path: Path) -> None:
     found = run_python(
         """
-        import os, shutil, tempfile, torch, nvmeio
-        folder = tempfile.mkdtemp(dir=".")
+        import os, torch, nvmeio
+        folder = os.environ["FOLDER"]
         child = os.fork()
         if child == 0:
             checkpointer = nvmeio.Checkpointer(folder)
@@ -125,11 +125,11 @@ def test_a_program_that_ends_at_once() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         loaded = nvmeio.load(os.path.join(folder, "step-00000001.pt"))
         assert torch.equal(loaded["a"], torch.arange(4 << 20))
-        shutil.rmtree(folder)
         """,
         "-W",
         "ignore::ResourceWarning",
         fresh=True,
+        FOLDER=str(tmp_path),
     )
     assert (found.returncode, found.stderr) == (0, "")
 
