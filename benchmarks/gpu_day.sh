@@ -25,7 +25,8 @@ python=${PYTHON:-python3}
 mkdir -p "$results" || exit 1
 packages=$(mktemp -d "${TMPDIR:-/tmp}/gpu-day-XXXXXX") || exit 1
 trap 'rm -rf "$packages"' EXIT
-export PYTHONPATH="$PWD:$packages${PYTHONPATH:+:$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH="$PWD:$packages${PYTHONPATH:+:$PYTHONPATH}"
+unset PYTHONDONTWRITEBYTECODE  # each step is a process, which would compile all of nvmeio again
 
 for wheel in wheels/*.whl; do  # a wheel is an archive of what is to be imported; those that torch's image has win
     test -e "$wheel" || continue
