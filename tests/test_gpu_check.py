@@ -40,6 +40,7 @@ def gpu_check(monkeypatch: pytest.MonkeyPatch) -> Any:
     return gpu_on_stand_in.program(monkeypatch)
 
 
+@pytest.mark.timeout(1500)  # 9 minutes were too few on a busy machine
 def test_the_day_comes_to_its_end_and_no_step_is_left_out(gpu_check: Any, tmp_path: Path) -> None:
     """On the stand-in and a fake cuFile. Nobody had run its steps.
 
@@ -67,7 +68,7 @@ exec {sys.executable} {HERE / "gpu_on_stand_in.py"} {library} {scratch} "$@"
     environment["PYTHONPATH"] = str(HERE)
     command = ["sh", str(BENCHMARKS / "gpu_day.sh"), str(place), str(out)]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=550, check=False
+        command, env=environment, capture_output=True, text=True, timeout=1400, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     names = [f"gpu-{part}.{kind}" for part in "ABCD" for kind in ("json", "md")]
