@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.utils._device as torch_device
 from hypothesis import HealthCheck, settings
-from support import LOOPS, HeldEngine, nvmeio_threads, open_descriptors
+from support import LOOPS, HeldEngine, needs_loop, nvmeio_threads, open_descriptors
 
 import nvmeio
 from nvmeio import _bindings, buffers, files
@@ -316,6 +316,7 @@ def handle_held(
 @pytest.fixture(params=LOOPS)
 def loop_kind(request: pytest.FixtureRequest) -> str:
     """Which event loop a test runs on; see `support.on_every_loop`."""
+    needs_loop(request.param)  # here: pytest keeps the files of a test that is skipped once it runs
     return str(request.param)
 
 

@@ -38,14 +38,22 @@ PATIENCE_S = 60.0
 # Loops
 
 
-def new_loop(kind: str) -> asyncio.AbstractEventLoop:
-    """A loop of this kind; skips the test where there is none."""
+def needs_loop(kind: str) -> None:
+    """Skips the test where there is no such loop."""
     if kind == "uvloop":
-        uvloop = pytest.importorskip("uvloop")
-        loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-        return loop
+        pytest.importorskip("uvloop")
     if kind == "eager" and sys.version_info < (3, 12):
         pytest.skip("asyncio has eager tasks from Python 3.12 on")
+
+
+def new_loop(kind: str) -> asyncio.AbstractEventLoop:
+    """A loop of this kind; skips the test where there is none."""
+    needs_loop(kind)
+    if kind == "uvloop":
+        import uvloop
+
+        loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        return loop
     loop = asyncio.new_event_loop()
     if kind == "debug":
         loop.set_debug(True)
