@@ -18,7 +18,14 @@ import pytest
 import torch
 import torch.utils._device as torch_device
 from hypothesis import HealthCheck, settings
-from support import LOOPS, HeldEngine, needs_loop, nvmeio_threads, open_descriptors
+from support import (
+    LOOPS,
+    HeldEngine,
+    left_open,
+    needs_loop,
+    nvmeio_threads,
+    open_descriptors,
+)
 
 import nvmeio
 from nvmeio import _bindings, buffers, files
@@ -210,6 +217,8 @@ made_on_devices()
 @pytest.fixture(autouse=True)
 def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test gives back its descriptors and ends the threads that nvmeio started for it."""
+    if request.node.get_closest_marker("gpu") and torch.cuda.is_available():
+        torch.zeros(1, device="cuda")  # the first one opens eventfds and a pipe for good
     descriptors, threads = open_descriptors(), nvmeio_threads()
     yield
     if request.node.stash.get(_failed, False):
@@ -218,7 +227,7 @@ def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     assert {torch.tensor, torch.arange, torch.empty} <= made_on_devices(), "torch was left changed"
     began = looked = time.monotonic()
     while True:
-        left = {fd: t for fd, t in open_descriptors().items() if descriptors.get(fd) != t}
+        left = left_open(descriptors, open_descriptors())
         running = nvmeio_threads() - threads
         if not left and not running:
             return

@@ -290,6 +290,12 @@ def open_descriptors() -> dict[int, str]:
     return found
 
 
+def left_open(before: dict[int, str], after: dict[int, str]) -> dict[int, str]:
+    """Descriptors that were opened since; those of CUDA's driver stay open to the program's end."""
+    opened = {fd: what for fd, what in after.items() if before.get(fd) != what}
+    return {fd: what for fd, what in opened.items() if not what.startswith("/dev/nvidia")}
+
+
 def aged(path: Path) -> None:
     """Let a file be an hour old: a time stamp of now could be that of the next write as well."""
     then = time.time_ns() - 3600 * 10**9

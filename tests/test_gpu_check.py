@@ -20,6 +20,7 @@ import pytest
 import torch
 from gds._support import compiled, fake_cufile
 from gpu_on_stand_in import BENCHMARKS, KIB_64, SIZE
+from support import left_open
 
 from nvmeio._files.system import find_mount
 from nvmeio.engines.cufile import driver
@@ -406,6 +407,14 @@ def test_the_summary_has_a_line_for_each_page_that_says_no_gpu_has_run_it(gpu_ch
 def test_each_step_that_a_claim_needs_is_there(gpu_check: Any) -> None:
     needed = {name for names in gpu_check.CLAIMS.values() for name in names}
     assert needed <= set(gpu_check.steps(True))
+
+
+def test_descriptors_of_cudas_driver_are_no_leaks_of_a_test() -> None:
+    before = {3: "pipe:[1]", 4: "/tmp/a"}
+    driver = {5: "/dev/nvidiactl", 6: "/dev/nvidia0", 7: "/dev/nvidia-caps/nvidia-cap1"}
+    leaks = {4: "/tmp/b", 8: "anon_inode:[eventfd]", 9: "pipe:[2]", 10: "/tmp/nvidia0"}
+    assert left_open(before, before | driver) == {}
+    assert left_open(before, before | driver | leaks) == leaks
 
 
 def test_the_day_carries_what_nvmeio_needs() -> None:
