@@ -59,46 +59,79 @@ PARTS = {
     "D": Part("how fast", 6, speed.steps),
 }
 
-# What pages say that no GPU has run, and the steps that have to be right before they may stop; none
-# where one GPU alone cannot show it.
+
+class Claim(NamedTuple):
+    """What pages say that a GPU has run, or that none has.
+
+    Attributes:
+        pages: They say it.
+        steps: All of them have to be right before a page may say that a GPU has run it; none where
+            one GPU alone cannot show it.
+        shown: Where it was shown; "" as long as the pages say that no GPU has run it.
+        by_dma: The steps show it only if cuFile's mode is "gds" or "p2p".
+    """
+
+    pages: tuple[str, ...]
+    steps: tuple[str, ...] = ()
+    shown: str = ""
+    by_dma: bool = False
+
+
+H100 = "one H100, 2026-11-26"  # benchmarks/measured/gpu/h100.json
 CLAIMS = {
-    "CUDA tensors are read and written through the ring (README.md, docs/gds.md, "
-    "docs/transfers.md, docs/deepspeed.md)": (
-        "correctness aio",
-        "aio ring",
-        "40 streams of the user's",
-        "a graph captured beside reads",
-        "a fork between reads",
-        "expandable segments",
+    "CUDA tensors are read and written through the ring": Claim(
+        ("README.md", "docs/gds.md", "docs/transfers.md", "docs/deepspeed.md"),
+        (
+            "correctness aio",
+            "aio ring",
+            "40 streams of the user's",
+            "a graph captured beside reads",
+            "a fork between reads",
+            "expandable segments",
+        ),
+        H100,
     ),
-    "checkpoints of CUDA tensors are snapshots (docs/how/checkpoints.md)": (
-        "checkpoint, protected",
-        "checkpoint, copied",
-        "save",
-        "load and safe_open",
+    "checkpoints of CUDA tensors are snapshots": Claim(
+        ("docs/how/checkpoints.md",),
+        ("checkpoint, protected", "checkpoint, copied", "save", "load and safe_open"),
+        H100,
     ),
-    "models stream to a GPU (docs/inference.md, docs/how/inference.md)": (
-        "stream",
-        "stream, adapters trained",
-        "KV cache",
+    "models stream to a GPU": Claim(
+        ("docs/inference.md", "docs/how/inference.md"),
+        ("stream", "stream, adapters trained", "KV cache"),
+        H100,
     ),
-    "SwappedModule and SwappedOptimizer train on a GPU (docs/offload.md, docs/comparison.md)": (
-        "train, gradients in memory",
-        "train, gradients on the drive",
-        "train, stepped on the device",
-        "activations",
-        "bf16 and autocast",
-        "gradient checkpointing",
-        "a full device",
-        "torch's sanitizer",
+    "SwappedModule and SwappedOptimizer train on a GPU": Claim(
+        ("docs/offload.md", "docs/comparison.md"),
+        (
+            "train, gradients in memory",
+            "train, gradients on the drive",
+            "train, stepped on the device",
+            "activations",
+            "bf16 and autocast",
+            "gradient checkpointing",
+            "a full device",
+            "torch's sanitizer",
+        ),
+        H100,
     ),
-    "FSDP2 gathers shards from the drive (docs/offload.md, several processes)": ("FSDP2",),
-    "GPUDirect Storage moves them (docs/gds.md, docs/comparison.md, docs/offload.md)": (
-        "correctness gds",
-        "train, gds",
+    "FSDP2 gathers shards from the drive, one rank": Claim(("docs/offload.md",), ("FSDP2",), H100),
+    "cuFile moves CUDA tensors, in compat mode at least": Claim(
+        ("docs/gds.md", "docs/deepspeed.md", "docs/comparison.md"),
+        ("correctness gds", "train, gds"),
+        H100,
     ),
-    "several ranks have a GPU each (docs/inference.md, docs/offload.md)": (),
-    "servers load, keep and swap on a GPU (docs/serving.md, docs/frameworks/sglang.md)": (),
+    "GPUDirect Storage moves them by DMA": Claim(
+        ("README.md", "docs/gds.md", "docs/comparison.md", "docs/offload.md", "docs/deepspeed.md"),
+        ("correctness gds", "train, gds"),
+        by_dma=True,
+    ),
+    "several ranks have a GPU each": Claim(
+        ("README.md", "docs/gds.md", "docs/inference.md", "docs/offload.md")
+    ),
+    "servers load, keep and swap on a GPU": Claim(
+        ("README.md", "docs/gds.md", "docs/serving.md", "docs/frameworks/sglang.md")
+    ),
 }
 
 
@@ -227,10 +260,8 @@ def summary(results: dict[str, Any]) -> str:
     names = ("gpu", "driver", "kernel", "torch", "python", "file_system")
     lines += [f"- {name}: {facts[name]}" for name in names if name in facts]
     lines += ["", '## "No GPU has run this"', ""]
-    for claim, needed in CLAIMS.items():
-        left = ", ".join(name for name in needed if not is_shown(results.get(name, {})))
-        state = f"stays: {left}" if left else "may go" if needed else "stays: not in these steps"
-        lines.append(f"- {claim}: **{state}**")
+    for name, claim in CLAIMS.items():
+        lines.append(f"- {name} ({', '.join(claim.pages)}): **{state_of(claim, results)}**")
     bad = {name: result["failed"] for name, result in results.items() if "failed" in result}
     lines += ["", "## Failed", "", *(f"- {name}: {why}" for name, why in bad.items())]
     left = [name for name, result in results.items() if "skipped" in result]
@@ -239,8 +270,19 @@ def summary(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def is_shown(result: dict[str, Any]) -> bool:
+def state_of(claim: Claim, results: dict[str, Any]) -> str:
+    """Whether the sentence may go or stays; if it has gone, whether this run says the same."""
+    shown = [name for name in claim.steps if is_shown(results.get(name, {}), claim.by_dma)]
+    left = ", ".join(name for name in claim.steps if name not in shown)
+    if claim.shown:
+        return f"shown on {claim.shown}; {f'not here: {left}' if left else 'right here too'}"
+    return f"stays: {left}" if left else "may go" if shown else "stays: not in these steps"
+
+
+def is_shown(result: dict[str, Any], by_dma: bool = False) -> bool:
     """Whether a step has run to its end; one that was wrong has not."""
+    if by_dma and result.get("mode") not in ("gds", "p2p"):
+        return False
     return "checked" in result or "read" in result
 
 

@@ -66,8 +66,8 @@ class GdsHandle(AioHandle):
     Cost: the first handle of a process opens the driver (0.1 to 0.2 s); an AIO context and a
     parked thread a lane, and a thread for each of `intra_op_parallelism`.
 
-    No GPU has run this class yet: it is tested with the real libcufile on host memory. See
-    docs/gds.md.
+    One H100 has run this class, in compat mode. No GPU has run its DMA: that is tested with the
+    real libcufile on host memory. See docs/gds.md.
 
     Examples:
         >>> async with nvmeio.GdsHandle() as handle:

@@ -102,7 +102,7 @@ def stream_model(
             (``peft.get_peft_model``, or modules of your own). Adapters, and copies of modules
             (`modules_to_save`), are in memory. Backward reads the weights once more, in reverse.
             The weights get no gradients and are in no `state_dict`. Experts are read whole. On the
-            CPU or a CUDA device; no GPU has run it yet.
+            CPU or a CUDA device.
         compute: How linear layers, embeddings and fused experts compute with weights that
             `nvmeio pack` quantised. They stay packed in memory. "auto" multiplies few rows with the
             packed weights, and for many rows widens a part of the weights at a time; how many is

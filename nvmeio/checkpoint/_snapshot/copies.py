@@ -100,7 +100,7 @@ class SnapshotMemory:
     def lock(self) -> None:
         """Page-lock what copies from a GPU go to, for the next ones; after a save, beside training.
 
-        Locking runs at 1 to 2 GB/s and copying to memory that is not locked at several, so the
+        Locking may run at 1 to 2 GB/s and copying to memory that is not locked at several, so the
         first save, whose caller waits for its copies, does not lock.
         """
         mapping, self._mapping = self._mapping, None

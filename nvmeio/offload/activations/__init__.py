@@ -40,7 +40,7 @@ class SwappedActivations(NotPickled, Closing):
 
     Tensors on a CUDA device are copied to page-locked host memory beside the computation, and go to
     the drive from there. Before backward needs them they are copied back. Streams wait for these
-    copies; the host waits only if the device holds too much. No GPU has run that yet.
+    copies; the host waits only if the device holds too much.
 
     With activation checkpointing (either kind) the inputs of the regions are saved. Gradients may
     accumulate, and graphs may be kept (`retain_graph`, `create_graph`) or dropped. Several threads
