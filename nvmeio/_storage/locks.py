@@ -139,9 +139,9 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 def lock_directory(directory: str, hint: str = "") -> int:
     """Become the only one that saves into a directory that is there.
 
-    The descriptor holds the lock until `unlock_directory`, or until this process ends; it is closed
-    in children that it forks. Raises TransferError with `hint` if somebody else has the lock
-    (EBUSY).
+    The descriptor holds the lock until `unlock_directory`, or until this process ends. Whoever has
+    it closes it; children that this process forks do so at once. Raises TransferError with `hint`
+    if somebody else has the lock (EBUSY).
     """
     with naming("open", directory):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -163,4 +163,3 @@ def unlock_directory(fd: int) -> None:
     # Not by closing alone: a child may have been forked between the opening and the noting.
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)

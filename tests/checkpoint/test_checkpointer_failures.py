@@ -12,6 +12,7 @@ import shutil
 import signal
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from inside import saver_of
 from support import HeldEngine, spin_until, thread, until
 
 import nvmeio
+from nvmeio._storage.locks import become_writer, lock_directory, unlock_directory
 from nvmeio.checkpoint import SaveReport
 from nvmeio.checkpoint._manager import saver
 from nvmeio.testing import FakeEngine
@@ -581,6 +583,70 @@ def test_dropped_while_it_writes(directory: Path, engine_held: HeldEngine, new_h
         another.wait_sync()
         assert another.steps() == [0, 1]
         assert_same(another.restore(0), state_of(0))
+
+
+@pytest.fixture
+def dropped(directory: Path, engine_held: HeldEngine, new_handle: Any) -> Iterator[threading.Event]:
+    """A directory whose Checkpointer was dropped while it writes step 0, until this is set."""
+    checkpointer = nvmeio.Checkpointer(directory, handle=new_handle(engine_held))
+    checkpointer.save_sync(state_of(0), 0)
+    with pytest.warns(ResourceWarning, match="will be finished") as told:
+        del checkpointer
+        spin_until(lambda: gc.collect() >= 0 and bool(told.list))
+    yield engine_held.gate
+    engine_held.gate.set()
+
+
+def test_dropped_one_ends_just_after_the_directory_was_tried(
+    directory: Path, dropped: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = []
+
+    def tried(path: str, hint: str = "") -> int:
+        try:
+            return lock_directory(path, hint)
+        except nvmeio.TransferError as busy:
+            refused.append(busy)
+            if len(refused) == 3:
+                dropped.set()
+                spin_until(lambda: is_free(directory))
+            raise
+
+    monkeypatch.setattr(saver, "lock_directory", tried)
+    with nvmeio.Checkpointer(directory) as another:
+        assert another.latest_step() == 0
+    assert len(refused) == 3
+
+
+def test_dropped_one_is_late_to_give_the_directory_back(
+    directory: Path, dropped: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def tried(path: str, hint: str = "") -> int:
+        tries.append(path)
+        return lock_directory(path, hint)
+
+    def late(fd: int) -> None:
+        before = len(tries)
+        spin_until(lambda: len(tries) > before + 3)
+        unlock_directory(fd)
+
+    monkeypatch.setattr(saver, "lock_directory", tried)
+    with monkeypatch.context() as patched:
+        patched.setattr(saver, "unlock_directory", late)
+        dropped.set()
+        another = nvmeio.Checkpointer(directory)
+    with another:
+        assert another.latest_step() == 0
+
+
+def is_free(directory: Path) -> bool:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        return become_writer(fd)
+    finally:
+        os.close(fd)
 
 
 def test_dropped_with_a_failure(

@@ -267,13 +267,13 @@ class Saver:
         shared = self.setup.drives is None or self.setup.store.size == 1
         looked = False
         while self._lock_fd < 0:
+            # Before the try: one that gives the lock back just after it is waited for too.
+            ending = not looked or any(saver.ends_in(self.directory) for saver in _known())
             try:
                 self._lock_fd = lock_directory(self.directory, "" if shared else _ONE_DIRECTORY)
                 return
             except TransferError as busy:
-                if busy.errno != errno.EBUSY or self._stopped:
-                    raise
-                if looked and not any(saver.ends_in(self.directory) for saver in _known()):
+                if busy.errno != errno.EBUSY or self._stopped or not ending:
                     raise
             if not looked:
                 gc.collect()
@@ -286,9 +286,10 @@ class Saver:
         return here and self._lock_fd >= 0 and leads_to(directory, self._lock_fd)
 
     def _unlock(self) -> None:
-        fd, self._lock_fd = self._lock_fd, -1
-        if fd >= 0:
-            unlock_directory(fd)
+        if self._lock_fd >= 0:
+            unlock_directory(self._lock_fd)  # while `ends_in` tells of it
+            fd, self._lock_fd = self._lock_fd, -1
+            os.close(fd)
 
     # The end
 
