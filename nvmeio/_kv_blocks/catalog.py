@@ -22,10 +22,9 @@ from nvmeio._files.descriptors import open_error
 from nvmeio._kv_blocks.table import WRITER_BYTES, NotATable, Table
 from nvmeio._pages import round_up
 from nvmeio._storage.durable import free_bytes, make_directory, reserve
-from nvmeio._storage.locks import become_writer
-from nvmeio._storage.untrusted import make_private_directory, open_own
+from nvmeio._storage.locks import open_alone
+from nvmeio._storage.untrusted import open_own
 from nvmeio._threads.closing import on_error
-from nvmeio._threads.shutdown import wait_for_those_that_end
 from nvmeio.errors import TransferError, naming
 
 
@@ -222,12 +221,9 @@ class Catalog:
                 except NotATable as what:
                     raise FileNotFoundError(f"{path}: {what}") from what
         make_directory(self._path.parent.parent)
-        make_private_directory(self._path.parent)
-        fd = open_own(path)
+        detail = "another process writes this store: end it, or take another directory"
+        fd = open_alone(path, lambda _: open_error(errno.EBUSY, path, detail))
         with on_error(os.close, fd), on_error(self._remove_made), naming("write", path):
-            if not (become_writer(fd) or (wait_for_those_that_end() and become_writer(fd))):
-                detail = "another process writes this store: end it, or take another directory"
-                raise open_error(errno.EBUSY, path, detail)
             if not os.fstat(fd).st_size:
                 self._made.append(path)
             table = self._table_in(fd, path)

@@ -12,10 +12,13 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from nvmeio import files
 from nvmeio._files.descriptors import open_error
+from nvmeio._storage.untrusted import make_private_directory, open_own
+from nvmeio._threads.closing import on_error
+from nvmeio._threads.shutdown import those_that_end, wait_for
 from nvmeio.errors import TransferError, naming
 from nvmeio.files import File
 
@@ -102,23 +105,48 @@ def _lock_shared(fd: int, path: str | os.PathLike[str]) -> bool:
 
 def lock_alone(fd: int) -> bool:
     """Take an exclusive lock if nobody has one; False if locks do not work."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+    with contextlib.suppress(OSError):
+        return become_writer(fd, must_lock=True)
+    return False
 
 
-def become_writer(fd: int) -> bool:
+def become_writer(fd: int, must_lock: bool = False) -> bool:
     """Become the one writer of a file or directory; False if there is one.
 
-    The lock goes with the process. On a file system without locks everybody becomes one.
+    The lock goes with the process. On a file system without locks everybody becomes one, or it is
+    an OSError.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as failed:
-        return not isinstance(failed, BlockingIOError)
+    except BlockingIOError:
+        return False
+    except OSError:
+        if must_lock:
+            raise
     return True
+
+
+def open_alone(path: str, refusal: Callable[[int], BaseException], must_lock: bool = False) -> int:
+    """Open a file of this user's, made with its directory where missing, and be its one writer.
+
+    If something of this process has it that was closed, dropped or left, that is waited for; if
+    its owner removes it, it is made anew. Raises `refusal(fd)` if another one writes it, and
+    TransferError where locks do not work and it `must_lock`.
+    """
+    while True:
+        ending = those_that_end()  # before the try: what gives it back just after that counts too
+        make_private_directory(os.path.dirname(path))
+        try:
+            fd = open_own(path)
+        except FileNotFoundError:
+            continue  # its owner removed the directory meanwhile
+        with on_error(os.close, fd), naming("lock", path):
+            alone = become_writer(fd, must_lock)
+            if alone and leads_to(path, fd):
+                return fd
+            if not (alone or wait_for(ending)):
+                raise refusal(fd)
+        os.close(fd)
 
 
 # Directories' locks of this process. A child that it forks shares them: it must not go on holding

@@ -144,18 +144,23 @@ def leave(owner: OwnerThread) -> None:
     _left.append(weakref.ref(owner))
 
 
-def wait_for_those_that_end() -> bool:
-    """Wait for what was closed, dropped or left and is still ending; whether there was any.
+def those_that_end() -> list[OwnerThread]:
+    """Owners of what was closed, dropped or left, and may be ending.
 
-    For who opens again what an interrupted call, or the collector, is about to give back.
+    For who opens again what an interrupted call, or the collector, is about to give back. Ask
+    before each try: what gives back just after one is waited for too.
     """
-    owners = [closing.owner for closing in list(_open.values()) if closing.asked]
-    while _left:
-        owner = _left.pop()()
-        if owner is not None:
-            owners.append(owner)
+    owners = [mark() for mark in list(_left)]
+    owners += [closing.owner for closing in list(_open.values()) if closing.asked]
+    return [owner for owner in owners if owner is not None and not owner.forked]
+
+
+def wait_for(owners: list[OwnerThread]) -> bool:
+    """Wait until what these owners keep has ended; whether there are any: then try again."""
     for owner in owners:
         owner.drain()
+        with contextlib.suppress(ValueError):
+            _left.remove(weakref.ref(owner))
     return bool(owners)
 
 

@@ -24,6 +24,7 @@ from nvmeio import AioHandle
 from nvmeio._kv_blocks import catalog
 from nvmeio._kv_blocks.store import BlockStore
 from nvmeio._kv_blocks.table import HEADER_BYTES, RECORD_BYTES
+from nvmeio._storage import locks
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.testing import FakeEngine
 
@@ -398,6 +399,27 @@ def test_other_sizes_begin_anew(tmp_path: Path, handle: AioHandle, caplog: Any) 
 
 
 # Several processes
+
+
+def test_a_table_that_is_removed_before_it_is_locked_is_made_anew(
+    tmp_path: Path, handle: AioHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever fails to open a new store removes its files; another one had opened them by then."""
+    locked: list[int] = []
+
+    def lock(fd: int, must_lock: bool) -> bool:
+        if not locked:
+            os.unlink(os.readlink(f"/proc/self/fd/{fd}"))
+        locked.append(fd)
+        return become_writer(fd, must_lock)
+
+    become_writer = locks.become_writer
+    monkeypatch.setattr(locks, "become_writer", lock)
+    with opened(tmp_path, handle) as store:
+        put(store, [1])
+    assert len(locked) == 2
+    with opened(tmp_path, handle) as store:
+        assert loaded(store, [1]) == [True]
 
 
 def test_one_process_writes_and_others_read(tmp_path: Path, handle: AioHandle) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import _thread
+import fcntl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-from support import run_python, spin_until
+from support import PATIENCE_S, run_python, spin_until, thread
 
+from nvmeio._kv_blocks.catalog import Catalog
 from nvmeio._threads import shutdown
 from nvmeio._threads.owner import OwnerThread
 from nvmeio._threads.shutdown import Ending, open_owned
 from nvmeio.errors import ClosedError
+from nvmeio.offload._swap_files.swap_dirs import SwapDir
 
 
 @pytest.fixture
@@ -163,3 +167,56 @@ def test_engines_end_behind_owners_whichever_was_imported_first() -> None:
         fresh=True,
     )
     assert (done.stdout.split(), done.stderr) == (["hurry", "owner", "engine"], "")
+
+
+# Who opens again what is ending
+
+
+def _swap_directory(above: Path) -> Callable[[], object]:
+    return SwapDir(above, "optimizer").release
+
+
+def _store_of_blocks(above: Path) -> Callable[[], object]:
+    return Catalog(above / "kv" / "a.blocks", 4096, 4096, 4, writer=True).close
+
+
+@pytest.mark.parametrize("opening", [_swap_directory, _store_of_blocks])
+def test_it_ends_just_after_what_it_holds_was_tried(
+    owner: OwnerThread,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    opening: Callable[[Path], Callable[[], object]],
+) -> None:
+    """It looked for what ends after the lock was refused, and overlooked what had just ended."""
+    gate, refused = threading.Event(), []
+    give_back = opening(tmp_path)
+    ending = owner.call(lambda: Ending(owner, lambda: (gate.wait(PATIENCE_S), give_back())))
+    ending.begin()
+    flock = fcntl.flock
+
+    def tried(fd: int, how: int) -> None:
+        try:
+            flock(fd, how)
+        except BlockingIOError:
+            refused.append(fd)
+            gate.set()
+            spin_until(lambda: ending._closing.done and owner.closed)
+            raise
+
+    monkeypatch.setattr(fcntl, "flock", tried)
+    opening(tmp_path)()
+    assert len(refused) == 1
+
+
+def test_two_wait_for_what_an_interrupted_call_left(owner: OwnerThread) -> None:
+    """The first of them took it off the list before it had ended; the second found nothing."""
+    begun, gate = threading.Event(), threading.Event()
+    owner.post(lambda: (begun.set(), gate.wait(PATIENCE_S)))
+    assert begun.wait(PATIENCE_S)
+    shutdown.leave(owner)
+    with thread(lambda: shutdown.wait_for(shutdown.those_that_end())) as first:
+        spin_until(lambda: not owner._requests.empty())
+        assert owner in shutdown.those_that_end()
+        gate.set()
+    assert first == [True]
+    assert owner not in shutdown.those_that_end()

@@ -27,8 +27,8 @@ from nvmeio._checks import Paths
 from nvmeio._distributed.rank_store import several
 from nvmeio._io.drives import StripedFile, Striping, weights_of
 from nvmeio._storage import durable, untrusted
+from nvmeio._storage.locks import open_alone
 from nvmeio._storage.untrusted import SETTINGS_BYTES, read_small
-from nvmeio._threads import shutdown
 from nvmeio._threads.closing import do_all, on_error, unlink
 from nvmeio.errors import IntegrityError, TransferError, counted, naming, transfer_error
 from nvmeio.files import File
@@ -68,8 +68,8 @@ class SwapDir:
                 detail="swap_dir must be a directory on a fast drive",
             )
         self.path = os.path.join(above, name)
-        self._lock_fd = fd = self._locked()
         lock = self.file(LOCK)
+        self._lock_fd = fd = open_alone(lock, self._refusal, must_lock=True)
         try:
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
@@ -79,38 +79,14 @@ class SwapDir:
         with on_error(self.release):
             self._check_ours()
 
-    def _locked(self) -> int:
-        lock = self.file(LOCK)
-        while True:
-            untrusted.make_private_directory(self.path)
-            try:
-                fd = untrusted.open_own(lock)
-            except FileNotFoundError:
-                continue  # its owner removed the directory meanwhile
-            with on_error(os.close, fd):
-                if self._is_locked(fd, lock):
-                    return fd
-            os.close(fd)
-
-    def _is_locked(self, fd: int, lock: str) -> bool:
-        """Lock it; False to open it once more, because its owner removes it or has."""
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return os.path.samestat(os.fstat(fd), os.stat(lock))
-        except FileNotFoundError:
-            return False
-        except BlockingIOError:
-            with naming("read", lock):
-                holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
-        except OSError as failed:
-            raise transfer_error(failed, "lock", lock) from failed
-        if holder == str(os.getpid()) and shutdown.wait_for_those_that_end():
-            return False
+    def _refusal(self, fd: int) -> TransferError:
+        with naming("read", self.file(LOCK)):
+            holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
         detail = (
             f"process {holder or 'unknown'} swaps into this directory: close what it opened, or "
             "choose another swap_dir"
         )
-        raise TransferError(errno.EBUSY, operation="open", path=self.path, detail=detail)
+        return TransferError(errno.EBUSY, operation="open", path=self.path, detail=detail)
 
     def _check_ours(self) -> None:
         """Raise if a file is a link or another user's; nobody can put one there after this."""
