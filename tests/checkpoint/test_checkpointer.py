@@ -31,6 +31,7 @@ from support import PATIENCE_S, HeldEngine, on_every_loop, spin_until, thread, u
 
 import nvmeio
 from nvmeio._memory import mappings
+from nvmeio.checkpoint._manager.job import SaveJob
 from nvmeio.testing import FakeEngine
 
 OBJECTS = {**SAFE, **UNSAFE}
@@ -178,16 +179,21 @@ def test_waiting_with_a_time_limit(held: nvmeio.Checkpointer, engine_held: HeldE
 
 
 async def test_a_second_save_waits_for_the_first(
-    held: nvmeio.Checkpointer, engine_held: HeldEngine
+    held: nvmeio.Checkpointer, engine_held: HeldEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the event loop goes on meanwhile."""
     first = await held.save(state_of(0), 0)
+    waiting: list[float] = []
+
+    def wait(job: SaveJob, timeout: float | None, real: Any = SaveJob.wait) -> bool:
+        waiting.append(time.perf_counter())
+        return bool(real(job, timeout))
+
+    monkeypatch.setattr(SaveJob, "wait", wait)
     second = asyncio.create_task(held.save(state_of(1), 1))
-    began = time.perf_counter()
-    for _ in range(60):
-        await asyncio.sleep(0.005)
-        assert not second.done()
-    waited_s = time.perf_counter() - began
+    await until(lambda: len(waiting) > 3)
+    assert not second.done()
+    waited_s = time.perf_counter() - waiting[0]
     assert held.steps() == []
     engine_held.gate.set()
     report = await second

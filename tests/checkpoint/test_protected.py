@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from typing import Any
 
 import pytest
 import torch
-from support import needs_protection
+from support import collect, needs_protection
 
 from nvmeio._formats.torch_layout import StorageRecord
 from nvmeio.checkpoint._snapshot import protected as protected_module
@@ -54,7 +53,7 @@ def test_failed_protection_leaves_storages_resizable(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(protected_module, "WriteProtection", refuse)
     with pytest.raises(MemoryError, match="no memory for a snapshot's tables"):
         Protected([span_of(tensor)], "/tmp")
-    gc.collect()
+    collect()
     assert tensor.untyped_storage().resizable()
     tensor.share_memory_()
 

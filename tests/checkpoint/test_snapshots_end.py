@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import copy
 import errno
-import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from checkpoint._checkpointers import file_of, names
 from checkpoint._objects import assert_same
 from checkpoint._snapshot_training import SIDE, Training, averages_in, check
 from faults._support import MIB
-from support import HeldEngine, needs_protection, run_python, spin_until, thread
+from support import HeldEngine, collect, needs_protection, run_python, spin_until, thread
 
 import nvmeio
 from nvmeio.testing import FakeEngine
@@ -86,7 +85,7 @@ def test_closing_and_dropping_while_it_is_written(
     checkpointer.save_sync(training.state(), 1)
     with pytest.warns(ResourceWarning, match="is being written"):
         del checkpointer
-        gc.collect()
+        collect()
     averages_in(training)
     engine_held.gate.set()
     spin_until(lambda: "step-00000001.pt" in names(directory))

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from support import collect
 
 import nvmeio
 from nvmeio._memory import mappings
@@ -108,7 +109,7 @@ def test_finalizer_finds_the_memory_that_it_frees() -> None:
     gc.collect()
     assert pins.is_pinned(view)
     del view
-    gc.collect()
+    collect()
     assert seen == [(True, True)]
 
 

@@ -16,7 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support import PATIENCE_S, HeldEngine, needs_protection, run_python, run_ranks, thread
+from support import (
+    PATIENCE_S,
+    HeldEngine,
+    collect,
+    needs_protection,
+    run_python,
+    run_ranks,
+    thread,
+)
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 
@@ -383,7 +391,7 @@ def test_the_memory_of_a_save_is_that_of_the_one_before(
         assert not before or addresses(staged) == before, number
         before = addresses(staged)
         del staged, wanted
-        gc.collect()
+        collect()
         assert len(made) == 3 * 3  # three layers' weights, each with two moments
 
 
@@ -396,7 +404,7 @@ def test_memory_that_somebody_still_has_is_left_alone(
     wanted = kept.clone()
     others = addresses(staged) - {kept.data_ptr()}
     del staged
-    gc.collect()
+    collect()
     by_data(training)
     again = stager.stage(training.state())
     assert kept.data_ptr() not in addresses(again) and others <= addresses(again)
@@ -413,14 +421,14 @@ def test_memory_that_is_not_needed_any_more_is_given_back(
     assert staged["more"].sum() == NUMEL
     was, weights = staged["more"].data_ptr(), addresses(staged)
     del staged
-    gc.collect()
+    collect()
     assert mappings.owns(was, 4 * NUMEL)
     staged = stager.stage({"model": training.state()["model"]})
     assert addresses(staged) == weights and not mappings.owns(was, 4 * NUMEL)
     stager.close()
     assert all(mappings.owns(address, SIDE * SIDE) for address in weights)  # it is in use
     del staged
-    gc.collect()
+    collect()
     assert not any(mappings.owns(address, SIDE * SIDE) for address in weights)
     stager.stage(training.state())
     stager.close()
@@ -432,7 +440,7 @@ def test_a_staged_state_that_is_dropped_holds_nothing(
     staged = stager.stage(training.state())
     assert staged["model"]
     del staged
-    gc.collect()
+    collect()
     for parameter in training.model.parameters():
         parameter.untyped_storage().resize_(parameter.nbytes)
 
