@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from nvmeio._threads.running_loop import running_loop
 
 Me = TypeVar("Me")
+Item = TypeVar("Item")
 Args = ParamSpec("Args")
 
 
@@ -26,6 +27,13 @@ def do_all(
             failure = failure or failed
     if failure is not None:
         raise failure
+
+
+def members(objects: Iterable[Item]) -> list[Item]:
+    """What a WeakSet holds at one moment, whoever makes or drops one meanwhile."""
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread has made one just now
+            return list(objects)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from nvmeio._formats.torch_writing import padded_nbytes
 from nvmeio._io.handles import new_handle
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads import shutdown
-from nvmeio._threads.closing import do_all
+from nvmeio._threads.closing import do_all, members
 from nvmeio._threads.interruptible import Cancellation, begun, run_interruptible
 from nvmeio.checkpoint import safetensors
 from nvmeio.checkpoint._manager.job import Plan, SaveJob, SaveReport, Setup, pickled_state
@@ -277,7 +277,7 @@ def _at_exit() -> None:
             logger.error("a save failed, and nobody has asked for it: %s", failed)
             raise
 
-    do_all(partial(end, saver) for saver in list(_savers) if saver.pid == os.getpid())
+    do_all(partial(end, saver) for saver in members(_savers) if saver.pid == os.getpid())
 
 
 shutdown.at_exit(_at_exit)

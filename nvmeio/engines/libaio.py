@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nvmeio._bindings import KernelAio, ffi, lib, open_kernel_aio
-from nvmeio._threads.closing import on_error
+from nvmeio._threads.closing import members, on_error
 from nvmeio._threads.interruptible import Job
 from nvmeio._threads.threads import Thread
 from nvmeio.engines import base
@@ -94,7 +94,7 @@ class LibaioEngine:
         error = ffi.new("int *")
         engine = lib.nv_engine_new(table, raw, error)
         if engine == ffi.NULL and error[0] == errno.EAGAIN:
-            for job in list(_giving_back):
+            for job in members(_giving_back):
                 job.wait()  # what was closed just now counts until then
             engine = lib.nv_engine_new(table, raw, error)
         if engine == ffi.NULL:

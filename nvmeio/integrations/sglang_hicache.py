@@ -34,6 +34,7 @@ from nvmeio import buffers
 from nvmeio._formats.safetensors_shards import parse_size
 from nvmeio._kv_blocks.store import BlockStore
 from nvmeio._pages import PAGE_BYTES, round_up
+from nvmeio._threads.closing import members
 from nvmeio.errors import ClosedError
 from nvmeio.integrations._clients import client, joined, on_demand, resolved
 from nvmeio.integrations._kv_identity import ServedModel, WeightOptions, identity_of
@@ -549,5 +550,5 @@ def _hook() -> list[str]:
 
 def _after(_: Any, *args: Any, **named: Any) -> None:
     """Called after each of `TARGETS`, also where it failed; keeps its result."""
-    for backend in list(_backends):
+    for backend in members(_backends):
         backend.new_generation()

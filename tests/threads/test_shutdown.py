@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import fcntl
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from support import PATIENCE_S, run_python, spin_until, thread
 
 from nvmeio._kv_blocks.catalog import Catalog
 from nvmeio._threads import shutdown
+from nvmeio._threads.closing import members
 from nvmeio._threads.owner import OwnerThread
 from nvmeio._threads.shutdown import Ending, open_owned
 from nvmeio.errors import ClosedError
@@ -220,3 +222,16 @@ def test_two_wait_for_what_an_interrupted_call_left(owner: OwnerThread) -> None:
         gate.set()
     assert first == [True]
     assert owner not in shutdown.those_that_end()
+
+
+def test_a_set_of_what_is_open_may_grow_while_it_is_looked_through() -> None:
+    """RuntimeError, in whoever made a handle while another thread closed one."""
+    kept = [threading.Event() for _ in range(3)]
+
+    class Growing(weakref.WeakSet[threading.Event]):
+        def __iter__(self) -> Iterator[threading.Event]:
+            for each in super().__iter__():
+                yield each
+                self.update(kept)  # as another thread does in between
+
+    assert sorted(map(id, members(Growing(kept[:1])))) == sorted(map(id, kept))

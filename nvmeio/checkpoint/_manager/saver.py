@@ -25,7 +25,7 @@ from nvmeio._storage.durable import make_directory
 from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
 from nvmeio._storage.replace import check_writable
 from nvmeio._threads import interruptible, shutdown, threads
-from nvmeio._threads.closing import do_all
+from nvmeio._threads.closing import do_all, members
 from nvmeio._threads.future import Future
 from nvmeio._threads.interruptible import Cancelled
 from nvmeio.checkpoint._manager import retention
@@ -268,7 +268,7 @@ class Saver:
         looked = False
         while self._lock_fd < 0:
             # Before the try: one that gives the lock back just after it is waited for too.
-            ending = not looked or any(saver.ends_in(self.directory) for saver in _known())
+            ending = not looked or any(saver.ends_in(self.directory) for saver in members(_savers))
             try:
                 self._lock_fd = lock_directory(self.directory, "" if shared else _ONE_DIRECTORY)
                 return
@@ -425,19 +425,13 @@ class SaveCall:
 _savers: weakref.WeakSet[Saver] = weakref.WeakSet()
 
 
-def _known() -> list[Saver]:
-    while True:
-        with contextlib.suppress(RuntimeError):  # another thread makes or drops one just now
-            return list(_savers)
-
-
 def _no_thread(failed: BaseException) -> None:
     logger.error("the end of a Checkpointer was not waited for: %s", failed)
 
 
 def _at_exit() -> None:
     """Finish all that was begun; raises a failure that nobody has seen."""
-    do_all(partial(_close_at_exit, saver) for saver in _known() if not saver.released)
+    do_all(partial(_close_at_exit, saver) for saver in members(_savers) if not saver.released)
 
 
 def _close_at_exit(saver: Saver) -> None:

@@ -33,6 +33,7 @@ from nvmeio._memory import copy_on_write, holds
 from nvmeio._memory.devices import Copier
 from nvmeio._pages import PAGE_BYTES
 from nvmeio._threads import shutdown
+from nvmeio._threads.closing import members
 from nvmeio._threads.threads import Thread
 from nvmeio.engines._queued import DeviceRequest, QueuedEngine
 from nvmeio.engines.base import CompletionQueue, DeviceTransfer, Opcode, Options, Request, Transfer
@@ -543,7 +544,7 @@ _running: weakref.WeakSet[CuFileEngine] = weakref.WeakSet()
 
 
 def _at_exit() -> None:
-    for engine in list(_running):
+    for engine in members(_running):
         if engine._pid == os.getpid():  # in a forked child, its locks may be held for ever
             engine.hurry()
 
