@@ -17,7 +17,7 @@ import torch
 from fake_accelerator import DEVICE, Accelerator, Pace, accelerator
 from inference.test_training import data, empty, saved, unit_bytes
 from offload.test_module_on_device import WIDTH, model, swapped
-from support import open_descriptors
+from support import new_descriptors, open_descriptors, spin_until
 
 import nvmeio
 from nvmeio._io import spans
@@ -175,10 +175,7 @@ def test_a_closed_handle_keeps_nothing_where_the_device_refuses_its_stream(
         asyncio.run(handle.aclose())
     else:
         handle.close()
-    until = time.monotonic() + 60.0
-    while open_descriptors() != before and time.monotonic() < until:
-        time.sleep(0.01)  # the kernel takes its time
-    assert open_descriptors() == before
+    spin_until(lambda: not new_descriptors(before))  # the kernel takes its time
     assert handle.closed
 
 

@@ -105,8 +105,9 @@ def test_a_file_that_is_broken_off_leaves_the_old_one(nbytes: int, tmp_path: Pat
         file.write(b"more")
     dropped = fs.open(url(path), "wb")
     dropped.write(bytes(nbytes))
-    with pytest.warns(ResourceWarning, match="was dropped, not closed"):
+    with pytest.warns(ResourceWarning, match="was dropped, not closed") as told:
         del dropped
+        spin_until_collected(lambda: bool(told.list))
     assert path.read_bytes() == b"old"
     spin_until_collected(lambda: list(tmp_path.iterdir()) == [path])
 
