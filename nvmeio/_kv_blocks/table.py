@@ -18,6 +18,8 @@ of that process as well; readers of its store take it from the table.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import mmap
 import os
@@ -196,6 +198,8 @@ class Table:
     def close(self) -> None:
         """Close the file; the lock on it goes. Idempotent."""
         self._map.close()
+        with contextlib.suppress(ValueError, OSError):  # closed before; a file system without locks
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # a forked child has the file too, and keeps it
         self._file.close()
 
 

@@ -422,6 +422,25 @@ def test_a_table_that_is_removed_before_it_is_locked_is_made_anew(
         assert loaded(store, [1]) == [True]
 
 
+def test_a_forked_child_does_not_keep_the_store(tmp_path: Path, handle: AioHandle) -> None:
+    """A data loader's worker had the table, and with it the lock, after its parent closed it."""
+    waiting, go = os.pipe()
+    with opened(tmp_path, handle) as store:
+        put(store, [1])
+        child = os.fork()
+        if not child:
+            os.close(go)
+            os.read(waiting, 1)
+            os._exit(0)
+    try:
+        with opened(tmp_path, handle) as store:
+            assert loaded(store, [1]) == [True]
+    finally:
+        os.close(go)
+        os.close(waiting)
+        os.waitpid(child, 0)
+
+
 def test_one_process_writes_and_others_read(tmp_path: Path, handle: AioHandle) -> None:
     with opened(tmp_path, handle) as store:
         with pytest.raises(TransferError, match="another process writes") as refused:
