@@ -16,7 +16,6 @@ computed in the memory that they go into.
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
@@ -33,6 +32,7 @@ from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._residency.order import Limited, Order
 from nvmeio._residency.reader import Fill, Reader, Reads
 from nvmeio._residency.window import Keeper, Slot, Window
+from nvmeio._threads.closing import collect
 from nvmeio.files import File
 from nvmeio.operation import Operation
 
@@ -229,7 +229,7 @@ class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
 
     def take_anyway(self, unit: Unit) -> DeviceSlot[Unit]:
         """Take it outside of an arena too; the error says what is too small, budget or device."""
-        gc.collect()  # what looks free may be held by a tensor in a cycle
+        collect()  # what looks free may be held by a tensor in a cycle
         nbytes, pool = unit.nbytes, self._pool
         pool.refused = None
         memory = pool.take(nbytes)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -27,6 +30,19 @@ def do_all(
             failure = failure or failed
     if failure is not None:
         raise failure
+
+
+def collect() -> None:
+    """Collect garbage: `gc.collect` does nothing while another thread collects, so wait for that.
+
+    For a second at most: what that thread finalizes may wait for the caller, or be the caller.
+    """
+    for _ in range(1000):
+        garbage = weakref.ref(type("Garbage", (), {}))  # every class is in a cycle
+        gc.collect()
+        if garbage() is None:
+            return
+        time.sleep(0.001)
 
 
 def members(objects: Iterable[Item]) -> list[Item]:

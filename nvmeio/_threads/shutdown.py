@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from nvmeio._threads.closing import do_all
 from nvmeio._threads.owner import OwnerThread
-from nvmeio._threads.threads import log_failure, unlist
+from nvmeio._threads.threads import log_failure, logger, unlist
 from nvmeio.errors import ClosedError, NvmeioError
 
 Opened = TypeVar("Opened")
@@ -179,6 +179,15 @@ _untold: deque[tuple[int, str]] = deque(maxlen=64)  # no errors: their frames ke
 def at_exit(end: Callable[[], object]) -> None:
     """Call `end()` when the program ends; what it raises is printed, and sets the status."""
     atexit.register(_end_of_program, end)
+
+
+def end_saving(end: Callable[[], object]) -> None:
+    """Call `end()`; log what it raises, for nobody asks for it any more."""
+    try:
+        end()
+    except BaseException as failed:
+        logger.error("a save failed, and nobody has asked for it: %s", failed)
+        raise
 
 
 def at_exit_first(end: Callable[[], object]) -> None:

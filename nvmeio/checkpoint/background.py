@@ -7,7 +7,6 @@ is removed. The snapshot and the life of a save are the same (`_manager.job`).
 from __future__ import annotations
 
 import concurrent.futures
-import logging
 import os
 import threading
 import time
@@ -31,8 +30,6 @@ from nvmeio.checkpoint import safetensors
 from nvmeio.checkpoint._manager.job import Plan, SaveJob, SaveReport, Setup, pickled_state
 from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots
 from nvmeio.handle import AioHandle
-
-logger = logging.getLogger("nvmeio")
 
 # How often a wait looks whether it was cancelled.
 _LOOK_S = 0.05
@@ -269,15 +266,8 @@ def _nobody_asked(future: concurrent.futures.Future[Any]) -> None:
 
 def _at_exit() -> None:
     """Finish all that was begun; raises a failure that nobody has seen."""
-
-    def end(saver: BackgroundSaver) -> None:
-        try:
-            saver.end()
-        except BaseException as failed:
-            logger.error("a save failed, and nobody has asked for it: %s", failed)
-            raise
-
-    do_all(partial(end, saver) for saver in members(_savers) if saver.pid == os.getpid())
+    savers = [saver for saver in members(_savers) if saver.pid == os.getpid()]
+    do_all(partial(shutdown.end_saving, saver.end) for saver in savers)
 
 
 shutdown.at_exit(_at_exit)

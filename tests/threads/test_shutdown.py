@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import _thread
 import fcntl
+import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import PATIENCE_S, run_python, spin_until, thread
 
 from nvmeio._kv_blocks.catalog import Catalog
-from nvmeio._threads import shutdown
-from nvmeio._threads.closing import members
+from nvmeio._threads import closing, shutdown
+from nvmeio._threads.closing import collect, members
 from nvmeio._threads.owner import OwnerThread
 from nvmeio._threads.shutdown import Ending, open_owned
 from nvmeio.errors import ClosedError
@@ -235,3 +238,40 @@ def test_a_set_of_what_is_open_may_grow_while_it_is_looked_through() -> None:
                 self.update(kept)  # as another thread does in between
 
     assert sorted(map(id, members(Growing(kept[:1])))) == sorted(map(id, kept))
+
+
+def test_garbage_is_collected_where_another_thread_is_collecting() -> None:
+    """`gc.collect` did nothing, and what lay in a cycle was called in use."""
+    finalizing, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            finalizing.set()
+            go_on.wait(PATIENCE_S)
+
+    class Lost:
+        def __init__(self) -> None:
+            self.itself = self
+
+    def sleep(seconds: float) -> None:
+        go_on.set()
+        time.sleep(seconds)
+
+    gc.disable()
+    try:
+        Slow()
+        with thread(gc.collect):
+            assert finalizing.wait(PATIENCE_S)
+            lost = weakref.ref(Lost())
+            gc.collect()
+            assert lost() is not None
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(closing, "time", SimpleNamespace(sleep=sleep))
+                collect()
+            assert lost() is None
+    finally:
+        go_on.set()
+        gc.enable()

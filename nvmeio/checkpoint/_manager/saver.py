@@ -9,7 +9,6 @@ from __future__ import annotations
 import _thread
 import contextlib
 import errno
-import gc
 import logging
 import os
 import threading
@@ -25,7 +24,7 @@ from nvmeio._storage.durable import make_directory
 from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
 from nvmeio._storage.replace import check_writable
 from nvmeio._threads import interruptible, shutdown, threads
-from nvmeio._threads.closing import do_all, members
+from nvmeio._threads.closing import collect, do_all, members
 from nvmeio._threads.future import Future
 from nvmeio._threads.interruptible import Cancelled
 from nvmeio.checkpoint._manager import retention
@@ -79,7 +78,7 @@ class Saver:
         self._job: SaveJob | None = None  # the last one whose snapshot was taken
         self._saves = self._loads = 0
         self._pid = os.getpid()
-        self._released = False
+        self.released = False
         self.under_way: list[Future[SaveReport]] = []  # and what nobody was told of
         self.closed = False
         self._stopped = False  # while it opens
@@ -276,7 +275,7 @@ class Saver:
                 if busy.errno != errno.EBUSY or self._stopped or not ending:
                     raise
             if not looked:
-                gc.collect()
+                collect()
                 looked = True
             time.sleep(_LOOK_S / 10)
 
@@ -315,7 +314,7 @@ class Saver:
             job = self._job
             if job is not None:
                 job.wait(None)
-                if job.number == self._saves and not self._released:
+                if job.number == self._saves and not self.released:
                     job.part_from_others()
             self._release()
         self.result(job)
@@ -349,7 +348,7 @@ class Saver:
             self._release()
 
     def _release(self) -> None:
-        self._released = True
+        self.released = True
         self.setup.snapshots.release()
         handle, self._handle = self._handle, None
         try:
@@ -357,10 +356,6 @@ class Saver:
                 handle.close()
         finally:
             self._unlock()
-
-    @property
-    def released(self) -> bool:
-        return self._released
 
     @property
     def unfinished(self) -> SaveJob | None:
@@ -431,15 +426,8 @@ def _no_thread(failed: BaseException) -> None:
 
 def _at_exit() -> None:
     """Finish all that was begun; raises a failure that nobody has seen."""
-    do_all(partial(_close_at_exit, saver) for saver in members(_savers) if not saver.released)
-
-
-def _close_at_exit(saver: Saver) -> None:
-    try:
-        saver.close()
-    except BaseException as failed:
-        logger.error("a save failed, and nobody has asked for it: %s", failed)
-        raise
+    savers = [saver for saver in members(_savers) if not saver.released]
+    do_all(partial(shutdown.end_saving, saver.close) for saver in savers)
 
 
 shutdown.at_exit(_at_exit)

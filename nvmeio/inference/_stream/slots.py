@@ -9,7 +9,6 @@ lent: it is used again once the last tensor over it is gone.
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from nvmeio._residency import window
 from nvmeio._residency.on_device import DevicePool
 from nvmeio._residency.reader import Fill, WantedBytes
 from nvmeio._residency.window import LentPool, laid_over, lease_now
-from nvmeio._threads.closing import on_error
+from nvmeio._threads.closing import collect, on_error
 from nvmeio.files import File
 from nvmeio.inference._parallel.rank_reader import RankReader, SharedFill
 from nvmeio.inference._plan.budget import Shares
@@ -122,7 +121,7 @@ class _WorkRoom:
             return self._shared
         memory = self._lend(slot.unit)
         if memory is None:
-            gc.collect()  # what is held by a tensor in a cycle
+            collect()  # what is held by a tensor in a cycle
             memory = self._lend(slot.unit)
         if memory is None:
             raise MemoryError(

@@ -6,7 +6,6 @@ Rows of an embedding that stays in its file come by themselves: those that a pas
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.drives import DriveHandles
 from nvmeio._residency.reader import Fill, Reader
 from nvmeio._residency.window import Keeper
-from nvmeio._threads.closing import do_all
+from nvmeio._threads.closing import collect, do_all
 from nvmeio.errors import BatchError, RowsError, TransferError, counted, with_context
 from nvmeio.handle import AioHandle
 from nvmeio.inference._parallel.rank_reader import RankReader, SharedFill
@@ -151,7 +150,7 @@ class Weights(Keeper[Unit, WeightSlot]):
         """Try again without tensors in cycles, else raise: the budget was shared out for this."""
         if not self._trainable:
             raise RuntimeError(f"no slot for {unit!r}")
-        gc.collect()  # what is held by a tensor in a cycle
+        collect()  # what is held by a tensor in a cycle
         slot = self.take(unit)
         if slot is None:
             raise MemoryError(

@@ -16,7 +16,6 @@ units come straight from the drive, that window is the only one as soon as all h
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -38,6 +37,7 @@ from nvmeio._residency.on_device import (
 from nvmeio._residency.order import Limited, ThereAndBack
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._residency.window import Keeper, LentPool, Slot, Window, laid_over
+from nvmeio._threads.closing import collect
 from nvmeio._threads.owner import Claim, OwnerThread, owned
 from nvmeio._threads.shutdown import Ending, open_owned
 from nvmeio.errors import ClosedError
@@ -476,7 +476,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
                 return slot
         slot = self._pool.take_apart(unit, unit.nbytes)
         if slot is None:
-            gc.collect()
+            collect()
             slot = self.take(unit) or self._pool.take_apart(unit, unit.nbytes)
         if slot is not None:
             return slot
