@@ -263,7 +263,7 @@ def test_garbage_is_collected_where_another_thread_is_collecting() -> None:
     gc.disable()
     try:
         Slow()
-        with thread(gc.collect):
+        with thread(collect):
             assert finalizing.wait(PATIENCE_S)
             lost = weakref.ref(Lost())
             gc.collect()
