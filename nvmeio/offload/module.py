@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nvmeio._checks import NotPickled, Paths
 from nvmeio._memory import devices
@@ -20,6 +22,7 @@ from nvmeio.offload._module.stages import ParamUnit, find_stages, find_units
 from nvmeio.offload._module.wrapped import attach, watch
 from nvmeio.offload._optimizer import arguments
 from nvmeio.offload._swap_files.tensors import is_absent, is_sharded, own_strides, sharded_alike
+from nvmeio.offload.optimizer import SwappedOptimizer
 
 
 class SwappedModule(NotPickled, Closing, torch.nn.Module):
@@ -59,7 +62,7 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
             or less if that would not hold what is needed at once. A larger module is read child by
             child, if its forward calls its children. Tiles are no larger either. Not for a module
             that FSDP2 shards.
-        device: Where it computes: the CPU, or a CUDA device, which no such machine has run yet.
+        device: Where it computes: the CPU, or a CUDA device (one H100 has run it, docs/gds.md).
             The host's window is then the way there, and keeps what it has room for; copies have
             a stream of their own, and yours waits for them by events. Buffers are moved there,
             and gradients are made there. Bring inputs there yourself.
@@ -150,6 +153,7 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
                 for stage in stages:
                     attach(store, stage)
             watch(module)
+            _watch_optimizers()
         except BaseException:
             self.close()
             raise
@@ -370,6 +374,18 @@ def _sharded_by_fsdp(
             "stage_bytes, and call fully_shard for smaller parts"
         )
     return Sharded(module)
+
+
+def _check_stepping(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Refuse a step in the window, which neither the drive nor `state_dict` would know of."""
+    groups = () if isinstance(optimizer, SwappedOptimizer) else optimizer.param_groups
+    for parameter in (p for g in groups for p in g["params"] if p.grad is not None):
+        store = store_of(parameter)
+        if store is not None and not store.is_gathered(parameter):
+            raise RuntimeError("parameters of a SwappedModule are stepped by a SwappedOptimizer")
+
+
+_watch_optimizers = functools.cache(lambda: register_optimizer_step_pre_hook(_check_stepping))
 
 
 def _check_parameters(module: torch.nn.Module, device: torch.device) -> None:

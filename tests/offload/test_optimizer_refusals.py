@@ -21,7 +21,7 @@ from support import (
 )
 
 import nvmeio
-from nvmeio.offload import SwappedOptimizer
+from nvmeio.offload import SwappedModule, SwappedOptimizer
 
 # Bad input
 
@@ -31,6 +31,48 @@ def test_closures_are_refused(tmp_path: Path) -> None:
     refused = pytest.raises(TypeError, match="takes no closure")
     with swapped(made, tmp_path) as optimizer, refused:
         optimizer.step(lambda: 0.0)
+
+
+def test_an_optimizer_that_was_made_before_the_module_is_refused(tmp_path: Path) -> None:
+    """It stepped what the window held: the module's state dict, and so checkpoints, had none."""
+    made = model()
+    with swapped(made, tmp_path / "optimizer") as optimizer:
+        module = SwappedModule(made, swap_dir=tmp_path / "module", resident_bytes="1M")
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        loss_of(module, 0).backward()
+        with pytest.raises(
+            RuntimeError, match=r"place was memory and is a SwappedModule.*make a n"
+        ):
+            optimizer.step()
+        assert_same(before, module.state_dict())
+        module.close()
+
+
+def test_a_plain_optimizer_over_swapped_parameters_is_refused(tmp_path: Path) -> None:
+    """It stepped the window, and what `state_dict` and the drive had stayed as it was."""
+    module = SwappedModule(
+        torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4))),
+        swap_dir=tmp_path,
+        resident_bytes="1M",
+    )
+    plain = torch.optim.AdamW(module.parameters(), lr=0.1)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    module(torch.ones(1, 16)).sum().backward()
+    with pytest.raises(RuntimeError, match="are stepped by a SwappedOptimizer"):
+        plain.step()
+    assert_same(before, module.state_dict())
+    with module.gather():  # where parameters are changed by hand
+        plain.step()
+    changed = module.state_dict()
+    assert not any(torch.equal(before[name], changed[name]) for name in before)
+    module.close()
+    plain.zero_grad()
+    plain.step()  # over nothing that is swapped
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 @pytest.mark.parametrize("cls", [torch.optim.LBFGS, torch.optim.SparseAdam, torch.nn.Linear, 3])

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio.offload._module.param_store import ParamStore
+from nvmeio.offload._module.param_store import ParamStore, store_of
 from nvmeio.offload._swap_files.subgroups import Piece
 from nvmeio.offload._swap_files.tensors import local
+
+_PLACES = ("a SwappedModule", "memory")
 
 
 @dataclass(eq=False)
@@ -51,6 +53,7 @@ class SwappedParam:
             ("dtype", self.dtype, now.dtype),
             ("device", self.device, now.device),
             ("contiguity", True, self._in_order(now)),
+            ("place", _PLACES[self.param_store is None], _PLACES[store_of(self.parameter) is None]),
         ):
             if was != found:
                 raise RuntimeError(
