@@ -125,7 +125,7 @@ def offload(
         Exception: As for `SwappedModule` and `SwappedOptimizer`.
     """
     if not isinstance(config, Mapping):
-        raise TypeError(f"config must be a mapping, not {type(config).__name__}")
+        raise TypeError(f"config must be a mapping (json.load of a file), not {config!r:.80}")
     zero = or_empty(known("config", config, TOP), "zero_optimization")
     zero = known("zero_optimization", zero, ZERO)
     stage = zero.get("stage", 3)

@@ -24,28 +24,10 @@ TOP = (
     "overwrite",
 )
 ZERO = ("stage", "offload_optimizer", "offload_param", "sub_group_size")
-OPTIMIZER = (
-    "device",
-    "nvme_path",
-    "pin_memory",
-    "buffer_count",
-    "buffer_size",
-    "pipeline_read",
-    "pipeline_write",
-    "pipeline",
-    "ratio",
-    "fast_init",
-)
-PARAM = ("device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu")
+_BOTH = ("device", "nvme_path", "pin_memory", "buffer_count", "buffer_size")
+OPTIMIZER = (*_BOTH, "pipeline_read", "pipeline_write", "pipeline", "ratio", "fast_init")
+PARAM = (*_BOTH, "max_in_cpu")
 AIO = (*Options._fields, "num_threads", "thread_count", "use_gds")
-_ACTIVATIONS = (
-    "partition_activations",
-    "cpu_checkpointing",
-    "contiguous_memory_optimization",
-    "number_checkpoints",
-    "synchronize_checkpoint_boundary",
-    "profile",
-)
 # What DeepSpeed has and what becomes of it here; said where somebody asks for it.
 _RANKS = (
     "leave it out: FSDP2 (fully_shard) or DistributedDataParallel communicate, with settings of "
@@ -89,8 +71,6 @@ _NOT_OF_OFFLOADING: dict[str, tuple[str, object]] = {
         True,
     ),
     "compute_grad_norm": ("call optimizer.clip_grad_norm_(max_norm), which returns it", True),
-    "stage3_gather_16bit_weights_on_model_save": ("module.state_dict() has all weights", False),
-    "stage3_gather_fp16_weights_on_model_save": ("module.state_dict() has all weights", False),
     "leaf_module": (
         "leave it out: a module that does not call its children is read as a whole",
         _ASKS,
@@ -129,8 +109,13 @@ _NOT_OF_OFFLOADING: dict[str, tuple[str, object]] = {
     "stage3_model_persistence_threshold": (_WINDOW, sys.maxsize),
     "stage3_module_granularity_threshold": (_WINDOW, 0),
 }
-# What only informs, whatever its value.
-_INFORMS = ("train_micro_batch_size_per_gpu", "steps_per_print")
+# What only informs, whatever its value, or is always so: state_dict() has all weights.
+_INFORMS = (
+    "train_micro_batch_size_per_gpu",
+    "steps_per_print",
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save",
+)
 # Of activation checkpointing: what cannot be, where it is asked for.
 _NOT_OF_ACTIVATIONS = {
     "partition_activations": "there is no model parallelism to share them out by",
@@ -139,6 +124,7 @@ _NOT_OF_ACTIVATIONS = {
     "synchronize_checkpoint_boundary": "call the device's own synchronize() in the region",
     "profile": "torch.profiler shows each region",
 }
+_ACTIVATIONS = (*_NOT_OF_ACTIVATIONS, "cpu_checkpointing", "number_checkpoints")
 
 
 def or_empty(section: Mapping[str, Any], key: str) -> Any:
@@ -148,7 +134,7 @@ def or_empty(section: Mapping[str, Any], key: str) -> Any:
 
 
 def known(name: str, section: Any, among: tuple[str, ...]) -> Mapping[str, Any]:
-    """A section, whose keys are all understood or ask for nothing."""
+    """A section, whose keys are all understood or ask for nothing; without those of "auto"."""
     if not isinstance(section, Mapping):
         raise ValueError(f"{name} must be a mapping, not {section!r:.80}")
     for key in section:
@@ -163,7 +149,8 @@ def known(name: str, section: Any, among: tuple[str, ...]) -> Mapping[str, Any]:
         raise ValueError(
             f"{name}: unknown key {key!r}{nearest(key, words)}; known are {', '.join(among)}"
         )
-    return section
+    # A device or a stage that is left out is another one: these have to be said.
+    return {k: v for k, v in section.items() if v != "auto" or k in ("device", "stage")}
 
 
 def _asks_for_nothing(key: str, section: Mapping[str, Any]) -> bool:
@@ -171,7 +158,9 @@ def _asks_for_nothing(key: str, section: Mapping[str, Any]) -> bool:
     if key == "train_batch_size":  # without accumulation it says what the loop does anyway
         micro = section.get("train_micro_batch_size_per_gpu", value)
         return bool(section.get("gradient_accumulation_steps", 1) == 1 and micro == value)
-    return value == "auto" or bool(value == _NOT_OF_OFFLOADING.get(key, ("", _ASKS))[1])
+    # What DeepSpeed itself makes of its default, null.
+    dynamic = key == "overlap_comm" and value is (section.get("stage", 3) == 3)
+    return dynamic or value == "auto" or bool(value == _NOT_OF_OFFLOADING.get(key, ("", _ASKS))[1])
 
 
 def flag(section: Mapping[str, Any], key: str, default: bool) -> bool:

@@ -119,7 +119,9 @@ NVME = {"device": "nvme", "nvme_path": "/nowhere/at/all"}
     [
         ({"offload_optimiser": {}}, "unknown key 'offload_optimiser'"),
         ({"zero_optimization": {"stage3_max_live_parameters": 1}}, "set the window instead"),
-        ({"zero_optimization": {"overlap_comm": True}}, "FSDP2"),
+        ({"zero_optimization": {"overlap_comm": False}}, "FSDP2"),
+        ({"zero_optimization": {"stage": 2, "overlap_comm": True}}, "FSDP2"),
+        ({"offload_optimizer": {**NVME, "device": "auto"}}, "device must be one of"),
         ({"zero_optimization": {"cpu_offload": True}}, "an older name: write offload_optimizer"),
         ({"zero_optimization": {"stage4": 1}}, "unknown key 'stage4'"),
         ({"offload_optimizer": {**NVME, "super_offload": True}}, "writing overlap anyway"),
@@ -179,6 +181,38 @@ NVME = {"device": "nvme", "nvme_path": "/nowhere/at/all"}
 def test_unknown_and_impossible_keys_are_refused(config: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         offload(gpt(), torch.optim.Adam, config)
+
+
+def test_auto_asks_for_nothing_where_a_word_is_known_too(tmp_path: Path) -> None:
+    """Transformers' own example was refused: "sub_group_size must be a positive number"."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": "auto"}
+    config = {
+        "bf16": {"enabled": "auto"},
+        "aio": {"block_size": "auto", "use_gds": "auto"},
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": "auto",
+            "overlap_comm": True,
+            "stage3_gather_16bit_weights_on_model_save": True,
+            "offload_optimizer": {**nvme, "buffer_count": "auto", "ratio": "auto"},
+            "offload_param": {**nvme, "buffer_size": "auto", "max_in_cpu": "auto"},
+        },
+    }
+    left_out = {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)},
+            "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)},
+        }
+    }
+    plans = []
+    for each in (config, left_out):
+        made = offload(gpt(), torch.optim.Adam, each)
+        assert isinstance(made.module, SwappedModule)
+        assert isinstance(made.optimizer, SwappedOptimizer)
+        plans.append((made.module.resident_bytes, made.optimizer.plan))
+        made.close()
+    assert plans[0] == plans[1]
 
 
 def test_words_that_ask_for_nothing_are_taken(tmp_path: Path) -> None:
