@@ -247,6 +247,15 @@ def test_modules_are_left_as_they_are(
     assert logits(model, prompt()).equal(logits(whole, prompt()))
 
 
+def test_a_group_size_that_no_matrix_has_is_refused(tmp_path: Path) -> None:
+    """It wrote the model unquantised, and said nothing."""
+    saved(llama, tmp_path / "m")
+    arguments = ["pack", str(tmp_path / "m"), str(tmp_path / "p"), "--quant-bits", "4"]
+    done = CliRunner().invoke(app, [*arguments, "--quant-group-size", "46"])
+    assert done.exit_code == 2 and "no rows are left to cut into groups of 46" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
 def test_a_module_that_is_not_there_is_told(tmp_path: Path) -> None:
     saved(llama, tmp_path / "m")
     arguments = ["pack", str(tmp_path / "m"), str(tmp_path / "p"), "--quant-bits", "4"]
@@ -267,6 +276,8 @@ def test_a_tied_head_is_left_by_either_of_its_names(tmp_path: Path) -> None:
         assert "model.embed_tokens.weight" in stored
     with pytest.raises(ValueError, match="nothing is quantised anyway; give quant_bits=4"):
         pack(tmp_path / "m", tmp_path / "p", modules_to_not_convert=["lm_head"])
+    with pytest.raises(ValueError, match="nothing is quantised anyway; give quant_bits=4"):
+        pack(tmp_path / "m", tmp_path / "p", quant_group_size=32)
     with pytest.raises(TypeError, match=r"give a list, \['lm_head'\]"):
         pack(tmp_path / "m", tmp_path / "p", quant_bits=4, modules_to_not_convert="lm_head")
 
