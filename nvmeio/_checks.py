@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:I?B)?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:I?B)?", re.IGNORECASE)
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 OFFSET_MAX = (1 << 63) - 1  # of a file (off_t)
 _SWITCHES = {"true": True, "false": False}
@@ -60,13 +60,13 @@ def pages(name: str, value: Any, most: int) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from "1048576", "64K", "1.5G" or "1MiB": binary, 1K is 1024.
+    """Bytes from "1048576", "64K", "1.5G" or "1 MiB": binary, 1K is 1024.
 
     Raises ValueError if it is no size, not a whole number of bytes, or not positive.
     """
     found = _SIZE.fullmatch(text.strip())
     if not found:
-        raise ValueError(f"{text!r} is not a size: write bytes, or a number with K, M, G or T")
+        raise ValueError(f"{text!r} is not a size: write bytes, or such as '64K' or '24GiB'")
     nbytes = float(found[1]) * _SUFFIXES[found[2].upper()]
     if nbytes < 1 or not nbytes.is_integer():
         raise ValueError(f"{text!r} is not a whole, positive number of bytes: round it")
@@ -86,7 +86,7 @@ def size(name: str, value: int | str | None, least: int | None = None) -> int | 
         try:
             value = parse_size(value)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+            raise ValueError(f"{name}: {error}") from None
     return value if least is None else integer(name, value, least)
 
 

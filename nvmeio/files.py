@@ -55,7 +55,7 @@ class File(NotPickled, Closing):
         """The descriptors, with one more user; release it when the transfer is done."""
         self._check_open()
         if writing and self._read_only:
-            raise open_error(errno.EBADF, self._path, 'the file was opened with mode "r"')
+            raise open_error(errno.EBADF, self._path, 'the file was opened with mode "r", not "r+"')
         return self._descriptors.retain()
 
     def close(self) -> None:

@@ -18,10 +18,12 @@ from nvmeio.offload import SwappedModule, SwappedOptimizer
 
 def test_sizes_are_text_or_numbers() -> None:
     assert _checks.size("x", "1.5G") == 3 << 29
+    assert _checks.size("x", "24 GiB") == _checks.size("x", "24 g") == 24 << 30
     assert _checks.size("x", 7) == 7
     assert _checks.size("x", None) is None
-    with pytest.raises(ValueError, match=r"^resident_bytes: '24X' is not a size"):
+    with pytest.raises(ValueError, match=r"^resident_bytes: '24X' is not a size") as told:
         _checks.size("resident_bytes", "24X")
+    assert told.value.__cause__ is None  # a traceback said it twice
 
 
 def test_a_handle_and_a_pool_take_them() -> None:

@@ -293,7 +293,10 @@ def _checked(path: str | os.PathLike[str]) -> str:
             f"expected a path, not {type(path).__name__}; for an open file use torch.save, "
             "or torch.save(obj, nvmeio.FastFileWriter(path))"
         )
-    return files.checked_path(path)
+    name = files.checked_path(path)
+    if name.endswith("/"):
+        raise open_error(errno.EISDIR, name)
+    return name
 
 
 def _check_target(path: str, target: str) -> bool:

@@ -35,8 +35,8 @@ class Training:
             if not all(callable(getattr(part, v, None)) for v in ("state_dict", "load_state_dict")):
                 raise TypeError(
                     f"{name} is {an(type(part).__name__)}, which has no state_dict() and "
-                    "load_state_dict(): give an object that has both, or save it in a state of "
-                    "your own, with save() and restore()"
+                    "load_state_dict(): give an object that has both (of data loaders torchdata's "
+                    "StatefulDataLoader), or leave it out, and bring it back by the step"
                 )
 
     def state(self) -> dict[str, Any]:

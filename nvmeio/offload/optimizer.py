@@ -88,9 +88,9 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         overwrite: Remove the state of another run, and begin. Files are removed by `close`.
         pipeline_read: Read ahead of the step; False needs a buffer less.
         pipeline_write: Write behind the step; False needs a buffer less.
-        device: Where the class steps: the CPU, or the CUDA device that the parameters are on (no
-            GPU has run it yet). State then goes through page-locked memory to the device and back,
-            copied beside the arithmetic; docs/offload.md says when that pays.
+        device: Where the class steps: the CPU, or the CUDA device that the parameters are on (one
+            H100 has run it, docs/gds.md). State then goes through page-locked memory to the device
+            and back, copied beside the arithmetic; docs/offload.md says when that pays.
         device_bytes: Buffers on a CUDA device. Two subgroups must fit, so subgroups may become
             smaller than `subgroup_bytes`. None: room for two of the largest.
         optimizer_args: Arguments of the class: ``lr=1e-3``.

@@ -108,6 +108,9 @@ def test_parts_that_are_missing_or_extra_are_named(tmp_path: Path) -> None:
         assert not parts["model"][0].weight.equal(weight)
         with pytest.raises(TypeError, match=r"count is an int, which has no state_dict"):
             checkpointer.resume(count=3)
+        loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(2)))
+        with pytest.raises(TypeError, match=r"StatefulDataLoader\), or leave it out"):
+            checkpointer.resume(**parts, loader=loader)
         other = {**parts, "model": nn.Linear(3, 3)}
         with pytest.raises(ValueError, match=r"step 0 of .*: model does not take its state"):
             checkpointer.resume(**other)

@@ -339,6 +339,7 @@ def test_targets_that_are_no_file(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for target, error in (
         (tmp_path, IsADirectoryError),
+        (f"{tmp_path}/new/", IsADirectoryError),  # became a file called "new"
         (tmp_path / "missing" / "two" / "a.pt", FileNotFoundError),
         (tmp_path / "pipe", nvmeio.TransferError),
         ("/dev/null", nvmeio.TransferError),
