@@ -58,27 +58,15 @@ _NOT_OF_OFFLOADING: dict[str, tuple[str, object]] = {
     "cpuadam_cores_perc": ("torch.set_num_threads() says how many threads compute", 0.8),
     "zenflow": ("every step takes all gradients, so that results are those in memory", None),
     "elastic_checkpoint": ("optimizer.state_dict() has the form of the class's own", False),
-    "load_from_fp32_weights": (
-        "resume=True and load_state_dict bring masters back as they were",
-        True,
-    ),
-    "ignore_unused_parameters": (
-        "parameters without a gradient are neither read nor written",
-        True,
-    ),
+    "load_from_fp32_weights": ("resume=True and load_state_dict bring masters back", True),
+    "ignore_unused_parameters": ("parameters without a gradient stay on the drive", True),
     "memory_efficient_linear": (
         "leave it out: no module keeps its weights in memory for backward",
         True,
     ),
     "compute_grad_norm": ("call optimizer.clip_grad_norm_(max_norm), which returns it", True),
-    "leaf_module": (
-        "leave it out: a module that does not call its children is read as a whole",
-        _ASKS,
-    ),
-    "save_muon_momentum_buffer_in_memory": (
-        "offload_optimizer's ratio says what stays in memory",
-        False,
-    ),
+    "leaf_module": ("leave it out: what calls no children is read as a whole", _ASKS),
+    "save_muon_momentum_buffer_in_memory": ("offload_optimizer's ratio says what stays", False),
     "cpu_offload": (_OLDER, None),
     "cpu_offload_param": (_OLDER, None),
     "cpu_offload_use_pin_memory": (_OLDER, None),
