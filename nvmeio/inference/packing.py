@@ -132,8 +132,8 @@ def pack(
     Raises:
         FileExistsError: `out` exists, or one of its directories.
         ValueError: There is no such quantisation, or nothing to quantise; a weight holds infinities
-            or NaN; no weights are in one of `modules_to_not_convert`; this or `quant_group_size` is
-            given without `quant_bits`; `ranks` of a mixture of experts, which each rank reads for
+            or NaN; no weights are in one of `modules_to_not_convert`, or it is given without
+            `quant_bits`; `ranks` of a mixture of experts, which each rank reads for
             itself; `ranks` with several directories; one of them is named twice.
         IntegrityError, TransferError, FileNotFoundError: As for `stream_model`; the disk is full.
 
@@ -149,8 +149,8 @@ def pack(
     setting = None if quant_bits is None else check_setting(quant_bits, quant_group_size)
     if isinstance(modules_to_not_convert, str):
         raise TypeError(f"modules_to_not_convert: give a list, [{modules_to_not_convert!r}]")
-    if setting is None and (modules_to_not_convert or quant_group_size != 64):
-        raise ValueError("without quant_bits nothing is quantised anyway; give quant_bits=4")
+    if setting is None and modules_to_not_convert:
+        raise ValueError("modules_to_not_convert: nothing is quantised anyway; give quant_bits=4")
     if ranks > 1 and len(targets) > 1:
         raise ValueError(
             "ranks= is for a drive each, several directories for one process with several drives: "

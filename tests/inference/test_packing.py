@@ -276,8 +276,6 @@ def test_a_tied_head_is_left_by_either_of_its_names(tmp_path: Path) -> None:
         assert "model.embed_tokens.weight" in stored
     with pytest.raises(ValueError, match="nothing is quantised anyway; give quant_bits=4"):
         pack(tmp_path / "m", tmp_path / "p", modules_to_not_convert=["lm_head"])
-    with pytest.raises(ValueError, match="nothing is quantised anyway; give quant_bits=4"):
-        pack(tmp_path / "m", tmp_path / "p", quant_group_size=32)
     with pytest.raises(TypeError, match=r"give a list, \['lm_head'\]"):
         pack(tmp_path / "m", tmp_path / "p", quant_bits=4, modules_to_not_convert="lm_head")
 
