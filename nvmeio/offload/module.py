@@ -382,7 +382,11 @@ def _check_stepping(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for parameter in (p for g in groups for p in g["params"] if p.grad is not None):
         store = store_of(parameter)
         if store is not None and not store.is_gathered(parameter):
-            raise RuntimeError("parameters of a SwappedModule are stepped by a SwappedOptimizer")
+            kind = type(optimizer).__name__
+            raise RuntimeError(
+                f"{kind} cannot step parameters of a SwappedModule: only what is in memory would "
+                f"change. Make a SwappedOptimizer({kind}, module.parameters(), ...) after it"
+            )
 
 
 _watch_optimizers = functools.cache(lambda: register_optimizer_step_pre_hook(_check_stepping))
