@@ -18,7 +18,6 @@ from nvmeio import files
 from nvmeio._files.descriptors import open_error
 from nvmeio._storage.untrusted import make_private_directory, open_own
 from nvmeio._threads.closing import on_error
-from nvmeio._threads.shutdown import those_that_end, wait_for
 from nvmeio.errors import TransferError, naming
 from nvmeio.files import File
 
@@ -133,6 +132,8 @@ def open_alone(path: str, refusal: Callable[[int], BaseException], must_lock: bo
     its owner removes it, it is made anew. Raises `refusal(fd)` if another one writes it, and
     TransferError where locks do not work and it `must_lock`.
     """
+    from nvmeio._threads.shutdown import those_that_end, wait_for  # owners, which no save needs
+
     while True:
         ending = those_that_end()  # before the try: what gives it back just after that counts too
         make_private_directory(os.path.dirname(path))
