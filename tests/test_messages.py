@@ -8,6 +8,7 @@ shown as ``{expression}``.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,15 +44,24 @@ def text_of(node: ast.expr) -> str | None:
     return None
 
 
-def makers(tree: ast.Module) -> set[str]:
+def makers(nodes: list[ast.AST]) -> set[str]:
     """Functions of a module that return an error: what they are given is worded for one."""
     return {
         node.name
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.FunctionDef)
         and node.returns is not None
         and ast.unparse(node.returns).endswith(("Error", "Exception", "BaseException"))
     }
+
+
+def name_of(function: ast.expr) -> str:
+    """What is called: the last of its names."""
+    if isinstance(function, ast.Name):
+        return function.id
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return ast.unparse(function).rpartition(".")[2]
 
 
 def texts_of(call: ast.Call) -> Iterator[str]:
@@ -70,28 +80,29 @@ def texts_of(call: ast.Call) -> Iterator[str]:
 WORDED = ("detail", "remedy")
 
 
+@functools.cache
 def messages() -> list[Message]:
-    trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
-    makes = set[str]().union(*map(makers, trees.values()))
+    """Read when a test asks: not by each process of several, which only collects this module."""
+    modules = {
+        path: list(ast.walk(ast.parse(path.read_text()))) for path in sorted(PACKAGE.rglob("*.py"))
+    }
+    makes = set[str]().union(*map(makers, modules.values()))
     found = []
-    for path, tree in trees.items():
-        raised = {id(n.exc) for n in ast.walk(tree) if isinstance(n, ast.Raise)}
-        for node in ast.walk(tree):
+    for path, nodes in modules.items():
+        raised = {id(node.exc) for node in nodes if isinstance(node, ast.Raise)}
+        for node in nodes:
             if isinstance(node, ast.Call):
-                name = ast.unparse(node.func).rpartition(".")[2]
+                name = name_of(node.func)
                 if id(node) in raised or name in makes or name.endswith("Error"):
                     place = f"{path.relative_to(PACKAGE)}:{node.lineno}"
                     found += [Message(place, name, text) for text in texts_of(node)]
     return found
 
 
-MESSAGES = messages()
-
-
 def wrong(rule: str) -> list[str]:
     return [
         f"{message.place}: …{message.text[max(0, at.start() - 30) : at.end() + 30]}…"
-        for message in MESSAGES
+        for message in messages()
         if not any(words in message.text for words in THEIRS)
         for at in re.finditer(rule, message.text)
     ]
@@ -99,7 +110,7 @@ def wrong(rule: str) -> list[str]:
 
 def test_all_are_found() -> None:
     """One of each way to word one; else this file reads nothing."""
-    texts = [message.text for message in MESSAGES]
+    texts = [message.text for message in messages()]
     assert len(texts) > 700
     for known in (
         "a SwappedModule has no",
@@ -206,7 +217,7 @@ INNER = (
 def test_what_a_caller_can_put_right_says_how() -> None:
     silent = [
         f"{message.place} {message.error}: {message.text}"
-        for message in MESSAGES
+        for message in messages()
         if message.error in CALLERS and not message.place.startswith(INNER)
         if not re.search(FIX, re.sub(r"\{(?!likely|nearest)[^{}]*\}", "{}", message.text))
     ]
@@ -223,7 +234,10 @@ def test_what_cannot_be_had_says_how_to_get_it() -> None:
         # Of these the message says what to do, or it is about this torch.
         if path.relative_to(PACKAGE).as_posix() in REMEDIED:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        source = path.read_text()
+        if "BackendUnavailableError" not in source:
+            continue
+        for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "BackendUnavailableError":
                 words = {word.arg for word in node.keywords}
                 if not words & {"remedy", "attempts", None}:
