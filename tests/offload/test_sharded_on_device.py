@@ -6,6 +6,7 @@ One rank in this process; several in others, with gloo beside the stand-in's mem
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from _sharded_device_rank import WORK, right
 from fake_accelerator import DEVICE, Accelerator, Event, Pace, accelerator
 from support import run_ranks
 from test_sharded import fsdp, plain
@@ -175,18 +177,29 @@ def test_shards_are_saved_as_they_were_when_save_was_called(
 
 
 PACES = [Pace.EAGER, Pace.LAZY, Pace.RANDOM]
-KINDS = ["alone", "state", "memory", "disk", "saved", "planted"]
 
 
-@pytest.mark.parametrize("pace", PACES, ids=lambda pace: pace.name.lower())
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_with_a_device_each(kind: str, pace: Pace, tmp_path: Path) -> None:
+@pytest.fixture(scope="module", params=PACES, ids=lambda pace: pace.name.lower())
+def two_ranks(
+    request: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[tuple[int, str]]]:
+    """Two ranks that have done every kind of work: the status and the output of each."""
+    pace, folder = request.param.name.lower(), tmp_path_factory.mktemp("ranks")
+    yield run_ranks(HERE / "_sharded_device_rank.py", 2, folder, pace)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("kind", WORK)
+def test_ranks_with_a_device_each(kind: str, two_ranks: list[tuple[int, str]]) -> None:
     """Losses are FSDP2's own in memory, and nothing of a rank is on another's device.
 
     "alone": without nvmeio, whose faults are then the stand-in's.
     "planted": shards that nobody waits for are told of by both.
     """
-    for status, told in run_ranks(
-        HERE / "_sharded_device_rank.py", 2, tmp_path, kind, pace.name.lower()
-    ):
+    for _, told in two_ranks:
+        assert right(kind) in told.splitlines(), told
+
+
+def test_ranks_come_to_their_end(two_ranks: list[tuple[int, str]]) -> None:
+    for status, told in two_ranks:
         assert status == 0, told
