@@ -46,6 +46,11 @@ class Stream:
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
+    @property
+    def cuda_stream(self) -> int:
+        self._cuda.handles[id(self)] = self
+        return id(self)
+
     def ask(self, work: Callable[[], None]) -> None:
         """A kernel: the host does not wait for it."""
         if not self._cuda.is_asynchronous:
@@ -90,9 +95,12 @@ class Event:
     def __init__(self, cuda: FakeCuda, blocking: bool = False) -> None:
         self._cuda = cuda
         self._reached = threading.Event()
+        self.cuda_event = 0  # before it is recorded for the first time
 
-    def record(self, stream: Stream) -> None:
-        self._cuda.call("record")
+    def record(self, stream: Stream, name: str = "record") -> None:
+        self._cuda.call(name)
+        self.cuda_event = id(self)
+        self._cuda.handles[id(self)] = self
         self._reached = reached = threading.Event()
         stream.ask(reached.set)
 
@@ -132,6 +140,9 @@ class Tensor:
     def detach(self) -> Tensor:
         return self
 
+    def __getitem__(self, part: slice) -> Tensor:
+        return self
+
     def copy_(self, source: Tensor, non_blocking: bool = False) -> None:
         self._cuda.call("copy")
         self._cuda.copies.append(self._cuda.current_stream())
@@ -158,6 +169,27 @@ class Costs:
     copies: int = 0
 
 
+class PromptRuntime:
+    """`system.PromptRuntime`, of the model: it knows addresses and handles alone."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
+    def copy(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+        self._cuda.call("cudaMemcpyAsync")
+        if self._cuda.failure is not None:
+            raise self._cuda.failure
+        to, of = (self._cuda.bytes_at(address, nbytes) for address in (target, source))
+        assert self._cuda.is_on_device(target) == (kind == system.TO_DEVICE)
+        assert self._cuda.is_on_device(source) == (kind == system.TO_HOST)
+        asked = self._cuda.handles[stream]
+        self._cuda.copies.append(asked)
+        asked.ask(lambda: to.copy_(of))
+
+    def record(self, event: int, stream: int) -> None:
+        self._cuda.handles[event].record(self._cuda.handles[stream], "cudaEventRecord")
+
+
 class FakeCuda:
     """Stands in for the functions of `torch.cuda`.
 
@@ -179,6 +211,7 @@ class FakeCuda:
         self.is_held = self.is_asynchronous = False
         self.failure: Exception | None = None
         self.streams: list[Stream] = []
+        self.handles: dict[int, Any] = {}
         self._memory: list[tuple[torch.Tensor, torch.Tensor, mmap.mmap]] = []
         self.contexts: set[int] = set()
         self.calls: list[tuple[str, int]] = []
@@ -243,6 +276,17 @@ class FakeCuda:
             if 0 <= at < behind.nbytes:
                 return behind, at
         return None
+
+    def is_on_device(self, address: int) -> bool:
+        return any(0 <= address - s.data_ptr() < b.nbytes for s, b, _ in self._memory)
+
+    def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
+        """Of either memory, for what a stream does."""
+        for seen, behind, _ in self._memory:
+            at = address - seen.data_ptr()
+            if 0 <= at < behind.nbytes:
+                return behind[at : at + nbytes]
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
     def kernel(
         self,

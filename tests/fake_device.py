@@ -96,13 +96,13 @@ class FakeDevice:
         self.most_locked += nbytes
         return nvmeio.empty_aligned(nbytes, dtype=torch.uint8)
 
-    def upload(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+    def upload(self, copies: list[devices.Copy]) -> Mark:
         assert self.work.is_set(), "device memory is touched before the caller's stream got there"
-        return [self._ask("upload", target, chunk) for target, chunk in copies][-1]
+        return [self._ask("upload", copy.on_device, copy.on_host) for copy in copies][-1]
 
-    def download(self, chunk: torch.Tensor, source: torch.Tensor) -> Mark:
+    def download(self, copy: devices.Copy) -> Mark:
         assert self.work.is_set(), "device memory is touched before the caller's stream got there"
-        return self._ask("download", chunk, source)
+        return self._ask("download", copy.on_host, copy.on_device)
 
     def finish(self, device: torch.device, step: Callable[[], None]) -> None:
         step()

@@ -38,8 +38,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     page_locked.forget()
 
 
-def as_copies(target: Any, source: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(target, source)]
+def as_copy(device: Any, host: Any) -> devices.Copy:
+    return devices.Copy(device, 0, host, 0, 8192)
 
 
 def in_new_thread(work: Callable[[], object]) -> None:
@@ -67,7 +67,10 @@ def test_threads_of_ours_touch_no_other_device(cuda: FakeCuda) -> None:
     def pump() -> None:
         assert caller.done()
         chunk = copier.page_locked(8192, GPU)
-        for mark in (copier.upload(as_copies(device, host)), copier.download(host, device)):
+        for mark in (
+            copier.upload([as_copy(device, host)]),
+            copier.download(as_copy(device, host)),
+        ):
             assert mark.done()
             mark.wait()
         copier.finish(GPU, lambda: device.copy_(host))
@@ -85,8 +88,8 @@ def test_copies_have_a_stream_for_each_direction_and_device(cuda: FakeCuda) -> N
     """The bus has two directions. All copiers share the streams, of which torch has 32."""
     host = Tensor(cuda, "cpu")
     for name in ("cuda:2", "cuda:2", "cuda:1"):
-        devices.CudaCopier().upload(as_copies(Tensor(cuda, name), host))
-    devices.CudaCopier().download(host, Tensor(cuda, "cuda:1"))
+        devices.CudaCopier().upload([as_copy(Tensor(cuda, name), host)])
+    devices.CudaCopier().download(as_copy(Tensor(cuda, "cuda:1"), host))
     first, second, third, fourth = cuda.copies
     assert first is second and third is not fourth
     assert (first.device.index, third.device.index, fourth.device.index) == (2, 1, 1)
@@ -124,7 +127,7 @@ def test_a_capture_of_a_graph_is_not_broken_by_our_threads(cuda: FakeCuda, ours:
 
     def pump() -> None:
         mark.done()
-        copier.upload(as_copies(device, host)).wait()
+        copier.upload([as_copy(device, host)]).wait()
         devices.Beside(GPU, "load").copy(host, device)  # type: ignore[arg-type]
         copier.page_locked(8192, GPU)
 

@@ -254,9 +254,10 @@ def test_costs_are_counted(lazy: Accelerator) -> None:
         tensor = lazy.tensor(memory)
         del tensor
         tensor = lazy.tensor(memory)
+        copy = devices.Copy(tensor, 0, chunk, 0, 4096)
         copier.now(DEVICE).wait()
-        copier.upload([(tensor, chunk)]).wait()
-        thread = threading.Thread(target=copier.upload([(tensor, chunk)]).wait)
+        copier.upload([copy]).wait()
+        thread = threading.Thread(target=copier.upload([copy]).wait)
         thread.start()
         thread.join()
         assert tensor[0].item() == 0
@@ -264,7 +265,7 @@ def test_costs_are_counted(lazy: Accelerator) -> None:
     assert costs.streams == 2  # the copier's, too
     assert (costs.host_waits, costs.waits_beside) == (2, 1)
     with lazy.counted() as costs:
-        copier.upload([(tensor, chunk)])
+        copier.upload([copy])
     assert costs.streams == costs.page_locks == costs.host_waits == 0
     torch.cuda.synchronize()
 

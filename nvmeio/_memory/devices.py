@@ -29,7 +29,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -55,8 +55,30 @@ class Mark(Protocol):
         """Block, without the GIL, until it is."""
 
 
+class Copy(NamedTuple):
+    """Bytes of a device's tensor, and their place in a chunk: both are 1-D, of uint8, contiguous.
+
+    No part of either is made where the address does: a tensor that ends lets go of the GIL.
+    """
+
+    device: torch.Tensor
+    start: int  # in it
+    chunk: torch.Tensor
+    shift: int  # in that
+    nbytes: int
+    is_locked: bool = False  # by CUDA: else a copy waits for the device
+
+    @property
+    def on_device(self) -> torch.Tensor:
+        return self.device[self.start : self.start + self.nbytes]
+
+    @property
+    def on_host(self) -> torch.Tensor:
+        return self.chunk[self.shift : self.shift + self.nbytes]
+
+
 class Copier(Protocol):
-    """A device's copies to and from host memory. Targets and sources are 1-D uint8 tensors."""
+    """A device's copies to and from chunks of host memory."""
 
     def now(self, device: torch.device) -> Mark:
         """Everything that the calling thread's current stream was asked so far."""
@@ -68,14 +90,11 @@ class Copier(Protocol):
         that is in use already.
         """
 
-    def upload(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
-        """Begin to copy host memory to one device, behind the copies begun before.
+    def upload(self, copies: list[Copy]) -> Mark:
+        """Begin to copy to one device, behind the copies begun before; one mark behind all."""
 
-        Each is a target and a chunk; one mark behind all of them.
-        """
-
-    def download(self, chunk: torch.Tensor, source: torch.Tensor) -> Mark:
-        """Begin to copy from the device to host memory, behind the copies begun before."""
+    def download(self, copy: Copy) -> Mark:
+        """Begin to copy from the device, behind the copies begun before."""
 
     def finish(self, device: torch.device, step: Callable[[], None]) -> None:
         """Run a step that works on the device, and wait for that work."""
@@ -101,15 +120,30 @@ class CudaCopier:
             _tolerate_captures()
             return page_locked.take(nbytes)
 
-    def upload(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
-        side = Beside(device_of(copies[0][0]), "ring up")
-        side.copy_all(copies)
-        return side.mark()
+    def upload(self, copies: list[Copy]) -> Mark:
+        return self._begin(copies, "ring up", system.TO_DEVICE)
 
-    def download(self, chunk: torch.Tensor, source: torch.Tensor) -> Mark:
-        side = Beside(device_of(source), "ring down")
-        side.copy(chunk, source)
-        return side.mark()
+    def download(self, copy: Copy) -> Mark:
+        return self._begin([copy], "ring down", system.TO_HOST)
+
+    def _begin(self, copies: list[Copy], purpose: str, kind: int) -> Mark:
+        device, is_up = device_of(copies[0].device), kind == system.TO_DEVICE
+        prompt = system.prompt_runtime() if copies[0].is_locked else None
+        if prompt is None:
+            side = Beside(device, purpose)
+            pairs = [(copy.on_device, copy.on_host) for copy in copies]
+            side.copy_all(pairs if is_up else [(host, its) for its, host in pairs])
+            return side.mark()
+        check_answers(device)
+        stream = side_stream(device, purpose)
+        handle = stream.cuda_stream
+        with torch.cuda.device(device):
+            _tolerate_captures()
+            for its, start, chunk, shift, nbytes, _ in copies:
+                there, here = its.data_ptr() + start, chunk.data_ptr() + shift
+                target, source = (there, here) if is_up else (here, there)
+                prompt.copy(target, source, nbytes, kind, handle)
+        return _CudaMark(stream, prompt)
 
     def finish(self, device: torch.device, step: Callable[[], None]) -> None:
         stream = side_stream(device, "ring up")
@@ -205,7 +239,7 @@ def _tolerate_captures() -> None:
 
 
 class _CudaMark:
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, prompt: system.PromptRuntime | None = None) -> None:
         cuda: Any = torch.cuda
         self.device = stream.device
         check_answers(self.device)
@@ -219,7 +253,10 @@ class _CudaMark:
         self._give_back = functools.partial(free.append, self.event)
         with torch.cuda.device(self.device):
             _tolerate_captures()
-            self.event.record(stream)
+            if prompt is not None and self.event.cuda_event:
+                prompt.record(self.event.cuda_event, stream.cuda_stream)
+            else:  # its first time: torch makes it then
+                self.event.record(stream)
 
     def done(self) -> bool:
         with torch.cuda.device(self.device):

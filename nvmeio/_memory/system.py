@@ -108,6 +108,8 @@ def _limit(value: int) -> str:
 # Devices that have not done in time what they were asked, which they may still do.
 silent_devices: set[torch.device] = set()
 
+_STREAM = ctypes.c_void_p
+TO_DEVICE, TO_HOST = 1, 2  # cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost; driver_types.h
 _CAPTURE_RELAXED = 2  # cudaStreamCaptureModeRelaxed; driver_types.h
 
 
@@ -139,6 +141,47 @@ def tolerate_captures() -> None:
     exchange = getattr(libc, "cudaThreadExchangeStreamCaptureMode", None)
     if exchange is not None:
         exchange(ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)))
+
+
+class PromptRuntime:
+    """CUDA's runtime, by calls that keep the GIL; AttributeError if it has not these.
+
+    What lets go of the GIL beside a thread that is busy in Python has it again after 5 ms. Only for
+    calls that do not wait for the device: copies of memory that CUDA has locked, and records, on
+    streams that are not asked for a thousand things at once. Failures are RuntimeErrors.
+    """
+
+    def __init__(self) -> None:
+        runtime, version = ctypes.PyDLL(None), ctypes.c_int()
+        self._copy = runtime.cudaMemcpyAsync
+        self._copy.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_size_t, ctypes.c_int, _STREAM]
+        self._record = runtime.cudaEventRecord
+        self._record.argtypes = [ctypes.c_void_p, _STREAM]
+        self._reason = runtime.cudaGetErrorString
+        self._reason.restype = ctypes.c_char_p
+        runtime.cudaRuntimeGetVersion(ctypes.byref(version))
+        self.release = version.value // 1000
+
+    def copy(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+        self._check(self._copy(target, source, nbytes, kind, stream), "cudaMemcpyAsync")
+
+    def record(self, event: int, stream: int) -> None:
+        self._check(self._record(event, stream), "cudaEventRecord")
+
+    def _check(self, code: int, call: str) -> None:
+        if code:
+            clear_cuda_error()
+            raise RuntimeError(f"CUDA error: {self._reason(code).decode()} ({call})")
+
+
+@functools.cache
+def prompt_runtime() -> PromptRuntime | None:
+    """The one of torch, if it is surely that: another library may have loaded another before."""
+    try:
+        runtime = PromptRuntime()
+    except AttributeError:  # linked into torch; ROCm, whose names are others; no device at all
+        return None
+    return runtime if str(torch.version.cuda).split(".")[0] == str(runtime.release) else None
 
 
 def clear_cuda_error() -> None:

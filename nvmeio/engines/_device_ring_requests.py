@@ -44,6 +44,8 @@ class Chunks:
         self._base = ring.data_ptr()
         self._chunk_bytes = chunk_bytes
         self._cell_bytes = cell_bytes
+        self.storage = ring.untyped_storage()
+        self.is_locked = ring.is_pinned()  # not where it was locked before CUDA was in use
         self._whole = [ring[at : at + chunk_bytes] for at in range(0, ring.numel(), chunk_bytes)]
         # By number, of those that are cut: the chunk, its free cells, and how many it has.
         self._cut: dict[int, tuple[torch.Tensor, list[torch.Tensor], int]] = {}
@@ -105,12 +107,6 @@ class RingPart:
         memory = self.request.transfer.memory.device
         assert memory is not None
         return memory.device
-
-    @property
-    def on_device(self) -> torch.Tensor:
-        device = self.request.transfer.memory.device
-        assert device is not None
-        return device[self.start : self.start + self.nbytes]
 
 
 class RingRequest(DeviceRequest):

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._memory.devices import Copier, Mark
+from nvmeio._memory.devices import Copier, Copy, Mark
 from nvmeio._memory.tensors import Memory
 from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio._threads.threads import Thread
@@ -337,12 +337,13 @@ class _Pump:
         if part.request.transfer.opcode == base.Opcode.READ:
             self._to_drive(part)
         else:
-            self._at_device([part], self.copier.download(part.bytes, part.on_device))
+            self._at_device([part], self.copier.download(self._copy(part)))
 
     def _to_drive(self, part: RingPart, buffered: bool = False) -> None:
         transfer = part.request.transfer
-        held = part.bytes
-        memory = Memory(held.data_ptr(), part.nbytes, held.untyped_storage(), None)
+        assert self.chunks is not None
+        address = part.chunk.data_ptr() + part.shift
+        memory = Memory(address, part.nbytes, self.chunks.storage, None)
         plan = transfers.plan if part.rows is None else transfers.plan_rows
         if buffered:
             plan = transfers.plan_buffered
@@ -391,12 +392,17 @@ class _Pump:
                     self._guard(part, lambda part: self._upload([part]))
 
     def _upload(self, parts: list[RingPart]) -> None:
-        mark = self.copier.upload([(part.on_device, part.bytes) for part in parts])
-        self._at_device(parts, mark)
+        self._at_device(parts, self.copier.upload([self._copy(part) for part in parts]))
+
+    def _copy(self, part: RingPart) -> Copy:
+        device = part.request.transfer.memory.device
+        assert device is not None and self.chunks is not None
+        return Copy(device, part.start, part.chunk, part.shift, part.nbytes, self.chunks.is_locked)
 
     def _at_device(self, parts: list[RingPart], mark: Mark) -> None:
         opcode = parts[0].request.transfer.opcode
-        self.at_device.setdefault((parts[0].device, opcode), deque()).append(_Copies(mark, parts))
+        stream = parts[0].device, opcode
+        self.at_device.setdefault(stream, deque()).append(_Copies(mark, parts))
 
     def _after_device(self, part: RingPart) -> None:
         if part.request.transfer.opcode == base.Opcode.READ or part.request.stop:

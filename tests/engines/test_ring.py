@@ -36,6 +36,7 @@ from support import (
 
 import nvmeio
 from nvmeio._files.descriptors import Descriptors, open_error
+from nvmeio._memory.devices import Copy
 from nvmeio.engines.device_ring import RingEngine
 from nvmeio.testing import FakeEngine
 
@@ -290,7 +291,7 @@ def test_what_has_landed_together_is_copied_with_one_mark(
     handle = new_handle(engine, ring_bytes=16 << 20)
     own = device.upload
 
-    def upload(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    def upload(copies: list[Copy]) -> Any:
         if not copied:  # meanwhile the drive gets on with the others
             spin_until(lambda: engine.counters().bytes_read == 60 * PAGE)
         copied.append(len(copies))
@@ -313,8 +314,8 @@ def test_one_copy_that_fails_fails_alone(
     path.write_bytes(bytes(20 * PAGE))
     bad, own = room(device, PAGE), device.upload
 
-    def upload(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        if any(target.data_ptr() == bad.data_ptr() for target, _ in copies):
+    def upload(copies: list[Copy]) -> Any:
+        if any(copy.device.data_ptr() == bad.data_ptr() for copy in copies):
             raise RuntimeError("CUDA error: misaligned address")
         return own(copies)
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from nvmeio._memory import copy_on_write, holds
-from nvmeio._memory.devices import Copier
+from nvmeio._memory.devices import Copier, Copy
 from nvmeio._pages import PAGE_BYTES
 from nvmeio._threads import shutdown
 from nvmeio._threads.closing import members
@@ -197,7 +197,7 @@ class TaskMover:
         if device is None:
             return transfer.memory.read(start, nbytes)
         chunk = torch.empty(nbytes, dtype=torch.uint8)
-        self.copier.download(chunk, device[start : start + nbytes]).wait()
+        self.copier.download(Copy(device, start, chunk, 0, nbytes)).wait()
         return ctypes.string_at(chunk.data_ptr(), nbytes)
 
     def _count(self, task: CuFileTask, moved: int) -> None:
