@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--tree", type=Path, default=Path(__file__).resolve().parent.parent)
     parser.add_argument(
-        "--turns", type=int, default=2, help="of torch's calls for a chunk: a copy, a record (2)"
+        "--turns", type=int, default=0, help="of CUDA's calls; 2 before they kept the GIL"
     )
     arguments = parser.parse_args()
     tree = arguments.tree.resolve()

@@ -276,7 +276,7 @@ def _on_device(
     # Copied to and from in threads that know nothing of the caller's inference mode: there, an
     # alias made in that mode could not be written to.
     with _inference_mode(False):
-        as_bytes = cast_to_byte_tensor(tensor)
+        as_bytes = _as_bytes(tensor)
     return Memory(
         tensor.data_ptr(),
         as_bytes.numel(),
@@ -367,6 +367,10 @@ def cast_to_byte_tensor(
             f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
             "contiguous and has no byte alias; call .contiguous() first, which copies"
         )
+    return _as_bytes(tensor)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     start = tensor.storage_offset() * tensor.element_size()
     alias = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return alias.set_(tensor.untyped_storage(), start, (_nbytes(tensor),), (1,))
@@ -425,12 +429,9 @@ def is_simple(tensor: Any, reading: bool) -> TypeGuard[torch.Tensor]:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout is _STRIDED
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+    # Looking for a bit lets go of the GIL.
+    plain = tensor.layout is _STRIDED and tensor.is_contiguous()
+    return plain and (tensor.dtype in _PLAIN_DTYPES or not (tensor.is_conj() or tensor.is_neg()))
 
 
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:

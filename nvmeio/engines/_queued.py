@@ -349,14 +349,17 @@ class QueuedEngine(ABC, Generic[RequestT]):
 
 
 def counted(counters: Counters, opcode: int, nbytes: int, outcome: Outcome) -> Counters:
-    moved = "bytes_read" if opcode == Opcode.READ else "bytes_written"
-    cancelled = outcome.error == errno.ECANCELED
-    return counters.plus(
-        **{moved: outcome.transferred},
-        operations=1,
-        direct_bytes=outcome.direct_bytes,
-        bounced_bytes=outcome.bounced_bytes,
-        buffered_bytes=outcome.buffered_bytes,
-        cancelled=int(cancelled),
-        errors=int(not cancelled and (bool(outcome.error) or outcome.transferred < nbytes)),
+    read, written, operations, direct, bounced, buffered, errors, cancelled, *others = counters
+    error, moved, *_ = outcome  # one of each part: no names are made for it
+    is_cancelled, is_read = error == errno.ECANCELED, opcode == Opcode.READ
+    return Counters(
+        read + (moved if is_read else 0),
+        written + (0 if is_read else moved),
+        operations + 1,
+        direct + outcome.direct_bytes,
+        bounced + outcome.bounced_bytes,
+        buffered + outcome.buffered_bytes,
+        errors + (not is_cancelled and (bool(error) or moved < nbytes)),
+        cancelled + is_cancelled,
+        *others,
     )
