@@ -16,6 +16,7 @@ from support import random_bytes
 
 import nvmeio
 from nvmeio._memory import system
+from nvmeio.engines import device_ring
 
 SMALL = 1 << 16
 
@@ -26,6 +27,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         prompt = PromptRuntime(made)
         monkeypatch.setattr(system, "prompt_runtime", lambda: prompt)
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+        monkeypatch.setattr(device_ring, "PROMPT_BYTES", 1)
         yield made
 
 
@@ -70,6 +72,19 @@ def test_memory_that_cuda_has_not_locked_is_copied_without_the_gil(
     assert both_ways(tmp_path / "file", target, rows, data) == data
     calls = Counter(name for name, _ in cuda.calls)
     assert calls["copy"] and not calls["cudaMemcpyAsync"] + calls["cudaEventRecord"]
+
+
+def test_small_copies_are_begun_beside_python(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be more of them than a stream takes, and then a call waits for the device."""
+    monkeypatch.setattr(device_ring, "PROMPT_BYTES", SMALL + 1)
+    data = random_bytes(20 * SMALL)
+    target = cuda.tensor(torch.zeros(len(data), dtype=torch.uint8))
+    rows = cuda.tensor(torch.zeros(20, SMALL, dtype=torch.uint8))
+    assert both_ways(tmp_path / "file", target, rows, data) == data
+    calls = Counter(name for name, _ in cuda.calls)
+    assert calls["copy"] >= 40 and 0 < calls["cudaMemcpyAsync"] <= 20
 
 
 def test_a_copy_that_is_refused_is_its_transfers_error(
@@ -165,7 +180,7 @@ def test_on_a_gpu_errors_are_told_and_not_left_behind() -> None:
     runtime = system.prompt_runtime()
     assert runtime is not None
     device, host = torch.zeros(4096, device="cuda"), torch.zeros(4096).pin_memory()
-    with pytest.raises(RuntimeError, match="invalid argument"):
+    with pytest.raises(RuntimeError, match="CUDA error: invalid"):
         runtime.copy(device.data_ptr(), host.data_ptr(), 4096, 99, 0)
     assert torch.ones(3, device="cuda").sum().item() == 3  # no kernel is told of it
     torch.cuda.synchronize()

@@ -66,7 +66,7 @@ class Copy(NamedTuple):
     chunk: torch.Tensor
     shift: int  # in that
     nbytes: int
-    is_locked: bool = False  # by CUDA: else a copy waits for the device
+    is_prompt: bool = False  # large, and in memory that CUDA has locked: it is begun with the GIL
 
     @property
     def on_device(self) -> torch.Tensor:
@@ -128,7 +128,7 @@ class CudaCopier:
 
     def _begin(self, copies: list[Copy], purpose: str, kind: int) -> Mark:
         device, is_up = device_of(copies[0].device), kind == system.TO_DEVICE
-        prompt = system.prompt_runtime() if copies[0].is_locked else None
+        prompt = system.prompt_runtime() if all(copy.is_prompt for copy in copies) else None
         if prompt is None:
             side = Beside(device, purpose)
             pairs = [(copy.on_device, copy.on_host) for copy in copies]

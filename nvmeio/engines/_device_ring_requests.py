@@ -37,6 +37,11 @@ _FEW_ROWS = 2048  # sorted in less time than a thread needs to begin
 _OFFSET_BYTES = 8
 
 
+# From so many bytes on a copy is begun without letting go of the GIL. Of smaller ones there may be
+# thousands, and what CUDA does at the beginning of each is better done beside Python.
+PROMPT_BYTES = 1 << 20
+
+
 class Chunks:
     """The ring's memory, in chunks, some of them cut into cells; 0 `cell_bytes` cut none."""
 
@@ -45,7 +50,9 @@ class Chunks:
         self._chunk_bytes = chunk_bytes
         self._cell_bytes = cell_bytes
         self.storage = ring.untyped_storage()
-        self.is_locked = ring.is_pinned()  # not where it was locked before CUDA was in use
+        # Not where it was locked before CUDA was in use. And a stream that was asked for a thousand
+        # things that it has not done lets nobody ask for more: not with the GIL.
+        self.are_prompt = ring.is_pinned() and ring.numel() <= 256 * PROMPT_BYTES
         self._whole = [ring[at : at + chunk_bytes] for at in range(0, ring.numel(), chunk_bytes)]
         # By number, of those that are cut: the chunk, its free cells, and how many it has.
         self._cut: dict[int, tuple[torch.Tensor, list[torch.Tensor], int]] = {}

@@ -38,7 +38,13 @@ from nvmeio._memory.tensors import Memory
 from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio._threads.threads import Thread
 from nvmeio.engines import base, transfers
-from nvmeio.engines._device_ring_requests import Chunks, RingPart, RingRequest, RingRowsRequest
+from nvmeio.engines._device_ring_requests import (
+    PROMPT_BYTES,
+    Chunks,
+    RingPart,
+    RingRequest,
+    RingRowsRequest,
+)
 from nvmeio.engines._queued import QueuedEngine, counted
 from nvmeio.errors import DeviceTimeoutError
 
@@ -397,12 +403,12 @@ class _Pump:
     def _copy(self, part: RingPart) -> Copy:
         device = part.request.transfer.memory.device
         assert device is not None and self.chunks is not None
-        return Copy(device, part.start, part.chunk, part.shift, part.nbytes, self.chunks.is_locked)
+        prompt = self.chunks.are_prompt and part.nbytes >= PROMPT_BYTES
+        return Copy(device, part.start, part.chunk, part.shift, part.nbytes, prompt)
 
     def _at_device(self, parts: list[RingPart], mark: Mark) -> None:
         opcode = parts[0].request.transfer.opcode
-        stream = parts[0].device, opcode
-        self.at_device.setdefault(stream, deque()).append(_Copies(mark, parts))
+        self.at_device.setdefault((parts[0].device, opcode), deque()).append(_Copies(mark, parts))
 
     def _after_device(self, part: RingPart) -> None:
         if part.request.transfer.opcode == base.Opcode.READ or part.request.stop:
