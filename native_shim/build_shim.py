@@ -22,6 +22,7 @@ FILES = (
     "write_protection",
     "copy_on_write",
     "own_fds",
+    "replace",
     "request",
     "rows",
     "rows_request",

@@ -179,6 +179,29 @@ int nv_fds_open(nv_fds *, int direct, const char *path, int flags); /* the descr
 int nv_fds_duplicate(nv_fds *, int fd);
 int nv_fds_close(nv_fds *); /* whatever is open; -errno of this or an earlier call, or 0 */
 
+/* A small file in place of another, whole and durable; replace.c. */
+enum {
+  NV_REPLACE_OPEN,
+  NV_REPLACE_TAKE,       /* somebody else has the temporary file */
+  NV_REPLACE_ATTRIBUTES, /* the old one has more than a mode to carry over */
+  NV_REPLACE_WRITE,
+  NV_REPLACE_SYNC,
+  NV_REPLACE_RENAME,
+  NV_REPLACE_NAME, /* the file is in its place */
+};
+typedef struct {
+  const char *address;
+  uint64_t nbytes;
+} nv_bytes;
+typedef struct {
+  const char *temporary, *target, *directory;
+  const nv_bytes *parts;
+  uint32_t count;
+  int durable, sent; /* sent: a journal keeps the order of bytes and names */
+  int step;          /* the last that was begun */
+} nv_replacement;
+int nv_replace(nv_replacement *); /* 0 or -errno; nothing is left behind but after NV_REPLACE_NAME */
+
 /* Copies between memory of ours and memory that may not be there; 0 or -EFAULT. */
 int nv_copy_foreign(char *ours, char *theirs, uint64_t nbytes, int into);
 

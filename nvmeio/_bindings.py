@@ -23,7 +23,7 @@ ffi: Any = _ffi
 lib: Any = _lib
 
 # The CRC-32 of native_shim/decl.h: a call into a shim with other structures would end the program.
-INTERFACE = 2285797780
+INTERFACE = 1702620247
 if getattr(lib, "NV_INTERFACE", None) != INTERFACE:
     raise BackendUnavailableError(
         "nvmeio's native shim was built for another version of nvmeio",

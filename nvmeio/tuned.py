@@ -123,7 +123,7 @@ def save(path: str | os.PathLike[str], tuned: Tuned) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         stored = {**_load(file), key: {**vars(tuned), "aio": tuned.aio._asdict()}}
         text = json.dumps({"format": FORMAT, "file_systems": stored}, indent=2) + "\n"
-        replace_file(file, text.encode())
+        replace_file(file, [memoryview(text.encode())])
     return file
 
 

@@ -73,8 +73,8 @@ def file_system_of(device: int) -> str:
     return next((mount.file_system for mount in mounts if mount.device == wanted), "")
 
 
-def journal_keeps_order(fd: int) -> bool:
-    """Whether what a drive has of this file is durable before any later rename of the file is.
+def journal_keeps_order(path: str) -> bool:
+    """Whether what a drive has of a file here is durable before any later rename of the file is.
 
     So it is on ext4 with its own journal and data=ordered, and on XFS without a real-time drive:
     both log a change of blocks or sizes before a page counts as written, in the order of the
@@ -82,17 +82,29 @@ def journal_keeps_order(fd: int) -> bool:
     count as written. Source: fs/ext4/page-io.c, fs/xfs/xfs_aops.c (what ends an I/O),
     fs/jbd2/commit.c, fs/xfs/xfs_log_cil.c (the flush). `make power` tries it.
     """
-    return _keeps_order(os.fstat(fd).st_dev, os.fstatvfs(fd).f_fsid)
+    return _kind_and_order(*_mounted(path))[1]
+
+
+def is_local(path: str) -> bool:
+    """Whether files here are on a drive of this machine, or in memory: no server is waited for."""
+    return _kind_and_order(*_mounted(path))[0] in _LOCAL
+
+
+_LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs", "overlay")
+
+
+def _mounted(path: str) -> tuple[int, int]:
+    return os.stat(path).st_dev, os.statvfs(path).f_fsid
 
 
 @functools.lru_cache(maxsize=64)
-def _keeps_order(device: int, _file_system_id: int) -> bool:
+def _kind_and_order(device: int, _file_system_id: int) -> tuple[str, bool]:
     kind = file_system_of(device)
-    if kind != "ext4":
-        return kind == "xfs" and "rtdev=" not in (text_of("/proc/self/mountinfo") or "rtdev=")
+    if kind == "xfs":
+        return kind, "rtdev=" not in (text_of("/proc/self/mountinfo") or "rtdev=")
     name = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve().name
-    options = text_of(f"/proc/fs/ext4/{name}/options").split()
-    return "data=ordered" in options and os.path.exists(f"/proc/fs/jbd2/{name}-8")
+    ordered = "data=ordered" in text_of(f"/proc/fs/ext4/{name}/options").split()
+    return kind, ordered and os.path.exists(f"/proc/fs/jbd2/{name}-8")
 
 
 def _unescape(field: str) -> str:

@@ -13,6 +13,7 @@ of each kind are written in both ways; where a byte differs, torch's own writer 
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import inspect
 import io
@@ -20,12 +21,14 @@ import pickle
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from nvmeio._formats import torch_pickler, torch_zip
+from nvmeio._pages import PAGE_BYTES
 from nvmeio._storage import crc32
+from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.errors import BackendUnavailableError, IntegrityError
 
 DEFAULT_PROTOCOL = 2  # torch.save's
@@ -54,6 +57,9 @@ class ReadOnce(Protocol):
         """Copy bytes to an address; the CRC-32 going on from `crc`, or anything for None."""
         ...
 
+
+Args = ParamSpec("Args")
+Made = TypeVar("Made")
 
 Data = torch.Tensor | Callable[[int, int], torch.Tensor] | ReadOnce
 """A record's bytes: a contiguous 1-D uint8 tensor on any device, a function of (offset, nbytes)
@@ -111,6 +117,17 @@ class FileLayout(NamedTuple):
         return sorted((at, i) for i, record in enumerate(self.records) for at in record.crc_at)
 
 
+def _undisturbed(work: Callable[Args, Made]) -> Callable[Args, Made]:
+    """Done where no interrupt comes, for it changes torch's settings; here those of the caller."""
+
+    @functools.wraps(work)
+    def done(*args: Args.args, **kwargs: Args.kwargs) -> Made:
+        here = contextvars.copy_context()
+        return run_interruptible(lambda: here.run(work, *args, **kwargs))
+
+    return done
+
+
 class Pickling(NamedTuple):
     """An object that was pickled, and will not be asked again.
 
@@ -128,7 +145,7 @@ class Pickling(NamedTuple):
         return len(self.data) + sum(self.sizes.values())
 
     def layout(self) -> FileLayout:
-        """The layout of what `torch.save` would write; not for a main thread, and once.
+        """The layout of what `torch.save` would write; once.
 
         Cost: 10 us a storage.
 
@@ -139,21 +156,13 @@ class Pickling(NamedTuple):
         for key, storage in self.storages.items():
             if storage.nbytes() != self.sizes[key]:
                 raise resized(f"archive/data/{key}", self.sizes[key], storage.nbytes())
-        with torch_pickler.aligned_storages():
-            if has_seam():
-                told = TorchRecords()
-                told.own = _own_records(_alignment()) | {_PICKLE: self.data}
-                told.sizes = [(name, len(data)) for name, data in told.own.items()]
-                told.sizes += [(f"data/{key}", nbytes) for key, nbytes in self.sizes.items()]
-                skeleton = told.skeleton()
-            else:
-                sink: Any = Sink()
-                replay: Any = torch_pickler.Replay(self.data)
-                storages: Any = self.storages
-                with torch.serialization.skip_data():
-                    torch.save(storages, sink, replay)
-                skeleton = skeleton_of(sink)
-        return layout_of(skeleton, self.storages)
+        if not has_seam():
+            raise unknown_torch("it does not tell its records")
+        told = TorchRecords()
+        told.own = _own_records() | {_PICKLE: self.data}
+        told.sizes = [(name, len(data)) for name, data in told.own.items()]
+        told.sizes += [(f"data/{key}", nbytes) for key, nbytes in self.sizes.items()]
+        return layout_of(told.skeleton(), self.storages)
 
 
 def pickled(
@@ -377,11 +386,12 @@ class TorchRecords:
             return self.written()
         return _laid_out(self, _alignment())
 
+    @_undisturbed
     def written(self) -> Skeleton:
         """All of them, by torch's own writer: 15 us a record."""
         sink = Sink()
         opener: Any = torch.serialization._open_zipfile_writer_buffer
-        with opener(sink) as writer:
+        with torch_pickler.aligned_storages(), opener(sink) as writer:
             for name, nbytes in self.sizes:
                 own = self.own.get(name)
                 if own is None:
@@ -391,13 +401,14 @@ class TorchRecords:
         return skeleton_of(sink)
 
 
-@functools.lru_cache(maxsize=1)
-def _own_records(_alignment: int) -> dict[str, bytes]:
+@functools.cache
+@_undisturbed
+def _own_records() -> dict[str, bytes]:
     """The records that torch writes before those of storages, with an empty pickle."""
     told: Any = TorchRecords()
     replay: Any = torch_pickler.Replay(b"")
     storages = {"0": torch.empty(5, dtype=torch.uint8, device="cpu").untyped_storage()}
-    with torch.serialization.skip_data():
+    with torch_pickler.aligned_storages(), torch.serialization.skip_data():
         torch.serialization._save(  # type: ignore[no-untyped-call]
             storages, told, replay, DEFAULT_PROTOCOL, False
         )
@@ -512,7 +523,8 @@ _UTF8 = 1 << 11  # what names are in
 _VERSION = b"3\n"  # of torch's format
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=4)
+@_undisturbed
 def _number_of_names(names: tuple[str, ...]) -> bytes:
     """The digits that torch makes of all names, by C++'s hash of strings."""
     archive = io.BytesIO()
@@ -543,9 +555,9 @@ def _agrees(sums: bool, alignment: int) -> bool:
         return False  # private to torch, all of it
 
 
-# torch's own, where nobody asks for another.
+# torch's own, where it cannot be asked for another.
 _LEAST_ALIGNMENT = 64
 
 
 def _alignment() -> int:
-    return getattr(torch_pickler.save_settings(), "storage_alignment", _LEAST_ALIGNMENT)
+    return _LEAST_ALIGNMENT if torch_pickler.save_settings() is None else PAGE_BYTES

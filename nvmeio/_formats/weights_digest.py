@@ -157,7 +157,7 @@ class _Known:
             return
         newest = dict(list(self._digests.items())[-_MOST_KNOWN:])
         with contextlib.suppress(OSError, TransferError):  # it is computed again, then
-            replace_file(self._path, json.dumps(newest).encode(), durable=False)
+            replace_file(self._path, [memoryview(json.dumps(newest).encode())], durable=False)
 
 
 def _read_known(path: Path) -> dict[str, str]:

@@ -27,7 +27,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _PLACE = (ctypes.c_int, ctypes.c_char_p)
 _libc.renameat2.argtypes = [*_PLACE, *_PLACE, ctypes.c_uint]
-_libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _IOV_MAX = 1024  # parts of one writev
@@ -117,20 +116,6 @@ def sync_data(file: File) -> None:
     """Make an open file's bytes durable (fdatasync)."""
     with files.in_use(file, True) as opened, naming("fsync", file.path):
         os.fdatasync(opened.any_fd())
-
-
-def send(fd: int) -> bool:
-    """Wait until a drive has a file's bytes, in its cache at least; False if nobody can.
-
-    Raises OSError if they could not be written, which the kernel reports once: fsync is silent
-    then.
-    """
-    if _libc.sync_file_range(fd, 0, 0, 7) == 0:  # wait for writes before, write, wait for these
-        return True
-    code = ctypes.get_errno()
-    if code in _CANNOT:
-        return False
-    raise OSError(code, os.strerror(code))
 
 
 def exchange(one: str, other: str) -> None:

@@ -7,8 +7,11 @@
     5. the name is made durable                                         fsync of the directory
 
 Until 4 the target is what it was, to every reader and after a crash. After 4 every reader finds the
-new file; after 5 a crash does, too. Where a journal keeps the order of 2 and 4
-(`_files.system.journal_keeps_order`), a small file is only sent to the drive in 3, and 5 makes both
+new file; after 5 a crash does, too.
+
+For a small file one call of the shim does all five (`replace_file`): no interrupt comes in between,
+so no thread is needed. Where a journal keeps the order of 2 and 4
+(`_files.system.journal_keeps_order`), it only sends the bytes to the drive in 3, and 5 makes both
 durable: two flushes of the drive in place of four, as many as writing over the old file takes.
 
 The temporary file's name ends in ``.nvmeio-tmp`` and its writer holds an flock on it for as long as
@@ -37,12 +40,14 @@ import struct
 from collections.abc import Sequence
 
 from nvmeio import files
+from nvmeio._bindings import ffi, lib
 from nvmeio._files.descriptors import open_error
-from nvmeio._files.system import journal_keeps_order
-from nvmeio._storage.durable import allocate, make_directory, send, sync_directory, write_all
+from nvmeio._files.system import is_local, journal_keeps_order
+from nvmeio._storage.durable import allocate, make_directory, sync_directory, write_all
 from nvmeio._storage.locks import become_writer
 from nvmeio._storage.untrusted import create, open_again
 from nvmeio._threads.closing import on_error, opened, unlink
+from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.errors import ClosedError, TransferError, errno_of, naming, transfer_error
 
 _ACL = "system.posix_acl_access"
@@ -155,7 +160,7 @@ class Replacement:
             if replaces:
                 take_over(self._fd, self._target)
         self._pid = os.getpid()
-        self.closed = self._small = False
+        self.closed = False
         self._file: files.File | None = None
 
     @property
@@ -181,7 +186,6 @@ class Replacement:
         """Write the bytes of a small file, through the page cache; blocks."""
         with naming("pwrite", self.path):
             write_all(self._fd, parts)
-        self._small = True
 
     def truncate(self, nbytes: int) -> None:
         with naming("truncate", self.path):
@@ -207,8 +211,7 @@ class Replacement:
         with on_error(self.discard):
             if durable:
                 with naming("fsync", self.path):
-                    if not (self._small and journal_keeps_order(self._fd) and send(self._fd)):
-                        os.fdatasync(self._fd)
+                    os.fdatasync(self._fd)
             with naming("rename", self.path):
                 os.rename(self.temporary, self._target)
         self._close()
@@ -246,11 +249,54 @@ class Replacement:
         self.discard()
 
 
-def replace_file(path: str | os.PathLike[str], data: bytes, durable: bool = True) -> None:
-    """Replace a small file at once; after TransferError, as from a full disk, it is as it was."""
+def replace_file(
+    path: str | os.PathLike[str], parts: Sequence[memoryview], durable: bool = True
+) -> None:
+    """Replace a small file at once, through the page cache; raises as `Replacement` does.
+
+    One call of the shim does it, and an interrupt comes before or after it. But a server may keep a
+    file of its own waiting for long, an old file may have attributes that are to be carried over,
+    and a killed writer may have left something: then a thread does it, as for a large file.
+    """
+    name = _checked(path)
+    if not _replace_in_one_call(name, parts, durable):
+        run_interruptible(lambda: _replace_by_steps(name, parts, durable))
+
+
+def _replace_by_steps(path: str, parts: Sequence[memoryview], durable: bool) -> None:
     with Replacement(path) as replacement:
-        replacement.write([memoryview(data)])
+        replacement.write(parts)
         replacement.commit(durable)
+
+
+def _replace_in_one_call(path: str, parts: Sequence[memoryview], durable: bool) -> bool:
+    """Do it, and return True; False if nothing was done because it takes more than that."""
+    target = os.path.realpath(path)
+    directory, name = os.path.split(target)
+    try:
+        if not (name and is_local(directory)) or _leftovers(directory):
+            return False
+        _check_target(path, target)
+        sent = durable and journal_keeps_order(directory)
+    except OSError:
+        return False  # which says why
+    memory = [ffi.from_buffer(part) for part in parts]
+    each = ffi.new("nv_bytes[]", [(part, len(part)) for part in memory])
+    for _ in range(_ATTEMPTS):
+        temporary = temporary_name(directory, name)
+        names = [ffi.new("char[]", os.fsencode(n)) for n in (temporary, target, directory)]
+        asked = ffi.new("nv_replacement *", (*names, each, len(memory), durable, sent, 0))
+        code = -lib.nv_replace(asked)
+        if asked.step != lib.NV_REPLACE_TAKE:
+            break
+    if code and asked.step <= lib.NV_REPLACE_ATTRIBUTES:
+        return False
+    if code:
+        raise TransferError(code, operation=_STEPS[asked.step], path=path)
+    return True
+
+
+_STEPS = ("open", "open", "open", "pwrite", "fsync", "rename", "fsync")  # as in decl.h
 
 
 def check_writable(directory: str, otherwise: str) -> None:
@@ -269,12 +315,7 @@ def check_writable(directory: str, otherwise: str) -> None:
 def remove_leftovers(directory: str) -> list[str]:
     """Remove the temporary files of dead writers, as far as possible; returns their names."""
     removed: list[str] = []
-    try:
-        with os.scandir(directory) as entries:
-            names = [entry.name for entry in entries if _TEMPORARY.fullmatch(entry.name)]
-    except OSError:
-        return removed
-    for name in names:
+    for name in _leftovers(directory):
         path = os.path.join(directory, name)
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
         with contextlib.suppress(OSError), opened(path, flags) as fd:
@@ -285,6 +326,13 @@ def remove_leftovers(directory: str) -> list[str]:
                 os.unlink(path)
                 removed.append(name)
     return removed
+
+
+def _leftovers(directory: str) -> list[str]:
+    """The names of temporary files, of writers that live or not; none if it cannot be read."""
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        return [entry.name for entry in entries if _TEMPORARY.fullmatch(entry.name)]
+    return []
 
 
 def _checked(path: str | os.PathLike[str]) -> str:

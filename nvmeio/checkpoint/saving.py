@@ -17,7 +17,7 @@ from nvmeio._formats.torch_layout import DEFAULT_PROTOCOL, FileLayout, Pickling,
 from nvmeio._io.long_call import LongCall
 from nvmeio._memory import holds
 from nvmeio._storage import crc32
-from nvmeio._storage.replace import Replacement
+from nvmeio._storage.replace import Replacement, replace_file
 from nvmeio._threads.interruptible import in_thread, run_interruptible
 
 if TYPE_CHECKING:
@@ -65,8 +65,9 @@ def save(
         Exception: What pickling the object raises.
 
     After an error or interrupt: `path` is as it was, and the partial file is gone. (A save that an
-    interrupt meets after its rename is complete.) The object is pickled in the calling thread; all
-    else is done in another one, where that is the main thread.
+    interrupt meets after its rename, or as a small file is being written, is complete.) The object
+    is pickled in the calling thread; what is larger than 16 MiB is written in another one, where
+    that is the main thread.
 
     Cost: no copy of the state: what torch allocated goes through 48 MiB of staging, and what
     neither torch nor nvmeio did through the handle's bounce memory, whatever the size. Storages on
@@ -120,7 +121,7 @@ def _save(
         pickling = torch_layout.pickled(obj, *pickled_by)
         call.check()
         if handle is None and pickling.nbytes <= SMALL_BYTES:
-            run_interruptible(lambda: _write_small(pickling, path, checksum, call), call.cancel)
+            _write_small(pickling, path, checksum, call)
         else:
             run_interruptible(lambda: _write(pickling, path, checksum, handle, call), call.cancel)
     except UnknownWriterError as unknown:
@@ -134,20 +135,18 @@ def _save(
 def _write_small(
     pickling: Pickling, path: str | os.PathLike[str], checksum: bool, call: LongCall
 ) -> None:
-    with Replacement(path) as replacement:
-        layout = pickling.layout()
-        call.expect(layout.nbytes)
+    layout = pickling.layout()
+    call.expect(layout.nbytes)
+    sources = [r.data.cpu() for r in layout.records if isinstance(r.data, torch.Tensor)]
+    # What cannot be held is memory of others, which torch does not resize.
+    held, _ = holds.hold_all([source.untyped_storage() for source in sources])
+    try:
+        parts = _in_order(layout, sources, checksum)
         call.check()
-        sources = [r.data.cpu() for r in layout.records if isinstance(r.data, torch.Tensor)]
-        # What cannot be held is memory of others, which torch does not resize.
-        held, _ = holds.hold_all([source.untyped_storage() for source in sources])
-        try:
-            replacement.write(_in_order(layout, sources, checksum))
-        finally:
-            holds.end(held)
-        call.moved(layout.nbytes)
-        call.check()
-        replacement.commit()
+        replace_file(path, parts)
+    finally:
+        holds.end(held)
+    call.moved(layout.nbytes)
 
 
 def _in_order(layout: FileLayout, sources: list[torch.Tensor], checksum: bool) -> list[memoryview]:

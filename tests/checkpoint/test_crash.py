@@ -165,7 +165,7 @@ def test_nobody_writes_into_a_file_that_was_taken_for_a_leftover(
         return become_writer(fd)
 
     monkeypatch.setattr(replace, "become_writer", steal_first)
-    nvmeio.save({"a": 1}, tmp_path / "a.pt")
+    save_through_file_object({"a": 1}, tmp_path / "a.pt")
     assert len(stolen) == 1 and os.listdir(tmp_path) == ["a.pt"]
 
 
@@ -251,22 +251,18 @@ def test_a_failing_write(way: str, at: int, path: Path, new_handle: Any) -> None
     assert handle.stats.in_flight == 0
 
 
-@pytest.mark.parametrize("call", ["fdatasync", "rename", "send"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_failing_commit(way: str, call: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`send` is told of a failed write where a journal keeps the order; an fsync behind is not."""
-    if call == "send" and way != "save":
-        pytest.skip("only a small file is sent to the drive without an fsync")
-    WAYS[way]({"old": 1}, path)
+@pytest.mark.parametrize("call", ["fdatasync", "rename"])
+def test_a_failing_commit(call: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For small files: tests/storage/test_replace.py."""
+    save_through_file_object({"old": 1}, path)
 
     def fail(*arguments: Any) -> None:
         raise OSError(errno.EIO, "the drive is gone")
 
     with monkeypatch.context() as broken:
-        broken.setattr(replace, "journal_keeps_order", lambda fd: call == "send")
-        broken.setattr(replace if call == "send" else os, call, fail)
+        broken.setattr(os, call, fail)
         with pytest.raises(nvmeio.TransferError) as raised:
-            WAYS[way]({"new": 1}, path)
+            save_through_file_object({"new": 1}, path)
     assert raised.value.errno == errno.EIO and str(path) in str(raised.value)
     assert os.listdir(path.parent) == [path.name] and torch.load(path) == {"old": 1}
 
@@ -283,36 +279,23 @@ def test_a_directory_that_cannot_be_synchronised_is_told(
     with monkeypatch.context() as broken:
         broken.setattr(os, "fsync", fail)
         with pytest.raises(nvmeio.TransferError, match="fsync"):
-            nvmeio.save({"new": 1}, path)
+            save_through_file_object({"new": 1}, path)
     assert os.listdir(path.parent) == [path.name] and torch.load(path) == {"new": 1}
 
 
-@pytest.mark.parametrize("first", ["fdatasync", "send"])
-def test_the_order_of_a_commit(first: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data durable, or sent where a journal keeps the order; renamed; name durable."""
+def test_the_order_of_a_commit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data durable; renamed; name durable."""
     steps: list[str] = []
-    for module, name in ((os, "fdatasync"), (replace, "send"), (os, "rename"), (os, "fsync")):
-        call = getattr(module, name)
+    for name in ("fdatasync", "rename", "fsync"):
+        call = getattr(os, name)
 
         def note(*arguments: Any, name: str = name, call: Any = call) -> Any:
             steps.append(name)
             return call(*arguments)
 
-        monkeypatch.setattr(module, name, note)
-    monkeypatch.setattr(replace, "journal_keeps_order", lambda fd: first == "send")
-    nvmeio.save({"a": noise(1000)}, path)
-    assert steps == [first, "rename", "fsync"]
-
-
-def test_where_nothing_can_be_sent_the_file_is_synchronised(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr(replace, "journal_keeps_order", lambda fd: True)
-    monkeypatch.setattr(replace, "send", lambda fd: False)
-    monkeypatch.setattr(os, "fdatasync", synced.append)
-    nvmeio.save({"a": noise(1000)}, path)
-    assert len(synced) == 1
+        monkeypatch.setattr(os, name, note)
+    save_through_file_object({"a": noise(1000)}, path)
+    assert steps == ["fdatasync", "rename", "fsync"]
 
 
 def test_an_object_that_cannot_be_pickled_leaves_the_old_file(path: Path) -> None:

@@ -406,36 +406,31 @@ def check_as_nobody(folder: Path) -> None:
 # Small ones
 
 
-def test_a_small_state_makes_no_handle_and_one_file(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In place of torch.save it is slower where most people try it first, if it makes a handle."""
-    synced: list[int] = []
-    for name in ("fsync", "fdatasync"):
-        monkeypatch.setattr(os, name, _noting(getattr(os, name), synced))
+def test_a_small_state_makes_no_handle_and_no_thread(path: Path) -> None:
+    """In place of torch.save it is slower where most people try it first, if it makes these."""
     state = {"a": noise(1000), "b": noise(3), "c": torch.zeros(0)}
     ran = run_python(
         f"""
-        import sys, torch
+        import sys, threading, torch
         import nvmeio
-        nvmeio.save({{"a": torch.ones(1000)}}, {str(path)!r})
+        from nvmeio._storage import replace
+        replace.is_local = lambda path: True
+        state = {{"a": torch.ones(1000)}}
+        nvmeio.save(state, {str(path)!r})
+        def begun(*arguments, **named):
+            raise AssertionError("a thread")
+        threading.Thread.start = begun
+        from nvmeio._threads import threads
+        threads.start = replace.run_interruptible = begun
+        nvmeio.save(state, {str(path)!r})
         assert "nvmeio.handle" not in sys.modules
         assert not [name for name in sys.modules if name.startswith("nvmeio.engines")]
         """
     )
     assert (ran.returncode, ran.stderr) == (0, "")
     nvmeio.save(state, path)
-    assert len(synced) <= 2  # the file's bytes, and its name
     assert_same(torch.load(path), state)
     assert names_in(path.parent) == [path.name]
-
-
-def _noting(call: Any, noted: list[int]) -> Any:
-    def noting(fd: int) -> None:
-        noted.append(fd)
-        call(fd)
-
-    return noting
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1 << 20, saving_module.SMALL_BYTES])
@@ -551,24 +546,36 @@ async def test_a_save_cancelled_before_it_began(path: Path) -> None:
     assert names_in(path.parent) == []
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "last"), [(10, "write"), (saving_module.SMALL_BYTES + 1, "truncate")]
-)
 def test_cancelled_between_the_last_write_and_the_rename(
-    nbytes: int, last: str, path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop = LongCall("save", path)
-    step = getattr(saving_module.Replacement, last)
+    truncate = saving_module.Replacement.truncate
 
-    def late(self: Any, what: Any) -> None:
-        step(self, what)
+    def late(self: Any, nbytes: int) -> None:
+        truncate(self, nbytes)
         stop.cancel()
 
-    monkeypatch.setattr(saving_module.Replacement, last, late)
+    monkeypatch.setattr(saving_module.Replacement, "truncate", late)
+    large = {"a": noise(saving_module.SMALL_BYTES + 1, dtype=torch.uint8)}
     with pytest.raises(Cancelled):
-        saving_module._save(
-            {"a": noise(nbytes, dtype=torch.uint8)}, path, (pickle, 2), True, None, stop
-        )
+        saving_module._save(large, path, (pickle, 2), True, None, stop)
+    assert names_in(path.parent) == []
+
+
+def test_cancelled_before_a_small_file_is_written(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = LongCall("save", path)
+    in_order = saving_module._in_order
+
+    def late(*arguments: Any) -> Any:
+        stop.cancel()
+        return in_order(*arguments)
+
+    monkeypatch.setattr(saving_module, "_in_order", late)
+    with pytest.raises(Cancelled):
+        saving_module._save({"a": noise(10)}, path, (pickle, 2), True, None, stop)
     assert names_in(path.parent) == []
 
 

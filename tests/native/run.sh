@@ -34,7 +34,7 @@ build() { # name, flags ...
     "$cc" "$@" -o "$work/packed-$name" "$here/drive_packed.c" \
         "$shim/packed.c" "$shim/packed_tiles.c" -ldl -lpthread -lm
     "$cc" "$@" -o "$work/$name" "$here/drive_shim.c" \
-        "$shim/kaio.c" "$shim/file_facts.c" "$shim/copy.c" "$shim/hold.c" "$shim/write_protection.c" "$shim/copy_on_write.c" "$shim/copy_crc32.c" "$shim/own_fds.c" "$shim/request.c" \
+        "$shim/kaio.c" "$shim/file_facts.c" "$shim/copy.c" "$shim/hold.c" "$shim/write_protection.c" "$shim/copy_on_write.c" "$shim/copy_crc32.c" "$shim/own_fds.c" "$shim/replace.c" "$shim/request.c" \
         "$shim/rows.c" "$shim/rows_request.c" "$shim/batch.c" "$shim/lane.c" "$shim/engine.c" -ldl -lpthread
     "$cc" -std=c11 -O1 -shared -fPIC -o "$work/faulty.so" "$here/../fakes/faulty_libaio.c" -lpthread
 }

@@ -300,7 +300,7 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
 
         def replace() -> list[str]:
             before = stored.referred_to(path)
-            replace_file(path, data, durable=self.sync_files)
+            replace_file(path, [memoryview(data)], durable=self.sync_files)
             return stored.remove_stale(self.path, before, self._own_metadata)
 
         removed = run_interruptible(replace)
