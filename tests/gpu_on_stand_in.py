@@ -30,6 +30,7 @@ SIZE = 64 * KIB_64
 KEPT = 3 * KIB_64  # of what CUDA says is free; it does not give it
 # Libraries that put nothing on the stand-in.
 OF_OTHERS = {"torch.load", "safetensors", "DeepSpeed's handle", "torch GdsFile"}
+OF_4_BITS = "a model of 4 bits"  # the step that needs transformers
 
 
 class Graph:
@@ -88,19 +89,28 @@ def main(words: list[str]) -> None:
     parser.add_argument("scratch", type=Path)
     arguments, rest = parser.parse_known_args(words)
     torch.set_num_threads(1)
-    try:  # it reads torch's own classes as it is imported
-        importlib.import_module("transformers").LlamaForCausalLM  # noqa: B018
-    except ImportError:
-        OF_OTHERS.add("a model of 4 bits")
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        fake_cufile(arguments.library, arguments.scratch, patch) as cufile,
-        accelerator(patch, Pace.EAGER, Pace.EAGER) as cuda,
-    ):
-        cufile.dstatus = cufile.fflags = ON_NVME
+    with pytest.MonkeyPatch.context() as patch:
         gpu_check = program(patch)
-        prepare(patch, gpu_check, cuda)
-        gpu_check.main(rest)
+        import_what_steps_need(gpu_check, rest)
+        with (
+            fake_cufile(arguments.library, arguments.scratch, patch) as cufile,
+            accelerator(patch, Pace.EAGER, Pace.EAGER) as cuda,
+        ):
+            cufile.dstatus = cufile.fflags = ON_NVME
+            prepare(patch, gpu_check, cuda)
+            gpu_check.main(rest)
+
+
+def import_what_steps_need(gpu_check: Any, words: list[str]) -> None:
+    """Transformers, which reads torch's own classes as it is imported: seconds of CPU."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--parts", default="ABCD")
+    parts = parser.parse_known_args(words)[0].parts
+    if OF_4_BITS in gpu_check.steps(True, parts):
+        try:
+            importlib.import_module("transformers").LlamaForCausalLM  # noqa: B018
+        except ImportError:
+            OF_OTHERS.add(OF_4_BITS)
 
 
 if __name__ == "__main__":
