@@ -177,6 +177,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         config.add_cleanup(lambda: os.close(claimed))
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    """Reading the modules makes a million objects, and none of them is garbage."""
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Nor will they be: a collection that a test asks for leaves them alone."""
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest modules first; in one order, wherever the reading began."""
     here = Path(__file__).parent
