@@ -33,6 +33,24 @@ def store_of(owner: Any) -> Any:
     return owner._store
 
 
+def held_of(module: Any) -> list[Any]:
+    """The units of a SwappedModule that somebody holds."""
+    store = module._store
+
+    def held() -> list[Any]:
+        store._unsettle()
+        return [slot.unit for slot in store._top.there if slot.holds]
+
+    found: list[Any] = store._owner.call(held)
+    return found
+
+
+def window_in_use(module: Any) -> int:
+    """The bytes of a SwappedModule's window that units, and tensors that outlive them, take."""
+    store = module._store
+    return int(store._owner.call(lambda: store._pool.in_use_bytes))
+
+
 def core_of(handle: nvmeio.AioHandle) -> Any:
     """What has a handle's operations on host memory in flight."""
     return handle._cores.host

@@ -186,9 +186,7 @@ class Exchange:
         return [json.loads(each.numpy().tobytes()) for each in heard]
 
     def swap(
-        self,
-        sent: Sequence[tuple[int, torch.Tensor]],
-        received: Sequence[tuple[int, torch.Tensor]],
+        self, sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]
     ) -> None:
         """Send contiguous bytes in host memory to ranks, and receive others from them.
 

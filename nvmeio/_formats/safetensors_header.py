@@ -265,7 +265,9 @@ def _json(text: bytes, where: str) -> Any:
     except RecursionError:
         raise _bad(where, "its header is nested too deeply", _MAX_DEPTH, "more") from None
     except ValueError as failed:
-        raise _bad(where, f"its header is not valid JSON ({failed})", "JSON", "not JSON") from None
+        raise _bad(
+            where, f"its header is not valid JSON ({failed})", "JSON", "other text"
+        ) from None
     return found
 
 

@@ -22,7 +22,7 @@ import torch
 
 from nvmeio import _checks
 from nvmeio._io.inflight import in_groups
-from nvmeio._storage.untrusted import INDEX_BYTES, read_small
+from nvmeio._storage.untrusted import INDEX_BYTES, read_json
 from nvmeio.errors import BackendUnavailableError, IntegrityError, TransferError, as_kind, joined
 
 SUFFIX = ".safetensors"
@@ -66,16 +66,12 @@ def is_index(path: Path) -> bool:
 def read_index(path: Path) -> dict[Path, list[str]]:
     """For each shard, the names of its tensors; IntegrityError if it names files elsewhere."""
     try:
-        text = read_small(path, INDEX_BYTES)
+        found = read_json(path, INDEX_BYTES, f"{path} is no valid safetensors index: it")
     except OSError as failed:
         if failed.errno != errno.EFBIG:
             raise
         size = path.stat().st_size
         raise _bad(path, "it is too large", f"at most {INDEX_BYTES} bytes", size) from None
-    try:
-        found: Any = json.loads(text)
-    except (ValueError, RecursionError) as failed:
-        raise _bad(path, f"it is not valid JSON ({failed})", "JSON", "not JSON") from None
     names = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(names, dict):
         raise _bad(path, "it has no weight_map", "an object of file names", type(names).__name__)

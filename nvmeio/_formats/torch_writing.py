@@ -179,9 +179,7 @@ def join_crcs(layout: FileLayout, crcs: Sequence[Crc]) -> list[int]:
 
 
 def unfinished_pages(
-    layout: FileLayout,
-    parts: Sequence[tuple[int, int]],
-    own: tuple[int, int] | None = None,
+    layout: FileLayout, parts: Sequence[tuple[int, int]], own: tuple[int, int] | None = None
 ) -> list[int]:
     """Offsets of the pages with a CRC that the part which wrote them did not know.
 

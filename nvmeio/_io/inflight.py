@@ -88,9 +88,7 @@ class InFlight:
     """
 
     def __init__(
-        self,
-        most_bytes: int = MOST_BYTES,
-        finished: Callable[[Operation], None] | None = None,
+        self, most_bytes: int = MOST_BYTES, finished: Callable[[Operation], None] | None = None
     ) -> None:
         self._most_bytes = most_bytes
         self._finished = finished

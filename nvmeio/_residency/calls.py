@@ -363,6 +363,11 @@ def unpack(saved: Any) -> torch.Tensor:
     return found
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Changes in place as torch counts them; 0 where it does not."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether it is a plain tensor over memory with an address."""
     plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__

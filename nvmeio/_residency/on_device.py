@@ -223,6 +223,9 @@ class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
     def unbind(self, slot: DeviceSlot[Unit]) -> None:
         self._units.unbind(slot)
 
+    def may_go(self, slot: DeviceSlot[Unit], needed: bool) -> bool:
+        return self._units.may_go(slot, needed)
+
     def take(self, unit: Unit) -> DeviceSlot[Unit] | None:
         memory = self._pool.take(unit.nbytes)
         return None if memory is None else DeviceSlot(unit, memory)

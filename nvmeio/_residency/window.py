@@ -85,6 +85,10 @@ class Keeper(abc.ABC, Generic[Unit, SomeSlot]):
     def unbind(self, slot: SomeSlot) -> None:
         """Let them show nothing again."""
 
+    def may_go(self, slot: SomeSlot, needed: bool) -> bool:
+        """Whether memory may lose a unit that nobody holds; may raise if its room is needed."""
+        return True
+
     def rest(self, slot: SomeSlot) -> bool:
         """Whether a unit goes that nobody holds, and whose order lets it go. May unbind."""
         return True
@@ -314,7 +318,8 @@ class Window(Generic[Unit, SomeSlot]):
             return slot
         idle = [each.unit for each in self._slots.values() if not each.holds]
         for each in self._order.may_go(idle, None if needed else unit):
-            self.drop(each)
+            if self._keeper.may_go(self._slots[each], needed):
+                self.drop(each)
             slot = self._keeper.take(unit)
             if slot is not None:
                 return slot
@@ -336,8 +341,9 @@ class Window(Generic[Unit, SomeSlot]):
 
     def drop_idle(self) -> None:
         """Drop all units that nobody holds."""
-        for unit in [slot.unit for slot in self._slots.values() if not slot.holds]:
-            self.drop(unit)
+        for slot in self.there:
+            if not slot.holds and self._keeper.may_go(slot, needed=False):
+                self.drop(slot.unit)
 
     def drop_ahead(self) -> None:
         """Drop what was read ahead and not needed yet."""

@@ -166,9 +166,9 @@ def read_json(path: str | os.PathLike[str], most: int, named: object = None) -> 
     """What a file of JSON says; IntegrityError, which calls the file `named`, if it is none."""
     try:
         return json.loads(read_small(path, most))
-    except ValueError as failed:
+    except (ValueError, RecursionError) as failed:
         detail = f"{named or path} is not valid JSON: {failed}"
-        raise IntegrityError(detail, expected="JSON", found="not JSON") from None
+        raise IntegrityError(detail, expected="JSON", found="other bytes") from None
 
 
 def _read_small(name: str, most: int) -> bytes:

@@ -68,9 +68,7 @@ class Begun(Coroutine[Any, Any, Value]):
                 driven.close()
 
     def _drive(
-        self,
-        step: Callable[[Generator[Any, Any, Value]], Any],
-        thrown: BaseException | None,
+        self, step: Callable[[Generator[Any, Any, Value]], Any], thrown: BaseException | None
     ) -> Any:
         if self._driven is None:
             self._driven = {}

@@ -177,10 +177,7 @@ def _write(
     from nvmeio._io.handles import CallHandle
     from nvmeio._io.inflight import InFlight
 
-    with (
-        Replacement(path) as replacement,
-        CallHandle(handle, replacement.temporary) as call_handle,
-    ):
+    with Replacement(path) as replacement, CallHandle(handle, replacement.temporary) as call_handle:
         layout = pickling.layout()
         nbytes = padded_nbytes(layout)
         replacement.reserve(nbytes)

@@ -135,10 +135,7 @@ def show_contents(
 
 
 @app.command("verify")
-def check_contents(
-    paths: PathsArgument,
-    as_json: JsonOption = False,
-) -> None:
+def check_contents(paths: PathsArgument, as_json: JsonOption = False) -> None:
     """Checks the CRC-32 of every record of checkpoints, and that their archives are in order.
 
     It reads every byte, past the page cache, in 64 MiB of memory. safetensors files have no

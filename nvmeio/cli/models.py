@@ -70,8 +70,7 @@ def pack(
         ),
     ],
     dtype: Annotated[
-        str | None,
-        _option.value("float32, bfloat16 or float16; by default the model's.", "DTYPE"),
+        str | None, _option.value("float32, bfloat16 or float16; by default the model's.", "DTYPE")
     ] = None,
     quant_bits: Annotated[
         int | None, _option.value("4 or 8: quantise layers, and other matrices over 1 MiB.", "BITS")
@@ -166,8 +165,7 @@ def generate(
     checksum: Annotated[
         bool,
         _option.flag(
-            "Compare what is read with the checksums of a packed model.",
-            "--checksum/--no-checksum",
+            "Compare what is read with the checksums of a packed model.", "--checksum/--no-checksum"
         ),
     ] = True,
     compute: Annotated[

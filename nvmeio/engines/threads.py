@@ -304,9 +304,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
             # Refused as direct I/O, it is done again; the others are counted.
             if request.outcome().error != errno.EINVAL:
                 self._counters = self._counters.plus(
-                    rows=result.whole,
-                    row_blocks=result.blocks,
-                    row_bytes_saved=result.saved_bytes,
+                    rows=result.whole, row_blocks=result.blocks, row_bytes_saved=result.saved_bytes
                 )
         self.conclude(request)
 

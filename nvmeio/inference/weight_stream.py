@@ -151,8 +151,9 @@ class WeightStream(NotPickled, Closing):
         self._opening = threading.Lock()
         self._uses: Uses | None = None
         self._ending: Ending | None = None
-        self._before: dict[str, Any] = dict.fromkeys(Uses.COUNTS, 0)  # counts of what was closed
+        self._before: dict[str, Any] = {}  # counts of what was closed
         self.reopen()
+        self._before = dict.fromkeys(self._counts(), 0)
 
     def open_checkpoint(self, handle: AioHandle) -> SafetensorsSet:
         """Its files, opened once more, for the caller to close.
@@ -527,7 +528,7 @@ class WeightStream(NotPickled, Closing):
 
     def _counts(self) -> dict[str, Any]:
         now = {} if self._uses is None else self._uses.counts()
-        return {name: before + now.get(name, 0) for name, before in self._before.items()}
+        return {n: self._before.get(n, 0) + now.get(n, 0) for n in self._before or now}
 
     def _check(self) -> tuple[OwnerThread, Uses]:
         owner, uses = self._owner, self._uses

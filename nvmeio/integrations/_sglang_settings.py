@@ -73,20 +73,18 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "get_exec graph.cuda_graph_config.prefill.backend": ("disabled",),
     },
     "compiled code skips what brings a layer's weights": {
-        "get_flags capture.enable_torch_compile": (False,),
+        "get_flags capture.enable_torch_compile": (False,)
     },
     "it is an offloader too, and a layer has one": {
         "get_exec offload.cpu_offload_gb": (0,),
         "get_exec offload.offload_group_size": (0, -1),
     },
-    "it is an offloader too": {
-        "get_exec offload.ple_offload_embedding": (False, None),
-    },
+    "it is an offloader too": {"get_exec offload.ple_offload_embedding": (False, None)},
     "it runs parts of two layers in turns, without calling the layers": {
-        "get_exec overlap.enable_two_batch_overlap": (False,),
+        "get_exec overlap.enable_two_batch_overlap": (False,)
     },
     "it computes two layers at once, on two streams, and the window has one order": {
-        "get_disagg enable_pdmux": (False,),
+        "get_disagg enable_pdmux": (False,)
     },
     "its kernels read the weights of many layers without calling them": {
         "get_exec kernel.enable_nvidia_megakernel": (False,),
@@ -105,19 +103,17 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "get_spec uno_lora_path": (None,),
     },
     "what it releases of the weights is loaded anew by an update, which is refused": {
-        "get_exec features.enable_memory_saver": (False,),
+        "get_exec features.enable_memory_saver": (False,)
     },
     "it waits for an update of weights, which is refused": {
-        "get_model checkpoint_engine_wait_weights_before_ready": (False,),
+        "get_model checkpoint_engine_wait_weights_before_ready": (False,)
     },
     "other instances would copy weights from addresses where they are no more": {
-        "get_model remote_instance_weight_loader_start_seed_via_transfer_engine": (False,),
+        "get_model remote_instance_weight_loader_start_seed_via_transfer_engine": (False,)
     },
-    "other processes share the weights on the device": {
-        "get_model weight_cache_mode": ("off",),
-    },
+    "other processes share the weights on the device": {"get_model weight_cache_mode": ("off",)},
     "it loads weights after the layers were spilled": {
-        "get_model is_startup_weight_load_overlap": (False,),
+        "get_model is_startup_weight_load_overlap": (False,)
     },
 }
 # The flag that helps, by the last attribute; of all others it is to be without theirs.

@@ -119,10 +119,7 @@ class NvmeCheckpointIO:
         """
         target = _local(path)
         loaded: dict[str, Any] = load(
-            target,
-            map_location,
-            weights_only=weights_only is not False,
-            handle=self._handle,
+            target, map_location, weights_only=weights_only is not False, handle=self._handle
         )
         return loaded
 

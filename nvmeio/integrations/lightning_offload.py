@@ -66,9 +66,7 @@ class _SwapOptimizers:
     """
 
     def __init__(
-        self,
-        swap_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-        **options: Any,
+        self, swap_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], **options: Any
     ) -> None:
         super().__init__()
         directories = [swap_dir] if isinstance(swap_dir, (str, os.PathLike)) else swap_dir

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _rank import OPTIONS, plain, sharded, train
-from inside import store_of
+from inside import window_in_use
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -67,7 +67,7 @@ def equal(folder: Path, world: int) -> None:
     # And what fills the pages of three parts.
     assert mine <= ours.bytes_read - before <= mine + 3 * 4096
     assert train(ours, optimizer, STEPS) == train(theirs, reference, STEPS)
-    assert store_of(ours).in_use_bytes <= WINDOW
+    assert window_in_use(ours) <= WINDOW
     same(ours.state_dict(), theirs.state_dict())
 
     saved = {"model": ours.state_dict(), "optimizer": optimizer_state(ours, optimizer)}

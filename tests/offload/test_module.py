@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from _gpt import Block, Gpt, loss_of, train
-from inside import store_of
+from inside import held_of, window_in_use
 from support import Turns, run_python
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.checkpoint import checkpoint
@@ -79,7 +79,7 @@ def test_training_equals_that_in_memory(
         assert found.keys() == wanted.keys()
         for name, tensor in wanted.items():
             assert torch.equal(found[name], tensor), name
-        assert store_of(module).in_use_bytes <= module.resident_bytes
+        assert window_in_use(module) <= module.resident_bytes
 
 
 def test_gradients_and_outputs_equal_those_in_memory(tmp_path: Path) -> None:
@@ -617,7 +617,7 @@ def test_an_error_in_forward_lets_the_parameters_go(tmp_path: Path) -> None:
     with swapped(ours, tmp_path) as module:
         with pytest.raises(IndexError):
             module(torch.tensor([[10_000]]))
-        assert store_of(module).held == []
+        assert held_of(module) == []
         loss_of(module, 0).backward()
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from fake_accelerator import EVERY_PACE, Accelerator, Pace, accelerator
 from gds._support import ON_NVME, FakeCuFile, compiled, fake_cufile
-from inside import store_of
+from inside import held_of, window_in_use
 from support import spin_until
 from test_module_on_device import (
     LARGEST,
@@ -115,7 +115,7 @@ def test_losses_and_gradients_equal_those_in_memory_and_nothing_is_copied(
         assert_equal(cuda, [p.grad for p in made.parameters()], gradients)
         assert module.direct
         assert cuda.copies == []
-        assert module.resident_bytes == store_of(module).in_use_bytes == 0
+        assert module.resident_bytes == window_in_use(module) == 0
         assert device_in_use_bytes(module) <= module.device_bytes == 2 * LARGEST
         read = sum(size for _, size, _, _ in cufile.noted[begun:])
         assert 2 * 6 * LARGEST < read <= module.bytes_read  # the last may be on their way
@@ -274,7 +274,7 @@ def test_a_read_that_fails_is_told_and_made_again(
         cufile.result = 0
         for p in ours.parameters():
             p.grad = None
-        assert store_of(module).held == []
+        assert held_of(module) == []
         assert_equal(late, losses_of(module, late.tensor), losses)
 
 
@@ -400,7 +400,7 @@ def test_an_exception_in_a_hook_leaves_the_module_right(lazy: Accelerator, place
         with pytest.raises(KeyError):
             losses_of(module, lazy.tensor)
         hook.remove()
-        assert store_of(module).held == []
+        assert held_of(module) == []
         assert_equal(lazy, losses_of(module, lazy.tensor), losses)
 
 
@@ -427,7 +427,7 @@ def test_an_interrupt_while_the_drive_is_waited_for(
         for p in ours.parameters():
             p.grad = None
         assert_equal(lazy, losses_of(module, lazy.tensor), losses)
-        assert store_of(module).held == []
+        assert held_of(module) == []
 
 
 def test_closing_in_the_middle_of_a_pass_leaves_nothing_under_way(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from inside import store_of
+from inside import held_of, window_in_use
 from support import PATIENCE_S, thread
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -129,8 +129,8 @@ def test_gradients_are_those_in_memory(
     with swapped(ours, tmp_path) as module:
         found = gradients(ours, module)
         assert all(map(torch.equal, found, wanted))
-        assert store_of(module).held == []
-        assert store_of(module).in_use_bytes <= module.resident_bytes
+        assert held_of(module) == []
+        assert window_in_use(module) <= module.resident_bytes
 
 
 def test_parts_are_read_again_for_backward(reentrant: bool, tmp_path: Path) -> None:
@@ -161,11 +161,11 @@ def test_a_forward_that_fails_leaves_nothing_held(reentrant: bool, tmp_path: Pat
         ours[4]._inner = fails  # type: ignore[assignment]
         with pytest.raises(KeyError, match="in the middle"):
             module(data())
-        assert store_of(module).held == []
+        assert held_of(module) == []
         runs: list[int] = []
 
         def outside(x: torch.Tensor) -> torch.Tensor:
-            runs.append(len(store_of(module).held))
+            runs.append(len(held_of(module)))
             return x.sin()
 
         checkpoint(outside, data(), use_reentrant=reentrant).sum().backward()
@@ -182,7 +182,7 @@ def test_a_function_that_fails_when_it_runs_again(reentrant: bool, tmp_path: Pat
             patch.setattr(torch.nn.functional, "gelu", lambda _: {}["again"])
             with pytest.raises(KeyError, match="again"):
                 loss.backward()
-        assert store_of(module).held == []
+        assert held_of(module) == []
         for parameter in ours.parameters():
             parameter.grad = None
         assert not any(grad.isnan().any() for grad in gradients(ours, module))
@@ -210,7 +210,7 @@ def test_threads_hold_their_own(reentrant: bool, tmp_path: Path) -> None:
     with swapped(ours, tmp_path / "a") as first, swapped(beside, tmp_path / "b") as second:
 
         def outside(x: torch.Tensor) -> torch.Tensor:
-            held.append(len(store_of(first).held))
+            held.append(len(held_of(first)))
             return x.sin()
 
         ours[4]._inner = waits  # type: ignore[assignment]

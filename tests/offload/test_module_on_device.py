@@ -15,7 +15,7 @@ import pytest
 import torch
 from fake_accelerator import DEVICE, EVERY_PACE, Accelerator, Pace, accelerator
 from fake_cuda import STREAMS
-from inside import store_of
+from inside import held_of, store_of, window_in_use
 
 import nvmeio
 from nvmeio._memory import devices
@@ -125,7 +125,7 @@ def test_losses_and_gradients_equal_those_in_memory(
         assert_equal(cuda, found, losses)
         assert_equal(cuda, [p.grad for p in made.parameters()], gradients)
         assert module.device == DEVICE
-        assert store_of(module).in_use_bytes <= module.resident_bytes == 3 * LARGEST
+        assert window_in_use(module) <= module.resident_bytes == 3 * LARGEST
         assert device_in_use_bytes(module) <= module.device_bytes == parts * LARGEST
         assert cuda.has(made.seen)
 
@@ -256,7 +256,7 @@ def test_an_exception_in_a_hook_leaves_the_module_right(cuda: Accelerator, tmp_p
             with pytest.raises(KeyError):
                 losses_of(module, cuda.tensor)
             hook.remove()
-        assert store_of(module).held == []
+        assert held_of(module) == []
         assert_equal(cuda, losses_of(module, cuda.tensor), losses)
         assert_equal(cuda, [p.grad for p in ours.parameters()], gradients)
 

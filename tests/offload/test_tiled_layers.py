@@ -11,7 +11,7 @@ import pytest
 import torch
 from fake_accelerator import Pace, accelerator
 from in_rows import InRows
-from inside import store_of
+from inside import window_in_use
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -87,7 +87,7 @@ def test_training_equals_that_of_its_rows_in_memory(
         assert found["2.weight"].equal(torch.cat(rows))
         if bias:
             assert found["2.bias"].equal(torch.cat([part.bias for part in theirs[2].parts]))
-        assert store_of(module).in_use_bytes <= module.resident_bytes
+        assert window_in_use(module) <= module.resident_bytes
         assert get_model_state_dict(module.module)["2.weight"].equal(found["2.weight"])
         kept = get_optimizer_state_dict(module.module, optimizer)
         assert "2.tiles.0.weight" in kept["state"]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from faults._support import wait_until_asleep
-from inside import store_of
+from inside import held_of
 from interrupting import at_places, at_random_times
 from support import (
     PATIENCE_S,
@@ -210,7 +210,7 @@ def test_forward_and_backward(swapped: SwappedModule, interrupts: Interrupts) ->
     for _ in interrupts(lambda: gradients(swapped, x), 100):
         assert hooks_in_force() is None
         assert same(gradients(swapped, x), expected)
-    spin_until_collected(lambda: store_of(swapped).held == [])
+    spin_until_collected(lambda: held_of(swapped) == [])
 
 
 @HOW
@@ -304,7 +304,7 @@ def test_an_exception_in_a_users_hook_leaves_nothing(swapped: SwappedModule) -> 
                 gradients(swapped, x)
             hook.remove()
             assert hooks_in_force() is None
-            assert store_of(swapped).held == []
+            assert held_of(swapped) == []
             assert same(gradients(swapped, x), expected)
 
 

@@ -207,9 +207,7 @@ def _files_of(path: str) -> list[str]:
         there = os.path.getsize(file_path) if os.path.exists(file_path) else None
         if there != nbytes:
             raise IntegrityError(
-                f"{file_path}: expected {nbytes} bytes, found {there}",
-                expected=nbytes,
-                found=there,
+                f"{file_path}: expected {nbytes} bytes, found {there}", expected=nbytes, found=there
             )
     return names
 

@@ -120,8 +120,7 @@ def command(
     ] = False,
     block_size: Annotated[int | None, _how.size("Bytes per kernel request.", "1M")] = None,
     queue_depth: Annotated[
-        int | None,
-        _how.value("Blocks in the kernel at most (ds_io: 32).", "N", show_default="128"),
+        int | None, _how.value("Blocks in the kernel at most (ds_io: 32).", "N", show_default="128")
     ] = None,
     single_submit: Annotated[
         bool | None, _how.flag("One block a system call.", "--single-submit")
@@ -182,8 +181,7 @@ def command(
         bool, _when.flag("With --cached: a write is over once it is durable.", "--fsync")
     ] = False,
     drop_caches: Annotated[
-        bool,
-        _when.flag("With --cached: make reads cold (no root needed).", "--drop-caches"),
+        bool, _when.flag("With --cached: make reads cold (no root needed).", "--drop-caches")
     ] = False,
     no_reference: Annotated[
         bool,

@@ -315,10 +315,7 @@ def as_json(result: BenchResult) -> dict[str, Any]:
     return {
         "unit": UNIT,
         "nvmeio": versions.pop("nvmeio"),
-        "machine": {
-            **versions,
-            "directories": [_directory(path) for path in directories],
-        },
+        "machine": {**versions, "directories": [_directory(path) for path in directories]},
         "engine": {"auto": result.resolved[0], "why": result.resolved[1]},
         "settings": {
             **workload.options._asdict(),

@@ -47,8 +47,7 @@ def command(
     no_read: Annotated[bool, _option.flag("Tune for writes alone.", "--no-read")] = False,
     no_write: Annotated[bool, _option.flag("Tune for reads alone.", "--no-write")] = False,
     io_size: Annotated[
-        int,
-        _option.size("Bytes of a full transfer, in each directory, with K, M or G.", "400M"),
+        int, _option.size("Bytes of a full transfer, in each directory, with K, M or G.", "400M")
     ] = 400 << 20,
     loops: Annotated[
         int, _option.value("Transfers in a measurement; their median counts.", "N", min=1)

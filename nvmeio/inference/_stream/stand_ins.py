@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from nvmeio._residency.calls import Origin, saving
+from nvmeio._residency.calls import Origin, saving, version_of
 from nvmeio.errors import an
 from nvmeio.inference._plan.units import Target, Unit
 
@@ -39,18 +39,8 @@ _FACTORIES = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
     *("randint_like", "new_empty", "new_zeros", "new_ones", "new_full"),
 }
-_IN_PLACE = {
-    *(
-        "__set__",
-        "__setitem__",
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__itruediv__",
-        "__ifloordiv__",
-    ),
-    *("__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
-}
+_OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift"
+_IN_PLACE = {"__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())}
 _CHANGES_NO_ELEMENTS = {"__set__", "requires_grad_", "detach_", "share_memory_"}
 _NEEDS_ELEMENTS = object()
 
@@ -78,9 +68,9 @@ def refuse_change() -> NoReturn:
     """Raise: somebody changes a weight that is read from its checkpoint each time."""
     raise RuntimeError(
         "a weight of a streamed model cannot be changed, and adapters cannot be merged into it: it "
-        "is read from its checkpoint. Save the adapters, and merge them into a model that is "
-        "loaded. Adapters that begin by changing the base (PiSSA, OLoRA, CorDA, LoftQ, KaSA) "
-        "are begun in a model that is loaded: save that base and them, and stream that base"
+        "is read from its checkpoint. Save adapters, and merge them into a model that is loaded. "
+        "Adapters that begin by changing the base (PiSSA, OLoRA, CorDA, LoftQ, KaSA) are begun "
+        "in a model that is loaded: save that base and them, and stream that base"
     )
 
 
@@ -422,7 +412,7 @@ def count_changes(targets: list[Target]) -> None:
     """Note what stands for parameters as it is, for `check_absent`; batch norm sets its buffers."""
     for index, target in enumerate(targets):
         if not target.is_buffer:
-            targets[index] = target._replace(version=_version(target.empty))
+            targets[index] = target._replace(version=version_of(target.empty))
 
 
 def check_absent(targets: Sequence[Target]) -> None:
@@ -433,16 +423,12 @@ def check_absent(targets: Sequence[Target]) -> None:
     check(targets, [target.empty for target in targets])
     with torch._C.DisableTorchFunctionSubclass():  # else each look goes through Python
         for module, attribute, _, _, empty, version in targets:
-            if version is not None and (not is_meta(empty) or _version(empty) != version):
+            if version is not None and (not is_meta(empty) or version_of(empty) != version):
                 raise RuntimeError(
                     f"{attribute!r} of {an(type(module).__name__)} was changed in place after its "
                     "model was streamed, while its bytes are on disk: the weights that are used "
                     "are those of the checkpoint. Change them there, and stream the model anew"
                 )
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 def install(targets: Sequence[Target], tensors: Sequence[Any]) -> list[torch.Tensor]:
@@ -520,7 +506,7 @@ def _replaced(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> Targe
 
 def _was_changed(shown: torch.Tensor) -> bool:
     """Whether a frozen weight was changed past its methods: by `out=`, or through a view of it."""
-    return type(shown) is Frozen and _version(shown) not in (0, None)
+    return type(shown) is Frozen and version_of(shown) != 0
 
 
 def names_in(unit: Unit, at: int, nbytes: int) -> str:

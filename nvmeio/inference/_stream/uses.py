@@ -44,16 +44,6 @@ class Uses:
     `trainable`: backward comes, and needs them again.
     """
 
-    COUNTS = (
-        "bytes_read",
-        "units_read",
-        "units_used",
-        "mispredicted",
-        "dropped",
-        "experts_read",
-        "waited_s",
-    )
-
     def __init__(
         self, owner: OwnerThread, resources: Resources, partition: Partition, trainable: bool
     ) -> None:
@@ -349,13 +339,13 @@ class Uses:
 
     def counts(self) -> dict[str, Any]:
         window = self._window
-        values = (
-            window.bytes_read + self._keeper.beside_bytes + self.resources.reader.served_bytes,
-            window.units_read,
-            self.units_used + self.turns.shared_count,
-            window.mispredicted,
-            window.dropped,
-            self.experts_read,
-            window.waited_s,
-        )
-        return dict(zip(self.COUNTS, values, strict=True))
+        beside_bytes = self._keeper.beside_bytes + self.resources.reader.served_bytes
+        return {
+            "bytes_read": window.bytes_read + beside_bytes,
+            "units_read": window.units_read,
+            "units_used": self.units_used + self.turns.shared_count,
+            "mispredicted": window.mispredicted,
+            "dropped": window.dropped,
+            "experts_read": self.experts_read,
+            "waited_s": window.waited_s,
+        }

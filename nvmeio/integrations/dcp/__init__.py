@@ -339,11 +339,7 @@ class NvmeStorageReader(_InDirectory, StorageReader):
     """
 
     def __init__(
-        self,
-        path: PathLike,
-        _extension_registry: Any = None,
-        *,
-        handle: AioHandle | None = None,
+        self, path: PathLike, _extension_registry: Any = None, *, handle: AioHandle | None = None
     ) -> None:
         super().__init__()
         self.fs = FileSystem()

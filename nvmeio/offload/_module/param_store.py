@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -44,7 +44,7 @@ from nvmeio.errors import ClosedError
 from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.rank_steps import directory_name
-from nvmeio.offload._module.stages import ParamPlaces, ParamUnit
+from nvmeio.offload._module.stages import ParamPlaces, ParamUnit, Versions, refused
 from nvmeio.offload._swap_files.pipeline import move_all
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
 from nvmeio.offload._swap_files.tensors import absent, is_absent, laid, lay, local, strides_of
@@ -113,6 +113,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         self._absent = {unit: [absent(span, self.device) for span in unit.spans] for unit in units}
         self._gathered_now: list[Sequence[ParamSlot]] = []  # in blocks
         self._settled: dict[ParamUnit, Claim] = {}  # which stay, for users that do not ask
+        self._versions = Versions([p for unit in units for p in unit.parameters])
         self._resources = contextlib.ExitStack()
         self._owner = OwnerThread("nvmeio-parameters", _CLOSED)
 
@@ -191,6 +192,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         MemoryError if the budget is taken by what cannot go; TransferError if they cannot be read.
         """
         stream = devices.stream_here(self.device)
+        self.check_unchanged(units)
         claims = [self._settled.get(unit) for unit in units]
         try:
             if None not in claims:
@@ -271,7 +273,11 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
 
     @owned
     def evict(self) -> None:
-        """Drop all copies in memory that are not in use."""
+        """Drop all copies in memory that are not in use; RuntimeError if some were changed."""
+        self._evict()
+        self.check_unchanged(self.units)
+
+    def _evict(self) -> None:
         self._unsettle()
         self._top.drop_idle()
         self._window.drop_idle()
@@ -295,12 +301,32 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
 
         Whoever computed meanwhile has brought old ones, or holds them still.
         """
-        self.evict()
+        self._evict()
         for slot in self._top.there:
             if slot.unit not in self._gathered_units:
                 self._follow(slot)
 
     # Changing
+
+    def check_unchanged(self, units: Sequence[ParamUnit]) -> None:
+        """Raise if somebody else changed these in memory, where the change would be lost."""
+        for unit in units:
+            if self._versions.changed(unit) is not None:
+                self._owner.call(self._check_unchanged, unit)  # it may be a change of the owner's
+
+    def _check_unchanged(self, unit: ParamUnit) -> None:
+        self._owner.release_dropped()
+        changed, slot = self._versions.changed(unit), self._top.slot(unit)
+        if changed is None or unit in self._gathered_units:
+            return
+        if slot is None or not slot.bound:  # torch lets one of a single element be written to
+            self._versions.undo(changed)
+        raise refused(unit, changed)
+
+    @owned
+    def count_changes(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raise the version of parameters that have changed on the drive; backward looks at it."""
+        self._versions.count(parameters)
 
     @owned
     def first(self, unit: ParamUnit) -> Gathered:
@@ -362,16 +388,17 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         self._gathered_now = [each for each in self._gathered_now if each is not slots]
         top = self._top
         top.let_go(slots)
-        if written:
-            return
         for slot in slots:
-            self._follow(slot)
+            self._versions.note(slot.unit.parameters)
+            if not written:
+                self._follow(slot)
 
     def _follow(self, slot: ParamSlot) -> None:
         """The drive has other values than memory: drop these, or read again where they are used."""
         top = self._top
         if top is not self._window:
             self._window.drop(slot.unit)
+        self._versions.note(slot.unit.parameters)
         if slot.holds and top.slot(slot.unit) is slot:
             try:
                 top.read_now(slot)
@@ -404,7 +431,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
                 for parameter, tensor in tensors:
                     if id(parameter) in given:
                         self._put(tensor, given[id(parameter)])
-                        torch.autograd.graph.increment_version(parameter)
+                        self.count_changes([parameter])
             self._write(window, slots, written, None)
         finally:
             self._loaded(window, slots, written)
@@ -455,6 +482,14 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         self._by_address[slot.memory.data_ptr()] = slot.unit
         for parameter, tensor in zip(slot.unit.parameters, _over(slot), strict=True):
             lay(parameter, tensor)
+        self._versions.note(slot.unit.parameters)
+
+    def may_go(self, slot: ParamSlot, needed: bool) -> bool:
+        """Whether memory has no changes of it; RuntimeError if its room is needed."""
+        changed = self._is_on_top(slot) and self._versions.changed(slot.unit) is not None
+        if changed and needed:
+            self._check_unchanged(slot.unit)
+        return not changed
 
     def unbind(self, slot: ParamSlot) -> None:
         """Lay the parameters over nothing."""
@@ -462,8 +497,8 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
             return
         self._settled.pop(slot.unit, None)
         self._by_address.pop(slot.memory.data_ptr(), None)
-        for parameter, nothing in zip(slot.unit.parameters, self._absent[slot.unit], strict=True):
-            lay(parameter, nothing)
+        for parameter, gone in zip(slot.unit.parameters, self._absent[slot.unit], strict=True):
+            lay(parameter, gone)
 
     def _is_on_top(self, slot: ParamSlot) -> bool:
         return self._on_device is None or isinstance(slot, DeviceSlot)
@@ -509,6 +544,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
 
     def on_file(self, parameter: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         """The parameter as a tensor over the file, unread, followed by the rows of others."""
+        self.check_unchanged([self._unit_of[id(each)] for each in (parameter, *rest)])
         try:
             return self._places.on_file(parameter, *rest)
         except ClosedError as closed:
@@ -537,18 +573,6 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
                 self._window.drop_all()
         finally:
             self._resources.close()
-
-    @property
-    @owned
-    def held(self) -> list[ParamUnit]:
-        self._unsettle()
-        return [slot.unit for slot in self._top.there if slot.holds]
-
-    @property
-    @owned
-    def in_use_bytes(self) -> int:
-        """The part of the budget that units, and tensors that outlive them, take."""
-        return self._pool.in_use_bytes
 
     @property
     def bytes_read(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,9 +12,10 @@ import torch
 from nvmeio import files
 from nvmeio._io.drives import FileSpan, StripedFile
 from nvmeio._pages import PAGE_BYTES, round_up
+from nvmeio._residency.calls import version_of
 from nvmeio.offload._swap_files.file_tensors import file_tensor
 from nvmeio.offload._swap_files.subgroups import SlotSpan, aligned
-from nvmeio.offload._swap_files.tensors import like, local, own_strides
+from nvmeio.offload._swap_files.tensors import like, local, nothing, own_strides
 
 # These reach into their children's parameters without calling the children.
 AS_ONE = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.RNNBase)
@@ -132,6 +133,52 @@ def _laid_out(
         spans.append(SlotSpan(at, nbytes, parameter.dtype, shape, strides))
         at += nbytes
     return spans, round_up(max(at, 1), PAGE_BYTES)
+
+
+class Versions:
+    """How often parameters had been changed in place when memory and the drive were the same.
+
+    Not of those that torch does not count, or counts together with others (views of one tensor).
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        was = [version_of(each) for each in params]
+        for each in params:
+            torch.autograd.graph.increment_version(each)
+        self._alone = {id(p) for p, n in zip(params, was, strict=True) if version_of(p) == n + 1}
+        self._noted: dict[int, int] = {}
+
+    def note(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Memory and the drive have the same values."""
+        self._noted |= {id(p): p._version for p in parameters if id(p) in self._alone}
+
+    def undo(self, parameter: torch.Tensor) -> None:
+        """Let a single element that is not in memory show nothing again."""
+        parameter.data.fill_(nothing(parameter.dtype))
+        self.note([parameter])
+
+    def count(self, parameters: Iterable[torch.Tensor]) -> None:
+        """These have changed on the drive."""
+        for parameter in parameters:
+            torch.autograd.graph.increment_version(parameter)
+            if id(parameter) in self._noted:
+                self._noted[id(parameter)] += 1
+
+    def changed(self, unit: ParamUnit) -> torch.Tensor | None:
+        """A parameter that somebody else has changed since `note`. From any thread."""
+        for parameter in unit.parameters:
+            if self._noted.get(id(parameter), now := version_of(parameter)) != now:
+                return parameter
+        return None
+
+
+def refused(unit: ParamUnit, changed: torch.Tensor) -> RuntimeError:
+    named = (each for s in unit.stages for each in s.module.named_parameters(s.name))
+    return RuntimeError(
+        f"the parameter {next((n for n, p in named if p is changed), '')} was changed in place "
+        "outside of gather(), not on the drive: change it within `with module.gather():`, or by a "
+        "step. An empty block of gather() keeps the change if it was in memory; else it is undone"
+    )
 
 
 class ParamPlaces:

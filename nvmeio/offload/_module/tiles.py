@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from nvmeio._pages import PAGE_BYTES
-from nvmeio._residency import tiled_linear
+from nvmeio._residency import calls, tiled_linear
 from nvmeio._residency.tiled_linear import LinearRows
 from nvmeio.offload._module.param_store import store_of
 from nvmeio.offload._module.stages import (
@@ -58,15 +58,10 @@ class _Shown(NamedTuple):
     def is_as_it_was(self, now: object) -> bool:
         return (
             now is self.tensor
-            and _version(self.tensor) == self.version
+            and calls.version_of(self.tensor) == self.version
             and self.tensor.requires_grad == self.requires_grad
             and (is_absent(self.tensor) or not self.tensor.numel())
         )
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Changes in place as torch counts them; 0 where it does not."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class TiledLayers:
@@ -109,7 +104,7 @@ class TiledLayers:
         for name, parameter in list(layer._parameters.items()):
             if parameter is not None:
                 nothing = _nothing(parameter, device).requires_grad_(parameter.requires_grad)
-                shown[name] = _Shown(nothing, _version(nothing), parameter.requires_grad)
+                shown[name] = _Shown(nothing, calls.version_of(nothing), parameter.requires_grad)
                 del layer._parameters[name]
                 layer.__dict__[name] = nothing
         layer._modules[_TILES] = tiles
@@ -185,7 +180,7 @@ def _tile(layer: nn.Linear, first: int, last: int) -> nn.Linear:
     for name, parameter in layer._parameters.items():
         own = None
         if parameter is not None:
-            own = nn.Parameter(parameter.detach()[first:last], parameter.requires_grad)
+            own = nn.Parameter(parameter.data[first:last], parameter.requires_grad)
             own.__dict__.update(parameter.__dict__)
         tile._parameters[name] = own
     tile.training = layer.training

@@ -36,6 +36,7 @@ def watch(module: torch.nn.Module) -> None:
     for parameter in parameters:
         for name in _COPYING:
             setattr(parameter, name, types.MethodType(_checked(name), parameter))
+        parameter.set_ = types.MethodType(_set, parameter)
 
 
 def _values_of(
@@ -92,11 +93,16 @@ def _checked(name: str) -> Any:
 
     def method(self: torch.nn.Parameter, *args: Any) -> Any:
         _check_copying(self)
-        for each in _COPYING:  # it is an ordinary one; and what it has of its own is pickled
+        for each in (*_COPYING, "set_"):  # it is an ordinary one; what it has of its own is pickled
             self.__dict__.pop(each, None)
         return getattr(self, name)(*args)
 
     return method
+
+
+def _set(self: torch.nn.Parameter, *args: Any) -> torch.Tensor:
+    """Torch's parametrisations set a parameter to itself: that is no change to be counted."""
+    return self if args and args[0] is self else torch.Tensor.set_(self, *args)
 
 
 def _check_copying(parameter: torch.nn.Parameter) -> None:
@@ -155,7 +161,11 @@ def attach(store: ParamStore, stage: Stage) -> None:
         store.check_open()
         return store.hold(units)
 
-    calls.wrap(stage.module, functools.partial(calls.taking(take, origin_of), True))
+    def finished(result: Any) -> Any:
+        store.check_unchanged(units)
+        return result
+
+    calls.wrap(stage.module, functools.partial(calls.taking(take, origin_of, finished), True))
 
 
 def _parameter_at(unit: ParamUnit, offset: int) -> torch.nn.Parameter | None:

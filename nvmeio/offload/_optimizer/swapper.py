@@ -20,7 +20,7 @@ from nvmeio._memory import page_locked
 from nvmeio._threads.closing import do_all, on_error
 from nvmeio._threads.shutdown import Ending
 from nvmeio.buffers import empty_aligned
-from nvmeio.errors import TransferError
+from nvmeio.errors import ClosedError, TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.generations import Generations
 from nvmeio.offload._generations.manifests import Manifest
@@ -282,9 +282,9 @@ class StateSwapper(Swapped):
 
     def _tell_changed(self, step: Step) -> None:
         """Raise the version of parameters that changed on the drive only; backward looks at it."""
-        for param in step.stepped_params():
-            if param.param_store is not None:
-                torch.autograd.graph.increment_version(param.parameter)
+        for store, parameters in self._param_stores(step.stepped_params()).items():
+            with suppress(ClosedError):  # of a module that was closed meanwhile
+                store.count_changes(parameters)
 
     # Weights
 

@@ -92,7 +92,7 @@ class Swapped:
 
     def follow_drive(self) -> None:
         """Give parameters in memory the values that they have on the drive now."""
-        for store in self._param_stores():
+        for store in self._param_stores(self.params):
             with contextlib.suppress(ClosedError):  # of a module that was closed meanwhile
                 store.follow_drive()
 
@@ -101,12 +101,12 @@ class Swapped:
 
         RuntimeError if a block of `SwappedModule.gather` would write them back.
         """
-        for store, parameters in self._param_stores().items():
+        for store, parameters in self._param_stores(self.params).items():
             store.make_way(parameters)
 
-    def _param_stores(self) -> dict[ParamStore, list[torch.Tensor]]:
+    def _param_stores(self, params: Sequence[SwappedParam]) -> dict[ParamStore, list[torch.Tensor]]:
         stores: dict[ParamStore, list[torch.Tensor]] = {}
-        for param in self.params:
+        for param in params:
             if param.param_store is not None:
                 stores.setdefault(param.param_store, []).append(param.parameter)
         return stores
