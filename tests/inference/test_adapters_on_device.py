@@ -206,7 +206,8 @@ def test_a_graph_outlives_a_close_and_a_reopening(
             loss.backward()
             for mine, other in zip(parameters, theirs, strict=True):
                 assert mine.grad is not None and other.grad is not None
-                assert torch.equal(cuda.value(mine.grad), other.grad)
+                # Some processors multiply otherwise where memory is aligned otherwise.
+                torch.testing.assert_close(cuda.value(mine.grad), other.grad)
         finally:
             model.weight_stream.close()
 

@@ -192,7 +192,8 @@ def test_a_misspelt_directory_is_named_with_one_request(
     for name in ("models/lama-3-70b", "./models/lama-3-70b"):
         with pytest.raises(FileNotFoundError, match=r"there is (\./)?models/llama-3-70b"):
             nvmeio.stream_model(name)
-    assert len(remote.asked) <= 2
+    # What else the hub's client asks (which tools there are, in 2.4) is its own affair.
+    assert len([asked for asked in remote.asked if "lama-3-70b" in asked]) <= 2
     remote.close()
     asked = []
     head = hub.get_session().head
