@@ -10,6 +10,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -330,8 +332,38 @@ def test_torchs_sanitizer_is_told_what_it_would_take_for_a_fault(
         aten = torch.ops.aten
         names = [each.default._schema.name for each in (aten.new_empty, aten.empty_like, aten.mm)]
         assert [bool(sanitizer.FACTORY_FUNCTION_REGEX.match(name)) for name in names] == [1, 1, 0]
+        assert sanitizer.FACTORY_FUNCTION_REGEX.match(aten.set_.source_Tensor._schema.name)
     assert told == [7] * reached
     assert torch.cuda.Event.query is own
+
+
+def test_torchs_sanitizer_numbers_what_one_thread_launches_at_a_time(
+    gpu_check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a copy had another number than its stream was noted to have come to: a race, it said."""
+    from gpu_steps.correctness import without_false_alarms
+    from torch.cuda import _sanitizer as sanitizer
+
+    handler: Any = sanitizer.cuda_sanitizer.dispatch.event_handler
+    inside, entered, most = [0], threading.Event(), []
+
+    def launch(wait: bool) -> None:
+        inside[0] += 1
+        most.append(inside[0])
+        if wait:
+            entered.set()
+            time.sleep(0.2)  # in which the other one would be let in
+        inside[0] -= 1
+
+    monkeypatch.setattr(handler, "_handle_kernel_launch", launch)
+    with without_false_alarms(sanitizer):
+        first = threading.Thread(target=handler._handle_kernel_launch, args=(True,))
+        first.start()
+        assert entered.wait(60)
+        handler._handle_kernel_launch(False)
+        first.join(60)
+    assert most == [1, 1]
+    assert handler._handle_kernel_launch is launch
 
 
 def test_losses_that_are_no_numbers_are_wrong(gpu_check: Any) -> None:
