@@ -142,11 +142,11 @@ def _write_small(
     held, _ = holds.hold_all([source.untyped_storage() for source in sources])
     try:
         parts = _in_order(layout, sources, checksum)
+        call.moved(layout.nbytes)  # told before: whoever raises, or cancels, keeps the old file
         call.check()
         replace_file(path, parts)
     finally:
         holds.end(held)
-    call.moved(layout.nbytes)
 
 
 def _in_order(layout: FileLayout, sources: list[torch.Tensor], checksum: bool) -> list[memoryview]:
