@@ -77,7 +77,7 @@ class DiskLog:
             patched.setattr(os, "symlink", self._linking(os.symlink))
             for name in ("rename", "replace"):
                 patched.setattr(os, name, self._moving(getattr(os, name)))
-            patched.setattr(replace, "journal_keeps_order", lambda fd: False)
+            patched.setattr(replace, "is_local", lambda path: False)  # by steps, which are seen
             yield self
 
     def note(self, kind: str, target: Any, *what: Any, began: int | None = None) -> None:

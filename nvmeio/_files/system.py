@@ -104,7 +104,7 @@ def _kind_and_order(device: int, _file_system_id: int) -> tuple[str, bool]:
         return kind, "rtdev=" not in (text_of("/proc/self/mountinfo") or "rtdev=")
     name = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve().name
     ordered = "data=ordered" in text_of(f"/proc/fs/ext4/{name}/options").split()
-    return kind, ordered and os.path.exists(f"/proc/fs/jbd2/{name}-8")
+    return kind, kind == "ext4" and ordered and os.path.exists(f"/proc/fs/jbd2/{name}-8")
 
 
 def _unescape(field: str) -> str:
