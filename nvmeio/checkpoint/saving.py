@@ -101,7 +101,8 @@ async def async_save(
     Parameters and errors as for `save`.
 
     Cancelling stops the writing; `CancelledError` is raised once nothing is in flight, the partial
-    file is gone, and `path` is as it was. A save that was being renamed at that moment is complete.
+    file is gone, and `path` is as it was. A save that was being renamed at that moment, or a small
+    file (16 MiB) that was being written, is complete.
     """
     pickled_by = (pickle_module, pickle_protocol)
     with LongCall("save", path, progress) as call:

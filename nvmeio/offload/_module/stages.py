@@ -167,7 +167,7 @@ class Versions:
     def changed(self, unit: ParamUnit) -> torch.Tensor | None:
         """A parameter that somebody else has changed since `note`. From any thread."""
         for parameter in unit.parameters:
-            if self._noted.get(id(parameter), now := version_of(parameter)) != now:
+            if id(parameter) in self._noted and parameter._version != self._noted[id(parameter)]:
                 return parameter
         return None
 
