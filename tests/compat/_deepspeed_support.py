@@ -22,7 +22,7 @@ import nvmeio
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 TIME_LIMIT_S = 550  # only for what hangs: it takes seconds, and minutes on a busy machine
-COMPILE_LIMIT_S = 900  # its ops are compiled at their first use, and kept (`extensions`)
+COMPILE_LIMIT_S = 900  # its ops are compiled at their first use if `make clients` has not
 _GLOO_ABORTS = "terminate called without an active exception"
 NVMEIOS_OP = "nvmeio.compat.deepspeed.handles"
 ON_NVMEIO = ("-c", "from nvmeio.cli import main; main()", "deepspeed", "--", sys.executable)
@@ -128,6 +128,10 @@ class Run:
         try:
             for process in self._processes:
                 outputs.append(process.communicate(timeout=limit_s)[0])
+        except subprocess.TimeoutExpired as expired:
+            os.killpg(process.pid, 9)
+            printed = process.communicate()[0]
+            raise AssertionError(f"not done after {limit_s} s:\n{printed[-8000:]}") from expired
         finally:
             for process in self._processes:
                 if process.poll() is None:
