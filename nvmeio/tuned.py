@@ -24,6 +24,7 @@ from typing import Any
 
 from nvmeio import _checks
 from nvmeio._files.system import find_mount
+from nvmeio._storage.locks import unlock
 from nvmeio._storage.replace import replace_file
 from nvmeio._storage.untrusted import SETTINGS_BYTES, read_small
 from nvmeio._threads.closing import opened
@@ -121,9 +122,12 @@ def save(path: str | os.PathLike[str], tuned: Tuned) -> Path:
     # Two tunes may end at the same time, on different file systems.
     with opened(file.parent, os.O_RDONLY | os.O_DIRECTORY) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        stored = {**_load(file), key: {**vars(tuned), "aio": tuned.aio._asdict()}}
-        text = json.dumps({"format": FORMAT, "file_systems": stored}, indent=2) + "\n"
-        replace_file(file, [memoryview(text.encode())])
+        try:
+            stored = {**_load(file), key: {**vars(tuned), "aio": tuned.aio._asdict()}}
+            text = json.dumps({"format": FORMAT, "file_systems": stored}, indent=2) + "\n"
+            replace_file(file, [memoryview(text.encode())])
+        finally:
+            unlock(lock)
     return file
 
 

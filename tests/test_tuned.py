@@ -1,15 +1,18 @@
 """Settings stored per file system: found again, replaced whole, and never half believed."""
 
+import fcntl
 import json
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import nvmeio
 from nvmeio import tuned
+from nvmeio._storage.replace import replace_file
 from nvmeio.engines.base import Options
 
 FOUND = Options(2 << 20, 16, True, False, 2)
@@ -50,6 +53,32 @@ def test_the_handle_takes_the_defaults_where_nothing_is_stored(tmp_path: Path) -
     with nvmeio.AioHandle.tuned(tmp_path) as handle, nvmeio.AioHandle() as default:
         assert handle.get_queue_depth() == default.get_queue_depth()
         assert handle.get_block_size() == default.get_block_size()
+
+
+def test_a_forked_child_does_not_keep_the_next_save_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forked by another thread during a save, it had the lock for as long as it lived."""
+    waiting, go = os.pipe()
+    children: list[int] = []
+
+    def fork_meanwhile(*arguments: Any) -> None:
+        children.append(os.fork())
+        if not children[0]:
+            os.close(go)
+            os.read(waiting, 1)
+            os._exit(0)
+        replace_file(*arguments)
+
+    monkeypatch.setattr(tuned, "replace_file", fork_meanwhile)
+    try:
+        lock = os.open(tuned.save(tmp_path, tuned.Tuned(FOUND)).parent, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(lock)
+    finally:
+        os.close(go)
+        os.close(waiting)
+        os.waitpid(children[0], 0)
 
 
 def test_another_file_system_keeps_its_own_setting(tmp_path: Path) -> None:

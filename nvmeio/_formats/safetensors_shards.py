@@ -22,6 +22,7 @@ import torch
 
 from nvmeio import _checks
 from nvmeio._io.inflight import in_groups
+from nvmeio._storage.locks import how_to_load
 from nvmeio._storage.untrusted import INDEX_BYTES, read_json
 from nvmeio.errors import BackendUnavailableError, IntegrityError, TransferError, as_kind, joined
 
@@ -52,7 +53,9 @@ def find(path: str | os.PathLike[str]) -> Path:
     found = [name for name in names if name.endswith(INDEX_SUFFIX)]
     found = found or [name for name in names if name.endswith(SUFFIX)]
     if not found:
-        raise FileNotFoundError(f"{given} holds no {DEFAULT_NAME}, no index and no *{SUFFIX} file")
+        how = how_to_load(str(given))
+        nothing = f"{given} holds no {DEFAULT_NAME}, no index and no *{SUFFIX} file"
+        raise FileNotFoundError(f"{nothing}; it is {how}" if how else nothing)
     if len(found) > 1:
         raise ValueError(f"{given} holds several, name one: {', '.join(found[:5])}")
     return given / found[0]

@@ -18,8 +18,6 @@ of that process as well; readers of its store take it from the table.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import mmap
 import os
@@ -30,6 +28,7 @@ from typing import NamedTuple
 import torch
 
 from nvmeio._storage import crc32
+from nvmeio._storage.locks import unlock
 
 HEADER_BYTES = 4096
 RECORD_BYTES = 64
@@ -198,8 +197,8 @@ class Table:
     def close(self) -> None:
         """Close the file; the lock on it goes. Idempotent."""
         self._map.close()
-        with contextlib.suppress(ValueError, OSError):  # closed before; a file system without locks
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # a forked child has the file too, and keeps it
+        if not self._file.closed:
+            unlock(self._file.fileno())
         self._file.close()
 
 

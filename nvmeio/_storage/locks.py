@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 
@@ -25,6 +26,7 @@ from nvmeio.files import File
 _PATIENCE_S = 2.0
 _PAUSE_S = 0.001
 _ATTEMPTS = 5
+_STEP = re.compile(r"step-([0-9]{8,})(\.pt)?")  # a Checkpointer's names
 
 
 @contextlib.contextmanager
@@ -36,7 +38,7 @@ def open_reading(path: str | os.PathLike[str]) -> Iterator[File]:
     """
     for _ in range(_ATTEMPTS):
         with (
-            files.open(path) as file,
+            _opened(path) as file,
             files.in_use(file) as opened,
             reading(opened.any_fd(), path) as is_it,
         ):
@@ -44,6 +46,36 @@ def open_reading(path: str | os.PathLike[str]) -> Iterator[File]:
                 yield file
                 return
     raise _recycled(path)
+
+
+def _opened(path: str | os.PathLike[str]) -> File:
+    try:
+        return files.open(path)
+    except IsADirectoryError:
+        name = os.fspath(path)
+        raise open_error(errno.EISDIR, name, how_to_load(name)) from None
+
+
+def how_to_load(directory: str) -> str:
+    """What loads the checkpoints of a directory that was taken for a file; "" if there are none."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = os.listdir(directory)
+    above, name = os.path.split(os.path.realpath(directory))
+    step = _STEP.fullmatch(name)
+    if step and "index.json" in names:
+        checkpointer = f"nvmeio.Checkpointer({above!r}, read_only=True)"
+        return f"one step of several ranks: {checkpointer}.restore(step={int(step[1])}) loads it"
+    if any(map(_STEP.fullmatch, names)):
+        newest = os.path.join(directory, os.path.basename(os.path.realpath(f"{directory}/latest")))
+        load = f"nvmeio.load({newest!r}) or " if os.path.isfile(newest) else ""
+        return (
+            f"a Checkpointer's directory: {load}nvmeio.Checkpointer({directory!r}, read_only=True)"
+            ".restore() loads its latest checkpoint, and resume() goes on from it"
+        )
+    if any(name.endswith(".safetensors") for name in names):
+        return f"a directory: nvmeio.load_safetensors({directory!r}) loads what is in it"
+    return ""
 
 
 @contextlib.contextmanager
@@ -63,8 +95,7 @@ def reading(fd: int, path: str | os.PathLike[str]) -> Iterator[bool]:
             raise _recycled(path)
     finally:
         if locked:
-            with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)
+            unlock(fd)
 
 
 def _is_recycled(fd: int, path: str | os.PathLike[str]) -> bool:
@@ -168,7 +199,7 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 def lock_directory(directory: str, hint: str = "") -> int:
     """Become the only one that saves into a directory that is there.
 
-    The descriptor holds the lock until `unlock_directory`, or until this process ends. Whoever has
+    The descriptor holds the lock until `unlock`, or until this process ends. Whoever has
     it closes it; children that this process forks do so at once. Raises TransferError with `hint`
     if somebody else has the lock (EBUSY).
     """
@@ -187,8 +218,8 @@ def lock_directory(directory: str, hint: str = "") -> int:
     return fd
 
 
-def unlock_directory(fd: int) -> None:
+def unlock(fd: int) -> None:
+    """Let go of a lock. Closing is not enough: a child that was forked meanwhile has it too."""
     _held.discard(fd)
-    # Not by closing alone: a child may have been forked between the opening and the noting.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(fd, fcntl.LOCK_UN)

@@ -44,7 +44,7 @@ from nvmeio._bindings import ffi, lib
 from nvmeio._files.descriptors import open_error
 from nvmeio._files.system import is_local, journal_keeps_order
 from nvmeio._storage.durable import allocate, make_directory, sync_directory, write_all
-from nvmeio._storage.locks import become_writer
+from nvmeio._storage.locks import become_writer, unlock
 from nvmeio._storage.untrusted import create, open_again
 from nvmeio._threads.closing import on_error, opened, unlink
 from nvmeio._threads.interruptible import run_interruptible
@@ -237,9 +237,7 @@ class Replacement:
         if self._file is not None:
             self._file.close()
         if os.getpid() == self._pid:
-            # A child that was forked meanwhile shares the lock, and would go on holding it.
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+            unlock(self._fd)
         os.close(self._fd)
 
     def __enter__(self) -> Replacement:
@@ -391,6 +389,7 @@ def _take(recycle: str, target: str) -> tuple[str, int] | None:
                 with on_error(os.rename, temporary, recycle):
                     sync_directory(os.path.dirname(target))
                     return temporary, fd
+        unlock(fd)
         os.close(fd)
     return None
 

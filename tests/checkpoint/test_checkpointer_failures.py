@@ -31,7 +31,7 @@ from inside import saver_of
 from support import HeldEngine, spin_until, thread, until
 
 import nvmeio
-from nvmeio._storage.locks import become_writer, lock_directory, unlock_directory
+from nvmeio._storage.locks import become_writer, lock_directory, unlock
 from nvmeio.checkpoint import SaveReport
 from nvmeio.checkpoint._manager import saver
 from nvmeio.testing import FakeEngine
@@ -630,11 +630,11 @@ def test_dropped_one_is_late_to_give_the_directory_back(
     def late(fd: int) -> None:
         before = len(tries)
         spin_until(lambda: len(tries) > before + 3)
-        unlock_directory(fd)
+        unlock(fd)
 
     monkeypatch.setattr(saver, "lock_directory", tried)
     with monkeypatch.context() as patched:
-        patched.setattr(saver, "unlock_directory", late)
+        patched.setattr(saver, "unlock", late)
         dropped.set()
         another = nvmeio.Checkpointer(directory)
     with another:

@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import pickle
+import re
 import struct
 import tarfile
 import warnings
@@ -53,6 +54,38 @@ def through_nvmeio(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 def _not_by_torch(path: Any, options: Any) -> Any:
     raise AssertionError(f"torch.load stood in for {path}")
+
+
+def test_a_directory_says_what_loads_the_checkpoints_in_it(tmp_path: Path) -> None:
+    """It said "name a file inside the directory", and not which."""
+    run, model, other = (str(tmp_path / name) for name in ("run", "model", "other"))
+    os.mkdir(model)
+    with nvmeio.Checkpointer(run) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save_sync({"a": torch.ones(3) * step}, step)
+    nvmeio.save_safetensors({"a": torch.ones(3)}, f"{model}/model.safetensors")
+    os.makedirs(f"{other}/step-00000012")
+    for name in ("index.json", "rank-00000.pt"):
+        Path(other, "step-00000012", name).touch()
+    os.symlink("step-00000012", f"{other}/latest")
+
+    whole = f"nvmeio.Checkpointer({other!r}, read_only=True).restore"
+    for read in (nvmeio.load, nvmeio.FastFileReader, nvmeio.load_safetensors, nvmeio.safe_open):
+        package = read in (nvmeio.load_safetensors, nvmeio.safe_open)
+        error = FileNotFoundError if package else IsADirectoryError
+        for directory, call in (
+            (run, f"nvmeio.Checkpointer({run!r}, read_only=True).restore()"),
+            (run, f"nvmeio.load('{run}/step-00000002.pt')"),
+            (other, f"{whole}()"),
+            (f"{other}/latest", f"{whole}(step=12)"),
+            (model, f"nvmeio.load_safetensors({model!r})"),
+        ):
+            if not (package and directory == model):
+                with pytest.raises(error, match=re.escape(call)):
+                    read(directory)
+    with pytest.raises(IsADirectoryError, match="name a file inside the directory"):
+        nvmeio.load(tmp_path)
+    assert torch.equal(nvmeio.load(f"{run}/step-00000002.pt")["a"], torch.ones(3) * 2)
 
 
 @pytest.fixture(name="stands_in")

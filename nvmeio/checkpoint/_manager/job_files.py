@@ -21,7 +21,7 @@ from nvmeio import files
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_writing import Crc, finish, padded_nbytes, unfinished_pages
 from nvmeio._storage import durable
-from nvmeio._storage.locks import lock_alone
+from nvmeio._storage.locks import lock_alone, unlock
 from nvmeio._storage.replace import Replacement, temporary_name
 from nvmeio._storage.untrusted import create
 from nvmeio._threads.closing import on_error, unlink
@@ -155,15 +155,13 @@ class FileOfEachRank(SaveJob):
         layout = self.layout()
         recycled = _clear_way(path)
         with files.open(path, "rw") as file:
-            opened = file.acquire(True)
             try:
-                durable.allocate(opened.any_fd(), padded_nbytes(layout), path)
-                self.write_bytes(file, 0, padded_nbytes(layout))
-                os.ftruncate(opened.any_fd(), layout.nbytes)
+                with files.in_use(file, True) as opened:
+                    durable.allocate(opened.any_fd(), padded_nbytes(layout), path)
+                    self.write_bytes(file, 0, padded_nbytes(layout))
+                    os.ftruncate(opened.any_fd(), layout.nbytes)
             except OSError as failed:
                 raise self._error(failed, "truncate") from failed
-            finally:
-                opened.release()
             durable.sync_data(file)
         try:
             durable.sync_directory(directory)
@@ -282,14 +280,12 @@ def _clear_way(path: str) -> bool:
         if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1 and lock_alone(fd):
             return True
     finally:
+        unlock(fd)
         os.close(fd)
     os.unlink(path)
     return False
 
 
 def _stamp(file: File, directory: str) -> None:
-    opened = file.acquire(True)
-    try:
+    with files.in_use(file, True) as opened:
         retention.stamp(opened.any_fd(), directory)
-    finally:
-        opened.release()

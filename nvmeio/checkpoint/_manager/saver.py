@@ -21,7 +21,7 @@ from nvmeio._distributed.messages import Messages
 from nvmeio._io import long_call
 from nvmeio._io.handles import new_handle
 from nvmeio._storage.durable import make_directory
-from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
+from nvmeio._storage.locks import leads_to, lock_directory, unlock
 from nvmeio._storage.replace import check_writable
 from nvmeio._threads import interruptible, shutdown, threads
 from nvmeio._threads.closing import collect, do_all, members
@@ -216,8 +216,7 @@ class Saver:
     def open_handle(self) -> AioHandle | None:
         """The handle, if there is one yet; a forked child needs one of its own."""
         handle = self._handle
-        usable = handle is not None and not handle.closed and not self.forked
-        return handle if usable else None
+        return handle if handle is not None and not handle.closed and not self.forked else None
 
     def ranks(self, kind: type[Ranks]) -> Ranks:
         """The ranks, for one more load of all of them together."""
@@ -286,7 +285,7 @@ class Saver:
 
     def _unlock(self) -> None:
         if self._lock_fd >= 0:
-            unlock_directory(self._lock_fd)  # while `ends_in` tells of it
+            unlock(self._lock_fd)  # while `ends_in` tells of it
             fd, self._lock_fd = self._lock_fd, -1
             os.close(fd)
 

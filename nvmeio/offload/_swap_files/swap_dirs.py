@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import tempfile
@@ -27,7 +26,7 @@ from nvmeio._checks import Paths
 from nvmeio._distributed.rank_store import several
 from nvmeio._io.drives import StripedFile, Striping, weights_of
 from nvmeio._storage import durable, untrusted
-from nvmeio._storage.locks import open_alone
+from nvmeio._storage.locks import open_alone, unlock
 from nvmeio._storage.untrusted import SETTINGS_BYTES, read_small
 from nvmeio._threads.closing import do_all, on_error, unlink
 from nvmeio.errors import IntegrityError, TransferError, counted, naming, transfer_error
@@ -147,8 +146,7 @@ class SwapDir:
                     os.unlink(self.file(LOCK))
                     os.rmdir(self.path)
         finally:
-            # A forked child (a data loader's worker) has the descriptor too, and with it the lock.
-            fcntl.flock(fd, fcntl.LOCK_UN)
+            unlock(fd)
             os.close(fd)
 
     def remove_above(self) -> None:
