@@ -172,6 +172,13 @@ def checked_path(path: str | os.PathLike[str]) -> str:
     return name
 
 
+def absolute_path(path: str | os.PathLike[str]) -> str:
+    """The same from the root on, which chdir does not move; one that ends in "/" still does."""
+    name = checked_path(path)
+    whole = os.path.abspath(name)
+    return os.path.join(whole, "") if name.endswith("/") else whole
+
+
 class DirectSupport(NamedTuple):
     """Whether direct I/O works in a directory, found by doing it.
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
 import os
+import re
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +36,7 @@ from nvmeio._bindings import OwnFds
 from nvmeio._files import descriptors
 from nvmeio._files import descriptors as descriptors_module
 from nvmeio._files.descriptors import Alignment, Descriptors
+from nvmeio.checkpoint import safetensors
 from nvmeio.engines.threads import ThreadsRequest
 from nvmeio.files import probe_direct
 
@@ -590,3 +593,54 @@ def test_holders_that_come_while_it_is_closed_are_refused_or_closed_behind(tmp_p
         opened.release()
         thread.join(60)
         assert (opened.users, opened.any_fd()) == (0, -1)
+
+
+# Directories
+
+
+def _saved_as_stream(path: str) -> None:
+    torch.save({"a": torch.ones(3)}, nvmeio.FastFileWriter(path))  # type: ignore[arg-type]
+
+
+def _written(path: str, handle: nvmeio.AioHandle) -> None:
+    handle.sync_pwrite(torch.ones(3), path)
+
+
+WEIGHTS = {"a": torch.ones(3), "b": torch.ones(3)}
+WRITERS: dict[str, Callable[[str, nvmeio.AioHandle], object]] = {
+    "save": lambda path, _: nvmeio.save(WEIGHTS, path),
+    "save through a handle": lambda path, handle: nvmeio.save(WEIGHTS, path, handle=handle),
+    "async_save": lambda path, _: asyncio.run(nvmeio.async_save(WEIGHTS, path)),
+    "FastFileWriter": lambda path, _: _saved_as_stream(path),
+    "save_safetensors": lambda path, _: nvmeio.save_safetensors(WEIGHTS, path),
+    "shards": lambda path, _: nvmeio.save_safetensors(WEIGHTS, path, max_shard_size=16),
+    "async_save_safetensors": lambda path, _: asyncio.run(
+        safetensors.async_save_safetensors(WEIGHTS, path)
+    ),
+    "Records.create": lambda path, _: nvmeio.data.Records.create(path, 3, torch.float32),
+    "open w": lambda path, _: nvmeio.open(path, "w"),
+    "open rw": lambda path, _: nvmeio.open(path, "rw"),
+    "open x": lambda path, _: nvmeio.open(path, "x"),
+    "handle.open": lambda path, handle: handle.open(path, "w"),
+    "pwrite": _written,
+}
+
+
+IN_DIRECTORIES = ("save_safetensors", "shards", "async_save_safetensors")  # model.safetensors
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_writer_takes_no_directory_for_a_file(
+    name: str, handle: nvmeio.AioHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`save_safetensors` and `Records.create` made a file "new"; others said that it exists."""
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("there")
+    for path in ("new/", f"{tmp_path}/new/", "there", "there/"):
+        if path.startswith("there") and name in IN_DIRECTORIES:
+            continue
+        with pytest.raises(IsADirectoryError) as refused:
+            WRITERS[name](path, handle)
+        assert isinstance(refused.value, nvmeio.TransferError)
+        assert re.search(f"{path}.*name a file|name a file.*{path}", str(refused.value))
+    assert os.listdir() == ["there"] and not os.listdir("there")

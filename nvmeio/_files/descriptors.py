@@ -89,7 +89,9 @@ class Descriptors:
                 fd = fds.open(True, path, flags | os.O_DIRECT)
             except OSError as refused:
                 if refused.errno != errno.EINVAL:
-                    raise open_error(errno_of(refused), path) from refused
+                    taken = refused.errno == errno.EEXIST and os.path.isdir(path)
+                    code = errno.EISDIR if taken else errno_of(refused)
+                    raise open_error(code, path) from refused
                 # The refusal came after the file was created: with O_EXCL it would be in the way.
                 direct = False
                 with naming("open", path):

@@ -7,6 +7,7 @@ in a few large direct reads into aligned memory (`_io.spans`), or on to a device
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio import files
+from nvmeio._files.descriptors import open_error
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_header import Header
@@ -54,10 +56,11 @@ def save_safetensors(
     Args:
         tensors: By name; any device, contiguous or not. They must not be changed meanwhile.
         path: The file; it is the old one or the new one at every moment. Or a directory that is
-            there: ``model.safetensors`` in it.
+            there: ``model.safetensors`` in it. A path that ends in "/" is a directory.
         metadata: Texts to go with the tensors; none by default, as the package. Some readers want
             ``{"format": "pt"}``, transformers before version 5 among them.
-        max_shard_size: Bytes, or a text such as "5GB". If the tensors have more, they go into
+        max_shard_size: Bytes, or a text such as "5GB", which is 5 * 10**9 here as in transformers
+            ("5GiB" is 5 * 2**30; all other sizes of nvmeio's are binary). More than that goes into
             ``NAME-00001-of-00003.safetensors`` and so on, with an index
             ``NAME.safetensors.index.json``; a tensor is never divided. The older file or set of
             this name is removed when the new one is complete: until then it stays whole, and where
@@ -75,8 +78,9 @@ def save_safetensors(
         TypeError: Not tensors by name (a ValueError too, as in the package), a dtype that the
             format lacks, a tensor without memory (a RuntimeError too).
         ValueError: A sparse tensor, an impossible name or size.
-        TransferError: The disk is full, the directory cannot be written in, the drive failed; the
-            package's `SafetensorError` as well, where that is installed.
+        TransferError: The disk is full, the directory cannot be written in or (as a path that ends
+            in "/") is not there, the drive failed; the package's `SafetensorError` as well, where
+            that is installed.
 
     After an error: the older file or set is untouched, the parts of the new one are gone.
 
@@ -234,7 +238,11 @@ def checked(
     if not os.fspath(path):  # Path("") would be the current directory
         raise missing(path)
     target = Path(path)
-    target = target / shards.DEFAULT_NAME if target.is_dir() else target
+    if target.is_dir():
+        target = target / shards.DEFAULT_NAME
+    elif os.fspath(path).endswith("/"):  # which a Path forgets
+        detail = "there is no such directory: make it, or name a file"
+        raise failed_save(open_error(errno.EISDIR, os.fspath(path), detail))
     sets = max_shard_size is not None
     if sets and not target.name.endswith(shards.SUFFIX):
         raise ValueError(
