@@ -123,6 +123,7 @@ class Header(NamedTuple):
 _OTHERS = {
     b"PK\x03\x04": "it is a zip archive, as torch.save writes: read it with nvmeio.load",
     b"\x80": "it is a pickle, as torch.save once wrote: read it with nvmeio.load",
+    b"\x93NUMPY": "it is an array of numpy: read it with numpy.load",
     b"GGUF": "it is llama.cpp's GGUF: have transformers load it, and save_pretrained()",
 }
 
@@ -222,8 +223,7 @@ def build(
         text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as failed:
         raise ValueError(f"a name or metadata text is not valid Unicode: {failed}") from None
-    unpadded = LENGTH_BYTES + len(text)
-    base = round_up(unpadded, alignment)
+    base = round_up(LENGTH_BYTES + len(text), alignment)
     length = base - LENGTH_BYTES
     if length > MAX_HEADER_BYTES:
         raise ValueError(

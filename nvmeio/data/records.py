@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from nvmeio._threads.closing import ClosingWork, on_error
 from nvmeio.data.prefetch import Gather, Prefetch
 from nvmeio.engines import transfers
 from nvmeio.engines.transfers import FileOffsets
-from nvmeio.errors import ClosedError, IntegrityError, counted
+from nvmeio.errors import ClosedError, IntegrityError, counted, naming
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
@@ -47,7 +48,9 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         path: The file; it has to be there. `Records.create` makes a new one.
         dtype: The dtype of the elements, such as ``torch.uint16`` for tokens. Not a quantised one.
         shape: The shape of one record; ``()`` for a single element.
-        file_offset: Bytes before the first record, such as a header.
+        file_offset: Bytes before the first record, such as a header. With None there are none, and
+            a file that begins as an array of numpy, a safetensors file, a zip archive (torch.save)
+            or another with a header is refused. 0 takes its first bytes for records.
         stride_bytes: Bytes from the start of one record to the start of the next; None for a
             record's own length. More leaves room between them. Less makes them overlap, as windows
             over a text do: such records can be read and not written.
@@ -58,8 +61,8 @@ class Records(Dataset[torch.Tensor], ClosingWork):
 
     Raises:
         TransferError: The file cannot be opened, also as `FileNotFoundError` and the like.
-        ValueError: The file does not end with a record, or has fewer than `count`; or an argument
-            is out of range.
+        ValueError: The file does not end with a record, has fewer than `count`, or begins with
+            another format's header; or an argument is out of range.
         TypeError: An argument is of the wrong type.
 
     Several threads, tasks and event loops may use one object at once. Writing a record while it is
@@ -79,24 +82,27 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         dtype: torch.dtype,
         shape: int | Sequence[int] = (),
         *,
-        file_offset: int = 0,
+        file_offset: int | None = None,
         stride_bytes: int | None = None,
         count: int | None = None,
         mode: str = "r",
         handle: AioHandle | None = None,
     ) -> None:
-        self._layout = layout = record_layout(dtype, shape, file_offset, stride_bytes)
+        start = 0 if file_offset is None else file_offset
+        self._layout = layout = record_layout(dtype, shape, start, stride_bytes)
         if mode not in _MODES:
             raise ValueError(f'mode must be "r" or "r+", not {mode!r}')
         if handle is not None and not isinstance(handle, AioHandle):
             raise TypeError(f"handle must be an AioHandle or None, not {type(handle).__name__}")
-        self._path = os.path.abspath(path)
+        self._path = files.absolute_path(path)
         self._mode = mode
         self._closed = False
         self._handle = handle
         self._born = generation()
         self._opened: dict[int, Opened] = {}  # by generation: see `_here`
         with files.open(self._path, mode) as file:
+            if file_offset is None:
+                _check_raw(file)
             size, self._identity = file.size(), _identity(file)
         self._count = record_count(self._path, layout, size, count)
 
@@ -131,7 +137,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         """
         layout = record_layout(dtype, shape, file_offset, stride_bytes)
         size = layout.end(_checks.integer("count", count, 0))
-        name = os.path.abspath(path)
+        name = files.absolute_path(path)
         interruptible.run_interruptible(lambda: _create(name, size))
         return cls(
             name,
@@ -409,6 +415,27 @@ def _identity(file: File) -> _Identity:
     """The identity of the open file: its path may be another one's by now."""
     with files.in_use(file) as opened:
         return _Identity(os.uname().nodename, opened.inode)
+
+
+# How files begin that hold more than records, and what reads them.
+_HEADERS = {
+    rb"\x93NUMPY": "an array of numpy: give file_offset=numpy.load(path, mmap_mode='r').offset",
+    rb"PK\x03\x04": "a zip archive: nvmeio.load reads those of torch.save, numpy.load an .npz",
+    rb".{5}\0{3}\{\s*\"[ -~]{16}": "a safetensors file: nvmeio.load_safetensors reads it",
+    rb"\x89HDF\r\n\x1a\n": "an HDF5 file: h5py reads it",
+    rb"PAR1|ARROW1\0\0": "a file of Parquet or Arrow: pyarrow reads it",
+}
+
+
+def _check_raw(file: File) -> None:
+    with files.in_use(file) as opened, naming("pread", file.path):
+        head = os.pread(opened.buffered_fd(), 64, 0)
+    for magic, what in _HEADERS.items():
+        if re.match(magic, head, re.DOTALL):
+            raise ValueError(
+                f"{file.path} begins as {what}; or, if its first bytes are records all the same, "
+                "say file_offset=0"
+            )
 
 
 def _is_number(index: object) -> bool:

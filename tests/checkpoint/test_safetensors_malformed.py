@@ -204,6 +204,7 @@ STRICTER: dict[str, tuple[str, bytes]] = {
             ),
             "pickle.*nvmeio.load",
         ),
+        (lambda path: path.write_bytes(b"\x93NUMPY\1\0v\0" + bytes(118)), "numpy.load"),
         (lambda path: path.write_bytes(b"GGUF\3\0\0\0" + bytes(64)), "GGUF"),
     ],
 )
@@ -215,6 +216,26 @@ def test_files_of_another_format_are_named(
     for read in (nvmeio.load_safetensors, lambda path: nvmeio.safe_open(path, "pt")):
         with pytest.raises(nvmeio.IntegrityError, match=f"is no safetensors file: it is.*{says}"):
             read(tmp_path / "w.pt")
+
+
+def test_a_header_and_an_index_that_are_no_json_say_so(file: Path) -> None:
+    """They said "expected JSON, found not JSON"."""
+    write_file(file, b'{"a":', b"")
+    with pytest.raises(
+        nvmeio.IntegrityError,
+        match=r"model\.safetensors is no valid safetensors file: its header is not valid JSON "
+        r"\(.*line 1 column 6.*\) \(expected JSON, found other text\)$",
+    ) as refused:
+        nvmeio.load_safetensors(file)
+    assert (refused.value.expected, refused.value.found) == ("JSON", "other text")
+    index = file.with_name("model.safetensors.index.json")
+    index.write_text('{"weight_map":')
+    with pytest.raises(
+        nvmeio.IntegrityError,
+        match=r"index\.json is no valid safetensors index: it is not valid JSON: ",
+    ) as refused:
+        nvmeio.load_safetensors(index)
+    assert (refused.value.expected, refused.value.found) == ("JSON", "other bytes")
 
 
 @pytest.mark.parametrize("kind", REFUSED)

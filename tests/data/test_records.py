@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,74 @@ def test_what_describes_no_records_is_refused(
 def test_a_missing_file_is_missed_at_once(path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Records(path, torch.int32)
+
+
+def _numpys(path: Path) -> None:
+    import numpy
+
+    numpy.save(path, numpy.arange(16))
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        (_numpys, r"an array of numpy: give file_offset=numpy.load\(path, mmap_mode='r'\).offset;"),
+        (lambda p: torch.save({"a": ROWS}, p), "a zip archive: nvmeio.load reads"),
+        (lambda p: nvmeio.save({"a": ROWS}, p), "a zip archive: nvmeio.load reads"),
+        (lambda p: nvmeio.save_safetensors({"a": ROWS}, p), "nvmeio.load_safetensors reads it"),
+        (lambda p: nvmeio.save_safetensors({"a": ROWS}, p, align=True), "nvmeio.load_safetensors"),
+        (lambda p: p.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(504)), "HDF5.*h5py"),
+        (lambda p: p.write_bytes(b"PAR1" + bytes(508)), "pyarrow"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["r", "r+"])
+def test_a_header_is_not_read_as_records(
+    written: Callable[[Path], object], says: str, mode: str, tmp_path: Path
+) -> None:
+    """Its bytes came as the first records, without a word."""
+    path = tmp_path / "array.npy"  # numpy.save adds the suffix where it is missing
+    written(path)
+    with pytest.raises(ValueError, match=f"begins as .*{says}.* say file_offset=0"):
+        Records(path, torch.uint8, mode=mode)
+    if written is _numpys:
+        offset = numpy_offset(path)
+        with Records(path, torch.int64, file_offset=offset, mode=mode) as records:
+            assert records[:].tolist() == list(range(16))
+    with Records(path, torch.uint8, file_offset=0, mode=mode) as records:
+        assert raw(records[:]) == path.read_bytes()
+        copy = pickle.loads(pickle.dumps(records))
+        assert len(copy) == len(records)
+
+
+def numpy_offset(path: Path) -> int:
+    import numpy
+
+    offset: int = numpy.load(path, mmap_mode="r").offset
+    return offset
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        torch.tensor([9, 123, 34, 120] * 20),  # int64: a small number, then "{" and zeros
+        torch.tensor([5, 0x227B] * 40, dtype=torch.int32),
+        torch.tensor([80, 75, 3, 4] * 20, dtype=torch.int16),
+        torch.tensor([], dtype=torch.int16),
+    ],
+)
+def test_numbers_that_look_a_little_like_a_header_are_records(
+    first: torch.Tensor, path: Path
+) -> None:
+    path.write_bytes(raw(first))
+    with Records(path, first.dtype) as records:
+        assert torch.equal(records[:], first)
+
+
+def test_records_that_were_made_here_may_begin_as_they_like(path: Path) -> None:
+    with Records.create(path, 64, torch.uint8) as made:
+        made[range(6)] = torch.frombuffer(bytearray(b"\x93NUMPY"), dtype=torch.uint8)
+        with Records(path, torch.uint8, file_offset=0) as again:
+            assert raw(again[:6]) == b"\x93NUMPY"
 
 
 def test_new_records_are_zero(path: Path) -> None:
