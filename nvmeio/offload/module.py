@@ -54,10 +54,11 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
             they are made part by part, never all at once.
         swap_dir: A directory on a fast drive, made where it is missing (not those above it); a
             subdirectory is made in it and locked. Or a list of them, as for `SwappedOptimizer`.
-        resident_bytes: The window in host memory. At least the largest part of the module (or 64
-            rows of a linear layer) and the parameters of the modules that call it; for training one
-            part more, which backward needs while a checkpointed region runs again. With room for
-            yet another part, reading and computing overlap.
+        resident_bytes: The window in host memory, or a size such as "8G" (GiB). At least the
+            largest part of the module (or 64 rows of a linear layer) and the parameters of the
+            modules that call it; for training one part more, which backward needs while a
+            checkpointed region runs again. With room for yet another part, reading and computing
+            overlap.
         stage_bytes: The largest part that is read as one. None: a quarter of the (smaller) window,
             or less if that would not hold what is needed at once. A larger module is read child by
             child, if its forward calls its children. Tiles are no larger either. Not for a module
@@ -194,8 +195,7 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
                 "gather() takes parameters that this module has now (module.parameters()); those "
                 "of a layer in tiles are its tiles': layer.tiles.parameters()"
             )
-        units = [u for u in store.units if wanted & {id(p) for p in u.parameters}]
-        gathered = store.gather(units)
+        gathered = store.gather([u for u in store.units if wanted & {id(p) for p in u.parameters}])
         try:
             yield
             store.write(gathered)
@@ -404,6 +404,8 @@ def _check_parameters(module: torch.nn.Module, device: torch.device) -> None:
                 f"{name} is on {parameter.device}, and the module is to compute on {device}: "
                 "have its parameters on the CPU, or on that device"
             )
+        if parameter.is_inference() and not parameter.is_meta:
+            raise arguments.made_for_inference(name)
         if store_of(parameter) is not None:
             raise ValueError(f"{name} is swapped by another SwappedModule: close that one")
         if is_absent(parameter):
@@ -443,8 +445,9 @@ def _materialised(
             if parameter is None or not parameter.is_meta:
                 continue
             if id(parameter) not in made:
-                empty = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
-                made[id(parameter)] = torch.nn.Parameter(empty, parameter.requires_grad)
+                with torch.inference_mode(False):  # which may be on
+                    empty = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
+                    made[id(parameter)] = torch.nn.Parameter(empty, parameter.requires_grad)
                 owners[id(made[id(parameter)])] = each
                 strides[id(made[id(parameter)])] = own_strides(parameter.detach())
             each._parameters[name] = made[id(parameter)]

@@ -40,6 +40,28 @@ OBJECTS = {**SAFE, **UNSAFE}
 # The state may change
 
 
+async def test_inference_tensors_are_saved_as_any(directory: Path) -> None:
+    with torch.inference_mode():
+        state: dict[str, Any] = {"a": torch.arange(5000.0), "b": [torch.ones(1 << 20)]}
+        model = torch.nn.Linear(4, 4)
+    with nvmeio.Checkpointer(directory) as checkpointer:
+        await checkpointer.save(state, 1)
+        with torch.inference_mode():
+            state["a"].zero_()
+        await checkpointer.wait()
+        found = checkpointer.restore()
+        assert torch.equal(found["a"], torch.arange(5000.0)) and not found["a"].is_inference()
+        assert_same(found["b"], state["b"])
+    with nvmeio.Checkpointer(directory / "training") as checkpointer:
+        assert checkpointer.resume(model=model) == 0
+        checkpointer.save_sync(checkpointer.training_state(), 2)
+        checkpointer.wait_sync()
+        with torch.inference_mode():
+            model.weight.zero_()
+            assert checkpointer.resume(model=model) == 3
+        assert model.weight.any()
+
+
 @pytest.mark.parametrize("name", OBJECTS)
 async def test_the_state_may_change_once_saved(
     name: str, held: nvmeio.Checkpointer, engine_held: HeldEngine

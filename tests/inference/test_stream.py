@@ -47,6 +47,22 @@ def test_the_first_pass_is_prefetched(tmp_path: Path, stream: Make) -> None:
     assert net.weight_stream.stats.mispredicted == 0
 
 
+def test_a_model_that_is_made_for_inference_is_called_in_any_mode(
+    tmp_path: Path, stream: Make
+) -> None:
+    """Outside it failed in torch's words: "Setting requires_grad=True on inference tensor"."""
+    whole = saved_net(tmp_path / "net.safetensors")
+    with torch.inference_mode():
+        nets = [stream(empty_net(), tmp_path / "net.safetensors", window=1)]
+        made = empty_net()
+    nets.append(stream(made, tmp_path / "net.safetensors", window=1))
+    x = torch.randn(5, 16)
+    for net in nets:
+        for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+            with mode():
+                assert net(x).equal(whole(x))
+
+
 @torch.no_grad()
 def test_another_order_is_learned(tmp_path: Path, stream: Make) -> None:
     whole = saved_net(tmp_path / "net.safetensors")

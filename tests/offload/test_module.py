@@ -693,3 +693,29 @@ def test_reading_ahead_leaves_the_room_of_what_is_wanted_now(tmp_path: Path) -> 
     ) as module:
         for _ in range(2):
             module(torch.arange(9)).sum().backward()
+
+
+def test_a_module_that_was_made_for_inference_is_refused(tmp_path: Path) -> None:
+    """Its first pass failed: "Inference tensors do not track version counter"."""
+    with torch.inference_mode():
+        made = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    match = r"0\.weight was made in torch.inference_mode\(\).*copy.deepcopy\(model\)"
+    with pytest.raises(ValueError, match=match):
+        SwappedModule(made, swap_dir=tmp_path, resident_bytes="1M")
+    module = SwappedModule(copy.deepcopy(made), swap_dir=tmp_path, resident_bytes="1M")
+    with torch.inference_mode():
+        module.load_state_dict({name: torch.ones(p.shape) for name, p in made.named_parameters()})
+    assert module(torch.ones(4)).tolist() == [21.0] * 4
+    module(torch.ones(4)).sum().backward()
+    module.close()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_module_without_memory_may_be_made_for_inference(inside: bool, tmp_path: Path) -> None:
+    """Swapped in that mode, its parameters could not be used outside."""
+    with torch.inference_mode(), torch.device("meta"):
+        made = torch.nn.Linear(4, 4)
+    with torch.inference_mode(inside):
+        module = SwappedModule(made, swap_dir=tmp_path, resident_bytes="1M")
+    module(torch.ones(4)).sum().backward()
+    module.close()

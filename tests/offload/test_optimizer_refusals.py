@@ -70,6 +70,28 @@ def test_a_plain_optimizer_over_swapped_parameters_is_refused(tmp_path: Path) ->
     plain.step()  # over nothing that is swapped
 
 
+def test_parameters_that_were_made_for_inference_are_refused(tmp_path: Path) -> None:
+    """The first step failed in torch's words: "Setting requires_grad=True on inference tensor"."""
+    with torch.inference_mode():
+        made = torch.nn.Linear(4, 4)
+    match = r"parameter {} was made in torch.inference_mode\(\).*copy.deepcopy\(model\)"
+    with pytest.raises(ValueError, match=match.format(0)):
+        SwappedOptimizer(torch.optim.AdamW, made.parameters(), swap_dir=tmp_path)
+    usable = copy.deepcopy(made)  # as the message says
+    with SwappedOptimizer(torch.optim.AdamW, usable.parameters(), swap_dir=tmp_path) as optimizer:
+        with pytest.raises(ValueError, match=match.format(2)):
+            optimizer.add_param_group({"params": [made.weight]})
+        for parameter in usable.parameters():
+            with torch.inference_mode():  # such gradients are taken
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        with torch.inference_mode():
+            state = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(state)
+        optimizer.step()
+    assert not torch.equal(usable.weight, made.weight)
+
+
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert one.keys() == other.keys()
     assert all(torch.equal(value, other[name]) for name, value in one.items())

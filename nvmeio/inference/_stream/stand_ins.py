@@ -401,7 +401,10 @@ def _replace(unit: Unit, device: torch.device, kind: type[Elsewhere]) -> None:
         if target.is_buffer or (own and kind is Elsewhere):
             continue
         if target.weight not in made:
-            empty = kind(target.empty.detach(), target.empty.requires_grad)
+            with torch.inference_mode(False):  # a model that was made in it is called outside, too
+                bare = target.empty.detach()
+                bare = bare.clone() if bare.is_inference() else bare
+                empty = kind(bare, target.empty.requires_grad)
             empty.on_device = device
             made[target.weight] = empty
         target.module._parameters[target.attribute] = made[target.weight]

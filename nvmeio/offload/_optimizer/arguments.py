@@ -78,6 +78,14 @@ def check_names(optimizer_class: Any, given: Mapping[str, Any], ours: type) -> N
 MUST = "must"  # resume, or raise
 
 
+def made_for_inference(name: str) -> ValueError:
+    """What refuses a parameter that torch lets nobody change or train."""
+    return ValueError(
+        f"{name} was made in torch.inference_mode(), and no pass or step outside can use it: make "
+        "the model outside of that mode, or take copy.deepcopy(model) there"
+    )
+
+
 def handle(value: AioHandle | None) -> None:
     if value is not None and not isinstance(value, AioHandle):
         raise TypeError(f"handle must be an nvmeio.AioHandle, not {value!r:.80}")

@@ -14,7 +14,7 @@ import torch
 from nvmeio._memory import devices
 from nvmeio.errors import binary_size, counted
 from nvmeio.offload._module.param_store import store_of
-from nvmeio.offload._optimizer.arguments import OptimizerSettings
+from nvmeio.offload._optimizer.arguments import OptimizerSettings, made_for_inference
 from nvmeio.offload._optimizer.arithmetic import Stepper
 from nvmeio.offload._optimizer.params import SwappedParam
 from nvmeio.offload._optimizer.turns import Swapped
@@ -189,6 +189,8 @@ class Cuts(NamedTuple):
                 f"parameter {number} has no values: its SwappedModule is closed, or has its layer "
                 "in tiles. Take module.parameters() as they are once the module is swapped"
             )
+        if tensor.is_inference():
+            raise made_for_inference(f"parameter {number}")
         if tensor.layout is not torch.strided:
             raise TypeError(
                 f"parameter {number} is {tensor.layout}: only dense parameters are swapped"
