@@ -32,6 +32,7 @@ from nvmeio._pages import PAGE_BYTES, TENSOR_ALIGNMENT, round_up
 from nvmeio._storage import crc32
 from nvmeio._storage.durable import make_directory, rename, sync_directory, sync_file
 from nvmeio._storage.untrusted import INDEX_BYTES, read_json
+from nvmeio.errors import nearest
 from nvmeio.handle import AioHandle
 from nvmeio.inference import hub
 from nvmeio.inference._plan import packed_format, transformers
@@ -168,8 +169,7 @@ def pack(
             raise ValueError(f"{source} is packed already: pack what it was made from")
         model = transformers.empty_model(config, dtype, checkpoint)
         transformers.compute_buffers(model, torch.device("cpu"))
-        matched = match(model, checkpoint, strict=True)
-        parts = partition(model, matched, None)
+        parts = partition(model, match(model, checkpoint, strict=True), None)
         units = [unit for unit in (parts.fixed, *parts.units) if unit.weights]
         if ranks > 1 and any(unit.experts is not None for unit in units):
             raise ValueError(
@@ -208,9 +208,13 @@ def _weights_in(model: nn.Module, units: Sequence[Unit], modules: Sequence[str])
     places = [(f".{names[t.module]}.", u.weights[t.weight].name) for u in units for t in u.targets]
     for wanted in modules:
         if not any(f".{wanted}." in place for place, _ in places):
+            paths = [place.strip(".").split(".") for place, _ in places]
+            ends = [(path, end) for path in paths for end in range(1, len(path) + 1)]
+            known = {name for path, n in ends for name in (path[n - 1], ".".join(path[:n]))}
             raise ValueError(
-                f"modules_to_not_convert: no weights are in a module {wanted!r}; name one such as "
-                f"{places[-1][0].strip('.')!r}, or the last part of its name"
+                f"modules_to_not_convert: no weights are in a module {wanted!r}"
+                f"{nearest(wanted, sorted(known))}; name one such as {'.'.join(paths[-1])!r}, or "
+                "the last part of its name"
             )
     return {weight for place, weight in places if any(f".{m}." in place for m in modules)}
 
@@ -332,8 +336,7 @@ class _Contents:
             # What is read by everybody, as small parts are, or by the rows of its tokens.
             nbytes = sum(_nbytes(dtype, shape) for _, dtype, shape, _ in record.tensors)
             is_small = not unit.modules or (not unit.is_layer and nbytes <= plan_units.SMALL_BYTES)
-            whole = self.ranks == 1 or is_small or bool(unit.row_modules)
-            self.places.append((start, end, whole))
+            self.places.append((start, end, self.ranks == 1 or is_small or bool(unit.row_modules)))
         pad(PAGE_BYTES)
         metadata = {**of_source, "format": "pt"}
         metadata[packed_index.SEAL] = packed_index.OPEN_SEAL

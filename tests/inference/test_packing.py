@@ -276,6 +276,15 @@ def test_a_tied_head_is_left_by_either_of_its_names(tmp_path: Path) -> None:
         assert "model.embed_tokens.weight" in stored
     with pytest.raises(ValueError, match="nothing is quantised anyway; give quant_bits=4"):
         pack(tmp_path / "m", tmp_path / "p", modules_to_not_convert=["lm_head"])
+    # The names that there are were left to be found out, but for one of them.
+    for near, meant in (
+        ("embed_token", "embed_tokens"),
+        ("model.embed_token", "model.embed_tokens"),
+        ("q_pro", "q_proj"),
+        ("layers.1.self_attn.q_porj", "layers.1.self_attn.q_proj"),
+    ):
+        with pytest.raises(ValueError, match=rf"{near!r} \(did you mean '[a-z.]*{meant}'\?\)"):
+            pack(tmp_path / "m", tmp_path / "p", quant_bits=4, modules_to_not_convert=[near])
     with pytest.raises(TypeError, match=r"give a list, \['lm_head'\]"):
         pack(tmp_path / "m", tmp_path / "p", quant_bits=4, modules_to_not_convert="lm_head")
 
