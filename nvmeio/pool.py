@@ -56,7 +56,8 @@ class PinnedPool(NotPickled, Closing):
     it, and copies need not wait, if the process used CUDA before it was made (see `empty_pinned`).
 
     Args:
-        budget_bytes: Size of the arena, at least 1; rounded up to whole pages.
+        budget_bytes: Size of the arena, at least 1, or a text such as "8G" (GiB); rounded up to
+            whole pages.
 
     Raises:
         MemoryError: The arena cannot be had; says how much is available.

@@ -87,10 +87,10 @@ class Checkpointer(NotPickled, ClosingWork):
             their Checkpointers in the same order, with the same directory (unless `shared` is
             False). If a rank leaves this out, the others raise after `timeout_s`; then all of them
             make new ones.
-        memory_bytes: The most memory that the snapshots of this process may take; 64 MiB if this
-            is less. What training changes before it was read, and finds no room, goes through a
-            nameless file. If the state has to be copied and is larger than this, `save` takes as
-            long as writing it. None: half of what the machine has available.
+        memory_bytes: The most memory that the snapshots of this process may take; 64 MiB if this is
+            less; "8GB" is 8 GiB. What training changes before it was read, and finds no room, goes
+            through a nameless file. If the state has to be copied and is larger than this, `save`
+            takes as long as writing it. None: half of what the machine has available.
         snapshot: "protect" leaves large tensors in host memory where they lie, write-protected by
             the kernel (userfaultfd; Linux 6.4), until they are read. Whoever writes to them before
             that waits while 2 MiB are copied aside. "copy" copies the state before `save` returns.

@@ -151,7 +151,7 @@ def generate(
     max_new_tokens: Annotated[int, _option.value("Tokens to generate at most.", "N", min=1)] = 32,
     resident_bytes: Annotated[
         int | None,
-        _option.size("Memory for all weights, such as 8G; by default half of what is left."),
+        _option.size("Memory for all weights, such as 8G (GiB); by default half of what is left."),
     ] = None,
     window: Annotated[
         int | None,

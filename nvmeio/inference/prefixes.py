@@ -48,9 +48,9 @@ class PrefixCache:
     Args:
         model: Loaded whole, or streamed; decoders whose caches are `DynamicCache`s.
         directory: On the drive; made where it is missing.
-        capacity_bytes: What the prefixes may take there, or a size such as "64G". The one that was
-            saved longest ago makes room. With another size than before, the store becomes larger
-            or smaller in place; what lay behind its new end is gone.
+        capacity_bytes: What the prefixes may take there, or a size such as "64G" (GiB). The one
+            that was saved longest ago makes room. With another size than before, the store becomes
+            larger or smaller in place; what lay behind its new end is gone.
         handle: Moves the bytes and stays open; None makes one for each call.
         fingerprint: How the model's weights are told from others: "samples" looks at 16 blocks of
             4 KiB of each, so that training and merging are seen, and the change of a few elements

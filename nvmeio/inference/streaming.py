@@ -72,9 +72,9 @@ def stream_model(
             stream of its own. Host and GPU each hold `resident_bytes`, the window included.
         window: How many layers the window holds, the one in use included; 3, or fewer if
             `resident_bytes` has no room for them.
-        resident_bytes: Bytes of memory for all weights, or a size such as "24G": layers that stay,
-            the window, and room for conversions. As many layers as fit stay. If not even one fits,
-            layers are cut into their modules, and linear layers into tiles, whose outputs may
+        resident_bytes: Bytes of memory for all weights, or a size such as "24G" (GiB): layers that
+            stay, the window, and room for conversions. As many layers as fit stay. If not even one
+            fits, layers are cut into their modules, and linear layers into tiles, whose outputs may
             differ in the last bits (docs/inference.md). By default half of the free memory (of the
             machine, the cgroup, or under RLIMIT_AS and RLIMIT_DATA).
         handle: Moves the bytes and stays open; by default one for each drive with the setting

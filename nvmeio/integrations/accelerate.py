@@ -132,7 +132,7 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
         index: For each name where it is: ``safetensors_file`` and ``weight_name``, or the dtype
             and shape of ``NAME.dat`` in the folder; by default that of the folder.
         device: Where tensors are wanted; the CPU by default.
-        window_bytes: Memory for tensors in use and on their way, or a size such as "1G";
+        window_bytes: Memory for tensors in use and on their way, or a size such as "1G" (GiB);
             page-locked where allowed.
         handle: Moves the bytes and stays open; None makes one.
 
@@ -202,8 +202,7 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
         if self._reading is None:
             raise ClosedError("these weights are closed: open them again")
         tensor = self._owner.call(self._reading.get, key)
-        device = torch.device("cpu" if self.device is None else self.device)
-        return tensor.to(device, place.dtype)
+        return tensor.to(torch.device("cpu" if self.device is None else self.device), place.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -76,7 +76,7 @@ class HiCache:
 
     Args:
         storage_config: SGLang's; its `extra_config` has "directory" (on the drive) and
-            "capacity_bytes" (a number, or a text such as "200GB"), for each rank. It may have
+            "capacity_bytes" (a number, or "200GB", which is 200 GiB), for each rank. It may have
             "weights", "weights_id" and "fingerprint", as vLLM's tier.
         kwargs: Of SGLang's factory; nothing is looked at.
 
@@ -376,8 +376,7 @@ class HiCache:
         count = min(len(parts), 2)
         kept = self._stagings.pop(name, [])
         if len(kept) < count or (kept and len(kept[0]) < most):
-            slot = round_up(nbytes, PAGE_BYTES)
-            rows = (max(most, 1), slot)
+            rows = (max(most, 1), round_up(nbytes, PAGE_BYTES))
             kept = [buffers.empty_aligned(rows, dtype=torch.uint8) for _ in range(count)]
         return kept
 

@@ -58,7 +58,7 @@ def save_pretrained(
         model: A `transformers.PreTrainedModel`.
         directory: Made where it is missing.
         handle: Moves the bytes and stays open; None makes one for each file.
-        options: As for transformers, such as ``max_shard_size="5GB"``.
+        options: As for transformers, such as ``max_shard_size="5GB"`` (5 * 10**9 bytes).
 
     Raises:
         TransferError: The disk is full, or failed. Each file is whole, old or new.

@@ -58,7 +58,7 @@ class Tier:
         tier_type: What vLLM calls this tier.
         backpressure_detector: vLLM's, where one is configured.
         directory: On the drive.
-        capacity_bytes: A number, or a text such as "200GB".
+        capacity_bytes: A number, or a text such as "200GB" (GiB: sizes are binary).
         locality: "LOCAL" or "REMOTE", for vLLM's events.
         weights: Where the files of the weights are, if vLLM does not say.
         weights_id: A name for this version of the weights, in place of looking at them.
@@ -147,8 +147,7 @@ class Tier:
     def submit_load(self, job_metadata: Any) -> None:
         """Begin to read chunks."""
         job = _Job(job_metadata)
-        ended = partial(self._end_load, job)
-        self._store.begin_load(job.keys, self._rows_of(job_metadata), ended)
+        self._store.begin_load(job.keys, self._rows_of(job_metadata), partial(self._end_load, job))
 
     def _rows_of(self, submitted: Any) -> list[torch.Tensor]:
         assert self._rows is not None
@@ -274,8 +273,7 @@ def _tier() -> Any:
         "remedy": "pip install 'vllm>=0.32'",
     }
     base = client(_TIERING, "SecondaryTierManager", **hint)
-    medium = client(_BASE, "Medium", **hint).STORAGE
-    return joined("NvmeTier", Tier, base, medium=medium)
+    return joined("NvmeTier", Tier, base, medium=client(_BASE, "Medium", **hint).STORAGE)
 
 
 __getattr__ = on_demand(__name__, "NvmeTier", _tier)

@@ -61,8 +61,8 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
             work at once: each gets a part of every subgroup, in proportion to the rates that
             `nvmeio tune --save` measured, or equally. None makes a temporary directory, for a
             `ratio` of 0.0 with gradients in memory, which has nothing but manifests to keep.
-        subgroup_bytes: How much state is read, stepped and written at a time. Up to some 64 MiB
-            more is better for the drive; see docs/offload.md.
+        subgroup_bytes: How much state is read, stepped and written at a time; "64M" is 64 MiB. Up
+            to some 64 MiB more is better for the drive; see docs/offload.md.
         buffer_bytes: The most memory of all buffers together. None: each stage gets a buffer for
             the largest subgroup. Large parameters are split if the class works element by element
             in fp32 or fp64.
