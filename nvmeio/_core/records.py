@@ -457,8 +457,7 @@ class LiveRecords:
     def corrected(self, counters: base.Counters) -> base.Counters:
         """The engine's counters with what they lack."""
         with self.lock:
-            summed = counters.plus(**self._unissued._asdict())
-            return summed._replace(in_flight=len(self.records))
+            return counters.plus(**self._unissued._asdict())._replace(in_flight=len(self.records))
 
     def after_fork(self) -> None:
         """In the child: the lock may have been copied while held."""

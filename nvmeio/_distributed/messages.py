@@ -57,8 +57,7 @@ class Messages:
         key = self._key(name, self.rank)
         parts = range(0, len(value), _MOST_VALUE_BYTES)
         for number, start in enumerate(parts if len(parts) > 1 else ()):
-            part = value[start : start + _MOST_VALUE_BYTES]
-            self._store.set(f"{key}/{number}", part)
+            self._store.set(f"{key}/{number}", value[start : start + _MOST_VALUE_BYTES])
         whole = b"0" + value if len(parts) <= 1 else b"1" + str(len(parts)).encode()
         self._store.set(key, whole)
 

@@ -278,8 +278,7 @@ class _InHost:
         self._prefault.__exit__(*raised)
 
     def to_read(self, part: SharedPart) -> torch.Tensor:
-        mapping = self._mappings[part.region]
-        return mapping.tensor(part.start, (part.end - part.start,), torch.uint8)
+        return self._mappings[part.region].tensor(part.start, (part.end - part.start,), torch.uint8)
 
     def send(self, part: SharedPart) -> None:
         """Begin to send it, or to receive it."""

@@ -131,8 +131,7 @@ def is_cached(fd: int, start: int, nbytes: int) -> bool:
     span, counts = _Range(start, nbytes), _Counts()
     if _syscall(_CACHESTAT, fd, ctypes.byref(span), ctypes.byref(counts), 0) != 0:
         return False
-    pages = (start + nbytes - 1) // PAGE_BYTES - start // PAGE_BYTES + 1
-    return counts[0] >= pages
+    return counts[0] >= (start + nbytes - 1) // PAGE_BYTES - start // PAGE_BYTES + 1
 
 
 def copy_cached(fd: int, start: int, memory: torch.Tensor) -> bool:

@@ -87,8 +87,7 @@ def sums_in(
 
 def cuts(nbytes: int, ranks: int) -> list[int]:
     """Where bytes are cut into even parts of whole pages, one a rank: `ranks` + 1 places."""
-    inner = [round_down(nbytes * rank // ranks, PAGE_BYTES) for rank in range(ranks)]
-    return [*inner, nbytes]
+    return [*(round_down(nbytes * rank // ranks, PAGE_BYTES) for rank in range(ranks)), nbytes]
 
 
 def describe_part(

@@ -243,5 +243,4 @@ def _renamed(function: Global) -> Global:
 
 
 def _name(text: str | bytes) -> str:
-    name = text.decode("latin-1") if isinstance(text, bytes) else text
-    return name.lower().replace("_", "-")
+    return (text.decode("latin-1") if isinstance(text, bytes) else text).lower().replace("_", "-")

@@ -184,8 +184,7 @@ def header_of(file: File, handle: AioHandle) -> Header:
 def _header_text(file: File, handle: AioHandle) -> bytes:
     size = file.size()
     prefix = bytes_at(handle, file, 0, min(size, _PREFIX_BYTES))
-    length = headers.header_bytes(prefix, size, file.path)
-    end = headers.LENGTH_BYTES + length
+    end = headers.LENGTH_BYTES + headers.header_bytes(prefix, size, file.path)
     if end > len(prefix):
         prefix += bytes_at(handle, file, len(prefix), end - len(prefix))
     return prefix[headers.LENGTH_BYTES : end]

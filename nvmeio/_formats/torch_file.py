@@ -221,14 +221,10 @@ def read_ahead(file: File) -> None:
 
 def read_buffered(file: File, offset: int, nbytes: int) -> bytes:
     """A few bytes of a file, through the page cache; TransferError also if the file ends before."""
-    opened = file.acquire(False)
-    try:
-        with contextlib.suppress(OSError):  # which is met and named below
-            data = os.pread(opened.buffered_fd(), nbytes, offset)
-            if len(data) == nbytes:
-                return data
-    finally:
-        opened.release()
+    with files.in_use(file) as opened, contextlib.suppress(OSError):  # met and named below
+        data = os.pread(opened.buffered_fd(), nbytes, offset)
+        if len(data) == nbytes:
+            return data
     parts = bytearray(nbytes)  # more than 2 GiB, or a signal
     read_into(file, offset, memoryview(parts))
     return bytes(parts)

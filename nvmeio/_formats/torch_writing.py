@@ -317,8 +317,7 @@ class _Writer:
     def _extend(self, index: int, offset: int, nbytes: int, crc_of: Callable[[int], int]) -> None:
         """Extend a record's CRC: `crc_of` makes it from that of the bytes before."""
         before = self._crcs.get(index) or Crc(index, offset, 0, 0)
-        crc = crc_of(before.crc)
-        self._crcs[index] = before._replace(nbytes=before.nbytes + nbytes, crc=crc)
+        self._crcs[index] = before._replace(nbytes=before.nbytes + nbytes, crc=crc_of(before.crc))
 
     # What lies between them
 

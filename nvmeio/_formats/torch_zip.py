@@ -196,8 +196,7 @@ class _Parser:
                 raise self._wrong("no zip archive, or cut off", "an end record", "none")
             at = self._size - length + found
             tail = tail[found:]
-        end = _END.unpack_from(tail)
-        _, disk, first_disk, here, count, size, offset, comment = end
+        _, disk, first_disk, here, count, size, offset, comment = _END.unpack_from(tail)
         if at + _END.size + comment != self._size:
             raise self._wrong(
                 "bytes behind the end record", self._size, at + _END.size + int(comment)
@@ -237,8 +236,7 @@ class _Parser:
             raise self._wrong(
                 "the zip64 locator points behind itself", f"at most {locator_at - _END64.size}", at
             )
-        end = _END64.unpack(self._read(at, _END64.size))
-        magic, length, _, _, *wide = end
+        magic, length, _, _, *wide = _END64.unpack(self._read(at, _END64.size))
         if magic != END64_MAGIC or at + 12 + length != locator_at:
             raise self._wrong("the zip64 end record is damaged", END64_MAGIC, magic)
         limits = (_MAX16, _MAX16, _MAX16, _MAX16, MAX32, MAX32)
@@ -351,8 +349,7 @@ class _Parser:
                     name, ": a broken extra field", f"at most {len(extra) - at - 4}", length
                 )
             if kind == _ZIP64_EXTRA:
-                count = length // 8
-                return True, list(struct.unpack_from(f"<{count}Q", extra, at + 4))
+                return True, list(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
             at += 4 + length
         return False, []
 

@@ -172,8 +172,7 @@ def _read_known(path: Path) -> dict[str, str]:
 
 def _whole(fd: int) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    room = bytearray(8 * _PIECE_BYTES)
-    memory = memoryview(room)
+    memory = memoryview(bytearray(8 * _PIECE_BYTES))
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     at = 0
     while nbytes := os.preadv(fd, [memory], at):

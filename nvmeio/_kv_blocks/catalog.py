@@ -273,8 +273,7 @@ class Catalog:
             elif slot >= room:
                 lost += 1
             else:
-                place = BlockPlace(slot, record.nbytes, record.crc)
-                self.index.recover(record.digest, place)
+                self.index.recover(record.digest, BlockPlace(slot, record.nbytes, record.crc))
         self._seen = latest
         if self._writer:
             self.index.grow(room)
@@ -292,8 +291,7 @@ class Catalog:
             return True
         if slots > index.slots or self._is_full:
             return False
-        step = max(STEP_BYTES // self._slot_bytes, 1)
-        limit = min(round_up(slots, step), index.slots)
+        limit = min(round_up(slots, max(STEP_BYTES // self._slot_bytes, 1)), index.slots)
         try:
             limit = min(limit, self._fitting(slots))
             reserve(self._blocks.fileno(), limit * self._slot_bytes, os.fspath(self._path))

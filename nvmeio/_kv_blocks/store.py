@@ -170,8 +170,7 @@ class BlockStore(NotPickled, Closing):
 
     def touch(self, keys: Sequence[Key]) -> None:
         if keys:
-            digests = self._digests(keys)
-            self._change(self._stores, self._catalog.touch, digests, wait=False)
+            self._change(self._stores, self._catalog.touch, self._digests(keys), wait=False)
 
     @property
     def generation(self) -> int:

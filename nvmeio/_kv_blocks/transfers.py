@@ -87,8 +87,7 @@ class InPlace:
         if self._room is None:
             shape = (min(IN_PLACE_BYTES // self._slot_bytes, _MOST_BLOCKS), self._slot_bytes)
             self._room = buffers.empty_aligned(shape, dtype=torch.uint8)
-        address = self._room.data_ptr() + number * self._slot_bytes
-        return memory_at(address, self._slot_bytes)
+        return memory_at(self._room.data_ptr() + number * self._slot_bytes, self._slot_bytes)
 
 
 def _copy(source: Sequence[memoryview], target: Sequence[memoryview]) -> None:

@@ -307,8 +307,7 @@ def is_torchs(tensor: torch.Tensor) -> bool:
 
     That of other processes and libraries is not, nor is any while a CUDA graph is captured.
     """
-    capturing = torch.cuda.is_current_stream_capturing()
-    return tensor.untyped_storage().resizable() and not capturing
+    return tensor.untyped_storage().resizable() and not torch.cuda.is_current_stream_capturing()
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:

@@ -122,8 +122,7 @@ def cuda_device() -> int | None:
     if not cuda.is_initialized():
         return None
     here = cuda.current_device()
-    others = range(cuda.device_count())
-    return next((d for d in (here, *others) if _has_context(d)), None)
+    return next((d for d in (here, *range(cuda.device_count())) if _has_context(d)), None)
 
 
 def _has_context(device: int) -> bool:

@@ -254,8 +254,7 @@ def device_destination(tensor: torch.Tensor, copier: Copier) -> Memory:
     if _is_dense(tensor) and (
         not tensor.requires_grad or tensor.is_inference() or not torch.is_grad_enabled()
     ):
-        held = holds.hold(tensor.untyped_storage())
-        return _on_device(tensor, copier, changed=tensor, held=held)
+        return _on_device(tensor, copier, changed=tensor, held=holds.hold(tensor.untyped_storage()))
     staging, copy_back = _staged(tensor, tensor.device)
     device = tensor.device
     return _on_device(

@@ -115,8 +115,7 @@ def _describe(path: str | os.PathLike[str]) -> Description:
         )
     if kind == "part":
         with open_reading(path) as file:
-            head = head_of(file)
-            return Description(file.path, kind, file.size(), [], [], [], head.what)
+            return Description(file.path, kind, file.size(), [], [], [], head_of(file).what)
     with open_reading(path) as file, CallHandle(None, path) as handle:
         checkpoint = TorchFile(file, handle.get, Load())
         summed = _is_summed(checkpoint.archive, file)
@@ -171,8 +170,7 @@ def _of_safetensors(path: str | os.PathLike[str]) -> Description:
         for name, entry in header.tensors.items()
     ]
     what = packed_index.part_in_words(header.metadata)
-    nbytes = os.stat(path).st_size
-    return Description(os.fspath(path), "safetensors", nbytes, [], tensors, [], what)
+    return Description(os.fspath(path), "safetensors", os.stat(path).st_size, [], tensors, [], what)
 
 
 # The tensors of a scanned pickle

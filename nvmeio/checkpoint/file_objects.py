@@ -285,8 +285,7 @@ class FastFileReader(NotPickled, Closing):
         view = memoryview(buffer).cast("B")
         wanted = max(0, min(len(view), self._size - self._position))
         if wanted >= _READ_AHEAD_BYTES:
-            into = torch.frombuffer(view[:wanted], dtype=torch.uint8)
-            self._read_into(into)
+            self._read_into(torch.frombuffer(view[:wanted], dtype=torch.uint8))
         elif wanted:
             view[:wanted] = self._small(wanted)
         self._position += wanted
@@ -376,8 +375,7 @@ class ArchiveWatch:
             self._handled = sys.exc_info()[1]
         if len(self._head) < self._HEAD_BYTES:
             self._head += bytes(view[: self._HEAD_BYTES - len(self._head)])
-        last = bytes(view[-self._TAIL_BYTES :])
-        self._tail = (self._tail + last)[-self._TAIL_BYTES :]
+        self._tail = (self._tail + bytes(view[-self._TAIL_BYTES :]))[-self._TAIL_BYTES :]
 
     def broken_off(self, nbytes: int) -> bool:
         """Whether torch.save has failed, and now closes the archive of `nbytes` bytes."""
@@ -396,8 +394,7 @@ class ArchiveWatch:
 
     def is_save(self) -> bool:
         """Whether it is torch.save that writes."""
-        name_length = int.from_bytes(self._head[26:28], "little")
-        name = self._head[30 : 30 + name_length]
+        name = self._head[30 : 30 + int.from_bytes(self._head[26:28], "little")]
         return self._head.startswith(torch_zip.LOCAL_MAGIC) and name.endswith(b"/data.pkl")
 
     def _ends(self, nbytes: int) -> bool:

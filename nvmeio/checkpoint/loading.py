@@ -414,8 +414,7 @@ def _read_as_one(
     """
     found: dict[object, list[str]] = {}
     for key, ref in scan.storages.items():
-        kind = ref.location if ranks.together else devices[ref.location]
-        found.setdefault(kind, []).append(key)
+        found.setdefault(ref.location if ranks.together else devices[ref.location], []).append(key)
     return list(found.values())
 
 

@@ -122,8 +122,7 @@ def _verify(
         )
     kinds = {"safetensors": _verify_safetensors, "part": _verify_part, "torch": _verify_archive}
     with open_reading(path) as file, CallHandle(handle, path) as call_handle:
-        stream = partial(_stream, file, call_handle, progress, flight)
-        return kinds[kind](file, call_handle, stream)
+        return kinds[kind](file, call_handle, partial(_stream, file, call_handle, progress, flight))
 
 
 Feed = Callable[[int, int], None]
@@ -167,8 +166,7 @@ def _verify_safetensors(file: File, handle: CallHandle, stream: Stream) -> Verdi
         header = header_of(file, handle.get())
         count = unchecked = len(header.tensors)
         begin = min((entry.start for entry in header.tensors.values()), default=nbytes)
-        prefix = read_buffered(file, 0, begin)
-        shares = _packed_shares(prefix, header, file.path)
+        shares = _packed_shares(read_buffered(file, 0, begin), header, file.path)
     except IntegrityError as wrong:
         problems.append(Problem("", str(wrong)))
         shares = None

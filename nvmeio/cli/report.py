@@ -156,8 +156,7 @@ def _machine(facts: machine.Facts) -> Iterator[_Row]:
         taken = f"{aio.nr} of {aio.max_nr} taken"
         yield aio_is_plentiful(aio), "AIO events", taken, "fs.aio-nr of fs.aio-max-nr"
     if memory.huge_pages is None:
-        unread = "/sys/kernel/mm/transparent_hugepage cannot be read"
-        yield True, "huge pages", "unknown", unread
+        yield True, "huge pages", "unknown", "/sys/kernel/mm/transparent_hugepage cannot be read"
     else:
         yield memory.huge_pages != "never", "huge pages", memory.huge_pages, ""
     limit = "unlimited" if memory.memlock_bytes is None else binary_size(memory.memlock_bytes)
@@ -166,8 +165,7 @@ def _machine(facts: machine.Facts) -> Iterator[_Row]:
     else:
         yield None, "page-locking", limit, ""
     if memory.protection == "any":
-        remark = "saves leave the state where it lies, write-protected"
-        yield None, "snapshots", "protect", remark
+        yield None, "snapshots", "protect", "saves leave the state where it lies, write-protected"
     else:
         yield None, "snapshots", "copy", f"{memory.protection_reason}; {HOW_TO_ALLOW}"
 
@@ -207,8 +205,7 @@ def _directory(directory: machine.Directory) -> Iterator[_Row]:
     direct, device, stored = directory.direct, directory.device, directory.tuned
     if direct.supported:
         offsets, memory = map(binary_size, (direct.offset_alignment, direct.memory_alignment))
-        remark = f"aligned to {offsets} in the file, {memory} in memory"
-        yield True, "direct I/O", "works", remark
+        yield True, "direct I/O", "works", f"aligned to {offsets} in the file, {memory} in memory"
     else:
         yield False, "direct I/O", "no", direct.reason
     if directory.file_system is None:

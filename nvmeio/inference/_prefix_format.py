@@ -108,8 +108,7 @@ def states_on(memory: torch.Tensor, about: Layer) -> tuple[torch.Tensor, torch.T
 
 def cut(memory: torch.Tensor) -> list[torch.Tensor]:
     """A part as blocks."""
-    starts = range(0, memory.nbytes, BLOCK_BYTES)
-    return [memory[start : start + BLOCK_BYTES] for start in starts]
+    return [memory[start : start + BLOCK_BYTES] for start in range(0, memory.nbytes, BLOCK_BYTES)]
 
 
 def configuration(model: Any) -> dict[str, Any]:

@@ -79,8 +79,7 @@ def directory_of(given: str | os.PathLike[str], revision: str | None = None) -> 
     held = next((file for file in whole if _download(hub, name, file, commit, needed=False)), None)
     weights = [held or _WEIGHTS]
     if held is None and _download(hub, name, _INDEX, commit) is not None:
-        shards = read_json(found / _INDEX, INDEX_BYTES)["weight_map"]
-        weights = sorted(set(shards.values()))
+        weights = sorted(set(read_json(found / _INDEX, INDEX_BYTES)["weight_map"].values()))
     for file in weights:
         if _download(hub, name, file, commit) is None:
             raise FileNotFoundError(

@@ -252,8 +252,7 @@ class Spiller(Closing):
     def _empty(self, name: str, parameter: torch.Tensor) -> nn.Parameter:
         """A parameter's stand-in; one for all places of a tied one."""
         if name not in self._empties:
-            data = torch.empty_like(parameter, device="meta")
-            self._empties[name] = shown_as(parameter, data)
+            self._empties[name] = shown_as(parameter, torch.empty_like(parameter, device="meta"))
         return self._empties[name]
 
     # Close

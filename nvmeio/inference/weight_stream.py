@@ -259,8 +259,7 @@ class WeightStream(NotPickled, Closing):
         owner, uses = self._check()
         if unit.experts is None:
             return
-        count = unit.experts.number
-        hit = [e for e in torch.unique(top_k_index).tolist() if 0 <= e < count]
+        hit = [e for e in torch.unique(top_k_index).tolist() if 0 <= e < unit.experts.number]
         try:
             owner.call(uses.need_experts, unit, hit, self._cuda_stream())
             uses.convert()

@@ -112,9 +112,8 @@ def __getattr__(name: str) -> Any:
     """`SwapOptimizers`, made when it is first asked for: Lightning is imported then."""
     if name != "SwapOptimizers":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    modules = lightning_modules(_PACKAGES)
     # Two packages, two classes of the same name: a Trainer asks for its own.
-    bases = tuple(importlib.import_module(each).Callback for each in modules)
+    bases = tuple(importlib.import_module(each).Callback for each in lightning_modules(_PACKAGES))
     made = joined("SwapOptimizers", _SwapOptimizers, *bases)
     if len(bases) == len(_PACKAGES):
         globals()[name] = made

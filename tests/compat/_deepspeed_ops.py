@@ -1,6 +1,6 @@
 """Compile DeepSpeed's own ops to where the tests look for them, before any test's clock runs.
 
-It takes minutes of both cores, and a test that compiles beside others has been stopped by its limit.
+It takes minutes of both cores, and a test that compiled beside others was stopped by its limit.
 """
 
 from __future__ import annotations

@@ -213,8 +213,7 @@ class SaveJob(ABC):
         nbytes = padded_nbytes(layout)
         if self.LAYOUT != "one":
             return [(0, nbytes)] * self.messages.size
-        pages = nbytes // PAGE_BYTES
-        shares = agreement.shares_of_writers(pages, self.messages.size, self.writing)
+        shares = agreement.shares_of_writers(nbytes // PAGE_BYTES, self.messages.size, self.writing)
         return [(start * PAGE_BYTES, end * PAGE_BYTES) for start, end in shares]
 
     def pages_beside(self, layout: FileLayout) -> list[int]:

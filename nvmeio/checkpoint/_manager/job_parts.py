@@ -23,6 +23,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from nvmeio import files
 from nvmeio._distributed.rank_store import pauses
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_part import HEAD_BYTES, PartHead, pack, sum_of
@@ -41,7 +42,7 @@ from nvmeio.checkpoint._multi_rank.drives import (
     Survey,
     decide,
 )
-from nvmeio.errors import TransferError, transfer_error
+from nvmeio.errors import TransferError, naming
 from nvmeio.files import File
 
 _CRC = struct.Struct("<QQQI")
@@ -296,10 +297,5 @@ class OwnFileOfEachRank(PartOfEachRank):
 
 
 def _write_head(file: File, head: PartHead) -> None:
-    opened = file.acquire(True)
-    try:
+    with files.in_use(file, True) as opened, naming("pwrite", file.path):
         os.pwrite(opened.buffered_fd(), pack(head), 0)
-    except OSError as failed:
-        raise transfer_error(failed, "pwrite", file.path) from failed
-    finally:
-        opened.release()

@@ -111,8 +111,7 @@ def generations(directory: str) -> list[Generation]:
                 except OSError:
                     continue  # renamed meanwhile, a dangling link, or no checkpoint
                 if stat.S_ISREG(facts.st_mode):
-                    step = int(match[1])
-                    found.append(Generation(facts.st_mtime_ns, step, entry.path, of_ranks))
+                    found.append(Generation(facts.st_mtime_ns, int(match[1]), entry.path, of_ranks))
     except FileNotFoundError:
         return []
     except OSError as failed:

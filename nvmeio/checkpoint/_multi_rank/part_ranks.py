@@ -103,8 +103,7 @@ class PartRanks(LoadingRanks):
         IntegrityError if parts contradict each other, ValueError if some ranks want no bytes and
         others do.
         """
-        heads = [part.head for part in mine]
-        told = self._agree("file", {"heads": heads, "nothing": nothing})
+        told = self._agree("file", {"heads": [part.head for part in mine], "nothing": nothing})
         self._is_over = True
         if any(each["nothing"] != told[0]["nothing"] for each in told):
             raise ValueError(
@@ -131,8 +130,7 @@ class PartRanks(LoadingRanks):
             return found
 
         if exchange.rank == 0:
-            archive = torch_zip.parse(fetch, image.size(), image.path)
-            entries = archive.records().items()
+            entries = torch_zip.parse(fetch, image.size(), image.path).records().items()
             fetch([(e.offset, e.nbytes) for name, e in entries if is_asked_for(name, e.nbytes)])
             exchange.share(b"[]", 0)
             return

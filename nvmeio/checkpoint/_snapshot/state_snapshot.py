@@ -163,8 +163,7 @@ class StateSnapshot:
     @property
     def left_bytes(self) -> int:
         """What was not copied before `take` returns."""
-        on_device = 0 if self._device is None else self._device.nbytes
-        return on_device + self.protected_bytes
+        return (0 if self._device is None else self._device.nbytes) + self.protected_bytes
 
     @property
     def protected_bytes(self) -> int:

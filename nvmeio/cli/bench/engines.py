@@ -350,5 +350,4 @@ class FioPool:
         options, tasks = self._workload.options, len(self._workload.places)
         # fio allocates a little more than its blocks, for every job.
         per_job = (options.queue_depth + 8) * options.block_size
-        wanted = tasks * self._lanes * -(-per_job // HUGE_PAGE_BYTES)
-        return free_huge_pages() >= wanted
+        return free_huge_pages() >= tasks * self._lanes * -(-per_job // HUGE_PAGE_BYTES)

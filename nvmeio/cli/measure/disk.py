@@ -123,8 +123,7 @@ def _resident_fraction(descriptor: int, nbytes: int) -> float | None:
         if libc.mincore(address, nbytes, resident):
             return None
         # The lowest bit says resident, the others are reserved (man 2 mincore).
-        absent = resident.raw.count(b"\0")
-        return (pages - absent) / pages
+        return (pages - resident.raw.count(b"\0")) / pages
     finally:
         libc.munmap(address, nbytes)
 
@@ -262,8 +261,7 @@ def _blocks(seed: int) -> Iterator[torch.Tensor]:
     base = _base_block()
     moved = torch.empty_like(base)
     for index in itertools.count():
-        shift = (index * _STEP + seed * _SEED_STEP) % (1 << 63)
-        torch.add(base, shift, out=moved)
+        torch.add(base, (index * _STEP + seed * _SEED_STEP) % (1 << 63), out=moved)
         yield moved.view(torch.uint8)
 
 

@@ -207,8 +207,7 @@ def software() -> Software:
     elif torch.version.cuda is None:
         detail = "torch is built without CUDA"
     else:
-        first = str(caught[0].message).splitlines()[0] if caught else ""
-        detail = first or "no CUDA device"
+        detail = (str(caught[0].message).splitlines()[0] if caught else "") or "no CUDA device"
     return Software(
         **versions(),
         torch_cuda=torch.version.cuda,
@@ -246,8 +245,7 @@ def _one_line(error: BackendUnavailableError) -> str:
 def memory() -> MemoryLimits:
     """The limit on page-locked memory, the transparent huge page mode, and write protection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    status = text_of("/proc/self/status")
-    effective = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
+    effective = re.search(r"^CapEff:\s*([0-9a-f]+)", text_of("/proc/self/status"), re.MULTILINE)
     modes = text_of("/sys/kernel/mm/transparent_hugepage/enabled")
     chosen = re.search(r"\[(\w+)\]", modes)
     return MemoryLimits(

@@ -318,8 +318,7 @@ class Search:
         """Bytes of a look: rather a shorter look at everybody than none at some of them."""
         all_visits = visits * (1 + 1 / REFERENCE_EVERY)
         fitting = (until - self._clock()) / max(all_visits * self._pair_s(1), 1e-12)
-        wanted = min(int(self._io_size * share), int(fitting) >> 20 << 20)
-        return max(self._least, wanted)
+        return max(self._least, min(int(self._io_size * share), int(fitting) >> 20 << 20))
 
     def _pair_s(self, nbytes: int) -> float:
         """How long one setting takes, in all directions: from what has been measured lately."""
@@ -374,8 +373,7 @@ class Finalist:
 
 def _at_most(successes: int, tries: int) -> float:
     """The chance of at most so many heads in as many throws of a coin."""
-    ways = sum(math.comb(tries, k) for k in range(min(successes, tries) + 1))
-    return float(ways / 2**tries)
+    return float(sum(math.comb(tries, k) for k in range(min(successes, tries) + 1)) / 2**tries)
 
 
 def finalists(settings: Sequence[Options], rounds: Sequence[Round]) -> list[Finalist]:

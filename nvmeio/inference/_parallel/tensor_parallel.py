@@ -146,8 +146,7 @@ class TensorParallel:
         return found
 
     def _error(self, detail: str) -> TransferError:
-        code = errno.ECONNRESET
-        return TransferError(code, operation="stream", path=self._path, detail=detail)
+        return TransferError(errno.ECONNRESET, operation="stream", path=self._path, detail=detail)
 
     def end(self) -> None:
         """Leave the group: whoever waits for this rank, raises. What torch raises is dropped."""

@@ -142,8 +142,7 @@ def dealt(
 
 
 def _may_stay(part: WeightPart, own_alignment: bool) -> bool:
-    least = 16 if own_alignment else part.dtype.itemsize
-    return part.extents[0].offset % least == 0
+    return part.extents[0].offset % (16 if own_alignment else part.dtype.itemsize) == 0
 
 
 def _read(extent: FileExtent, start: int, sizes: Sequence[int], agrees: bool) -> Read:
@@ -381,8 +380,7 @@ def rows_of(weight: Weight, most: int) -> list[TileRows]:
     by_row = all(part.shape[:1] == (count,) and len(part.shape) == 2 for part in weight.parts)
     if len(weight.shape) != 2 or weight.order is not None or not by_row:
         return []
-    a_row = (weight.nbytes + weight.converted_bytes) // count
-    bounds = row_bounds(count, a_row, most)
+    bounds = row_bounds(count, (weight.nbytes + weight.converted_bytes) // count, most)
     if len(bounds) < 2:
         return []
     sums = [_sums_of(part, bounds) for part in weight.parts]

@@ -217,8 +217,7 @@ def _is_unset(buffer: torch.Tensor) -> bool:
 def finish(model: Any, directory: str | os.PathLike[str], name: str) -> None:
     """Set what `from_pretrained` sets on a model of a directory beside its weights."""
     if model.can_generate() and os.path.isfile(os.path.join(directory, "generation_config.json")):
-        config_class = require().GenerationConfig
-        model.generation_config = config_class.from_pretrained(directory)
+        model.generation_config = require().GenerationConfig.from_pretrained(directory)
     model.config._name_or_path = model.name_or_path = name
 
 

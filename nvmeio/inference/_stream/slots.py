@@ -299,8 +299,7 @@ class SlotPools:
             return Fill(wanted, *steps)
 
         def arrived(chunk: WantedBytes) -> None:
-            target = slot.memory[chunk.at : chunk.at + chunk.memory.nbytes]
-            copies.copy(target, chunk.memory)
+            copies.copy(slot.memory[chunk.at : chunk.at + chunk.memory.nbytes], chunk.memory)
             if arriving is not None:
                 arriving.arrived(chunk)
 

@@ -163,8 +163,7 @@ class Weights(Keeper[Unit, WeightSlot]):
     # Past the queue, for somebody who waits
 
     def read_experts(self, slot: WeightSlot, missing: Sequence[int]) -> None:
-        experts = slot.unit.layout.experts
-        reads = [read for expert in missing for read in experts[expert]]
+        reads = [read for expert in missing for read in slot.unit.layout.experts[expert]]
         self._read_beside(slot, reads)
         for expert in missing:
             slot.experts[expert] = 1

@@ -52,7 +52,7 @@ from nvmeio._storage.durable import make_directory
 from nvmeio._storage.replace import replace_file
 from nvmeio._storage.untrusted import read_small
 from nvmeio._threads.interruptible import run_interruptible
-from nvmeio.errors import IntegrityError, transfer_error
+from nvmeio.errors import IntegrityError, naming
 from nvmeio.handle import AioHandle
 from nvmeio.integrations.dcp import metadata as stored
 from nvmeio.integrations.dcp.reading import read_items
@@ -368,10 +368,8 @@ class NvmeStorageReader(_InDirectory, StorageReader):
                 lies outside of the checkpoint.
         """
         path = stored.metadata_path(self.path, kwargs.get("rank"))
-        try:
+        with naming("open", path):
             data = read_small(path, stored.METADATA_BYTES)
-        except OSError as failed:
-            raise transfer_error(failed, "open", path) from failed
         metadata = stored.load_metadata(data, str(path))
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()

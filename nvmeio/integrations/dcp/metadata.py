@@ -205,8 +205,7 @@ class Parser:
         def read_many(wanted: Sequence[tuple[int, int]]) -> list[bytes]:
             return [read(offset, count) for offset, count in wanted]
 
-        archive = torch_zip.parse(read_many, nbytes, name)
-        records = archive.records()
+        records = torch_zip.parse(read_many, nbytes, name).records()
         pickled = records.get("data.pkl")
         if pickled is None:
             raise IntegrityError(

@@ -282,8 +282,7 @@ class _Reader:
         stored = self._parser.stored(read, item.nbytes, item.name)
         if stored is None:
             span = Span(item.file, item.offset, item.nbytes, item.label)
-            raw = read_spans(self._handle, [span])[0]
-            self._take_stream(item, io.BytesIO(_as_bytes(raw)))
+            self._take_stream(item, io.BytesIO(_as_bytes(read_spans(self._handle, [span])[0])))
             return
         at = item.offset + stored.offset
         for asked in item.requests:
@@ -313,8 +312,7 @@ class _Reader:
         memory = stagings.take(self._flight)
 
         def finish() -> None:
-            view = _view(memory[start - low : end - low], part.source)
-            part.target.copy_(view)
+            part.target.copy_(_view(memory[start - low : end - low], part.source))
             stagings.give_back(memory)
             pending.end()
 

@@ -144,8 +144,7 @@ def place(directory: str, generation: int) -> str:
 
 def _write(path: str, data: bytes, offset: int, durable: bool = False) -> None:
     with naming("write", path):
-        sync = os.fdatasync if durable else None
-        write_small(untrusted.open_own(path), data, sync, offset)
+        write_small(untrusted.open_own(path), data, os.fdatasync if durable else None, offset)
 
 
 class UnusableGeneration(NamedTuple):

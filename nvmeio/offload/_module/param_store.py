@@ -123,9 +123,8 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
 
     def _open(self, swap_dir: Paths, handle: AioHandle | None) -> Ending:
         ending = Ending(self._owner, self._close)
-        name = directory_name("parameters")
         # What a dead process left of this kind has no steps in it, and nobody can go on from it.
-        directory = SwapDirs(swap_dir, name, overwrite=True, writes=0.0)
+        directory = SwapDirs(swap_dir, directory_name("parameters"), overwrite=True, writes=0.0)
         self._resources.callback(directory.release, remove=True)
         file = directory.allocate(NAME, [unit.nbytes for unit in self.units])
         self._resources.callback(file.close)

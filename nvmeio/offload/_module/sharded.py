@@ -229,8 +229,7 @@ def _padded_numel(shard: Any) -> int:
 
 
 def _flat(memory: torch.Tensor, span: SlotSpan, numel: int) -> torch.Tensor:
-    room = SlotSpan(span.offset, numel * span.dtype.itemsize, span.dtype, (numel,))
-    return view(memory, room)
+    return view(memory, SlotSpan(span.offset, numel * span.dtype.itemsize, span.dtype, (numel,)))
 
 
 def _ranks_of(group: Any) -> int:

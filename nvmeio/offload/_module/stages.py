@@ -213,8 +213,7 @@ class ParamPlaces:
         if locate is not None:
             return locate()
         span = self.span_of(parameter)
-        offset = self._unit_of[id(parameter)].file_offset + span.offset
-        return self._file.spans(offset, span.nbytes)
+        return self._file.spans(self._unit_of[id(parameter)].file_offset + span.offset, span.nbytes)
 
     def span_of(self, parameter: torch.Tensor) -> SlotSpan:
         unit = self._unit_of[id(parameter)]

@@ -195,8 +195,7 @@ def _nothing(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
 
 
 def _is_cut(module: nn.Module) -> bool:
-    own = module.__dict__.get("forward")
-    return getattr(own, "__func__", None) is _forward
+    return getattr(module.__dict__.get("forward"), "__func__", None) is _forward
 
 
 def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:

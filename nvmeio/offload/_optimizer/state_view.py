@@ -145,8 +145,7 @@ def prepared(
         if entry is not None:
             _check_entry(param, entry)
         states[param.number] = entry
-    options = [{k: v for k, v in group.items() if k != "params"} for group in saved]
-    return Prepared(states, options)
+    return Prepared(states, [{k: v for k, v in group.items() if k != "params"} for group in saved])
 
 
 def _check_entry(param: SwappedParam, entry: dict[str, Any]) -> None:

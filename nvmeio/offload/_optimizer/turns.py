@@ -563,8 +563,7 @@ class StateLoad:
                 if kind.shape is None:
                     given = part(given, piece.start, piece.stop, piece.shape)
                 strides[name] = strides_of(given)
-                span = piece.spans[name]._replace(strides=strides[name])
-                view(slot, span).copy_(given)
+                view(slot, piece.spans[name]._replace(strides=strides[name])).copy_(given)
             elif name != MASTER:
                 small[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         return small

@@ -89,8 +89,7 @@ class DeviceActivations:
 
         Raises as `ActivationStore.bytes_of`, or torch.OutOfMemoryError.
         """
-        stream = devices.stream_here(saved.device)
-        return self._store.owner.call(self._bytes_of, saved, stream)
+        return self._store.owner.call(self._bytes_of, saved, devices.stream_here(saved.device))
 
     @property
     def nbytes(self) -> int:
