@@ -16,7 +16,7 @@ from nvmeio._files.descriptors import MEMORY_FILE_SYSTEMS, Descriptors, open_err
 from nvmeio._files.system import file_system_of
 from nvmeio._pages import PAGE_BYTES
 from nvmeio._threads.closing import Closing
-from nvmeio.errors import ClosedError
+from nvmeio.errors import ClosedError, transfer_error
 
 _MODES = {
     "r": os.O_RDONLY,
@@ -155,6 +155,32 @@ def in_use(
         yield opened
     finally:
         opened.release()
+
+
+def read_buffered(file: File, offset: int, nbytes: int) -> bytes:
+    """A few bytes of a file, through the page cache; TransferError also if the file ends before."""
+    with in_use(file) as opened, contextlib.suppress(OSError):  # met and named below
+        data = os.pread(opened.buffered_fd(), nbytes, offset)
+        if len(data) == nbytes:
+            return data
+    parts = bytearray(nbytes)  # more than 2 GiB, or a signal
+    read_into(file, offset, memoryview(parts))
+    return bytes(parts)
+
+
+def read_into(file: File, offset: int, memory: memoryview) -> None:
+    """Fill memory with bytes of a file, through the page cache; errors as `read_buffered`."""
+    done, nbytes = 0, memory.nbytes
+    with in_use(file) as opened:
+        try:
+            while done < nbytes:
+                count = os.preadv(opened.buffered_fd(), [memory[done:]], offset + done)
+                if not count:
+                    raise OSError(errno.ENODATA, "the file was cut")
+                done += count
+        except OSError as failed:
+            span: Any = {"file_offset": offset, "nbytes": nbytes}
+            raise transfer_error(failed, "pread", file.path, **span) from failed
 
 
 def checked_path(path: str | os.PathLike[str]) -> str:

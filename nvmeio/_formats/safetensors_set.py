@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -19,9 +19,10 @@ from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_header import Header, TensorEntry
 from nvmeio._formats.safetensors_shards import as_package
 from nvmeio._io.spans import Load, Span
+from nvmeio._memory.tensors import aligned_as
 from nvmeio._storage.untrusted import Unchanged
 from nvmeio._threads.closing import on_error
-from nvmeio.errors import IntegrityError
+from nvmeio.errors import IntegrityError, TransferError, with_context
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 
@@ -53,7 +54,7 @@ class SafetensorsSet:
         IntegrityError: A header or index is malformed, or a file is too short for its tensors.
     """
 
-    def __init__(self, path: str | os.PathLike[str], handle: AioHandle) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = shards.find(path)
         self.files: list[File] = []
         self.tensors: dict[str, StoredTensor] = {}
@@ -62,14 +63,14 @@ class SafetensorsSet:
         self._dealt: Callable[[int, int], list[FileBytes]] | None = None
         with on_error(self.close):
             for shard, names in _parts(self.path):
-                self._open(shard, names, handle)
+                self._open(shard, names)
 
-    def _open(self, shard: Path, names: list[str] | None, handle: AioHandle) -> None:
+    def _open(self, shard: Path, names: list[str] | None) -> None:
         file = files.open(shard)
         index = len(self.files)
         self.files.append(file)
         self._unchanged.append(Unchanged(file))
-        text = _header_text(file, handle)
+        text = _header_text(file)
         try:
             header = headers.parse(text, file.size(), file.path)
         except IntegrityError:
@@ -86,9 +87,11 @@ class SafetensorsSet:
             self.tensors[name] = StoredTensor(name, index, header.tensors[name])
 
     def read(
-        self, names: Sequence[str], handle: AioHandle, load: Load, device: torch.device
+        self, names: Sequence[str], handle: AioHandle | None, load: Load, device: torch.device
     ) -> dict[str, torch.Tensor]:
         """Read tensors, by name, on to a device; `load` can cancel that.
+
+        Without a handle they are read through the page cache into memory, or on "meta" not at all.
 
         Raises:
             TypeError: torch has no such dtype; nothing was read.
@@ -101,7 +104,10 @@ class SafetensorsSet:
             Span(self.files[file], entry.start, entry.nbytes, repr(name))
             for name, file, entry in stored
         ]
-        memories = load.run(handle, spans, device)
+        if handle is None:
+            memories = [_through_cache(span, device) for span in spans]
+        else:
+            memories = load.run(handle, spans, device)
         return {
             name: tensor_on(memory, entry)
             for (name, _, entry), memory in zip(stored, memories, strict=True)
@@ -176,24 +182,30 @@ def _check_length(text: bytes, file: File) -> None:
 _PREFIX_BYTES = 64 << 10
 
 
-def header_of(file: File, handle: AioHandle) -> Header:
+def header_of(file: File) -> Header:
     """The header of an open file; IntegrityError if it is malformed, or does not match the file."""
-    return headers.parse(_header_text(file, handle), file.size(), file.path)
+    return headers.parse(_header_text(file), file.size(), file.path)
 
 
-def _header_text(file: File, handle: AioHandle) -> bytes:
+def _header_text(file: File) -> bytes:
+    """Read through the page cache: a handle takes longer to make than a header to read."""
     size = file.size()
-    prefix = bytes_at(handle, file, 0, min(size, _PREFIX_BYTES))
+    prefix = files.read_buffered(file, 0, min(size, _PREFIX_BYTES))
     end = headers.LENGTH_BYTES + headers.header_bytes(prefix, size, file.path)
     if end > len(prefix):
-        prefix += bytes_at(handle, file, len(prefix), end - len(prefix))
+        prefix += files.read_buffered(file, len(prefix), end - len(prefix))
     return prefix[headers.LENGTH_BYTES : end]
 
 
-def bytes_at(handle: AioHandle, file: File, offset: int, nbytes: int) -> bytes:
-    room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    handle.sync_pread(room, file, offset)
-    return bytes(room.numpy())
+def _through_cache(span: Span, device: torch.device) -> torch.Tensor:
+    if not span.nbytes or device.type == "meta":
+        return torch.empty(span.nbytes, dtype=torch.uint8, device=device)
+    memory = aligned_as(span.offset, span.nbytes)
+    try:
+        files.read_into(cast(File, span.file), span.offset, memory)
+    except TransferError as failed:
+        raise with_context(failed, f"read for {span.name}") from failed
+    return torch.frombuffer(memory, dtype=torch.uint8)  # its storage cannot grow
 
 
 def tensor_on(memory: torch.Tensor, entry: TensorEntry) -> torch.Tensor:

@@ -9,7 +9,6 @@ import tarfile
 from typing import Literal
 
 from nvmeio import files
-from nvmeio._formats.torch_file import read_buffered
 from nvmeio._formats.torch_part import MAGIC as PART_MAGIC
 from nvmeio._formats.torch_zip import LOCAL_MAGIC
 from nvmeio.errors import NvmeioError
@@ -67,7 +66,7 @@ def check_older(file: files.File) -> None:
 
 
 def _head_of(file: files.File) -> bytes:
-    head = read_buffered(file, 0, min(file.size(), _HEAD_BYTES))
+    head = files.read_buffered(file, 0, min(file.size(), _HEAD_BYTES))
     if not head:
         raise EmptyFileError(
             f"{file.path} is empty: what wrote it was interrupted, or has not begun; take another "

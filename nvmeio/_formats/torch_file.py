@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import itertools
 import json
-import os
 import pickle
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,9 +16,10 @@ from nvmeio import files
 from nvmeio._formats import pickle_calls, pickle_values, torch_unpickler, torch_zip
 from nvmeio._formats.pickle_values import Scan
 from nvmeio._memory import system
+from nvmeio._memory.tensors import aligned_as
 from nvmeio._pages import PAGE_BYTES, round_down
-from nvmeio.errors import IntegrityError, transfer_error
-from nvmeio.files import File
+from nvmeio.errors import IntegrityError
+from nvmeio.files import File, read_buffered, read_into
 
 if TYPE_CHECKING:
     from nvmeio._io.spans import Load, Span
@@ -40,9 +40,9 @@ class TorchFile:
     """The records of one open torch archive; `file` stays open.
 
     `get_handle` is called when many reads are wanted at once, which `load` can cancel; with None
-    they are made one by one, through the page cache. `told` is what `told()` of another rank
-    returned: nothing of that is read here. Raises IntegrityError, which names file and record, if
-    it is no archive or damaged.
+    they are made one by one, through the page cache, and `whole` reads the records with them, for
+    `memory_of`. `told` is what `told()` of another rank returned: nothing of that is read here.
+    Raises IntegrityError, which names file and record, if it is no archive or damaged.
     """
 
     def __init__(
@@ -51,8 +51,11 @@ class TorchFile:
         get_handle: Callable[[], AioHandle] | None,
         load: Load | None,
         told: bytes | None = None,
+        whole: bool = False,
     ) -> None:
         self._file = file
+        self._whole = whole
+        self._read: dict[int, memoryview] = {}
         self._get_handle = get_handle
         self._load = load
         self._texts: dict[str, bytes] = {}
@@ -117,7 +120,27 @@ class TorchFile:
             )
         return read_buffered(self._file, entry.offset, entry.nbytes)
 
+    def memory_of(self, name: str, nbytes: int) -> memoryview:
+        """The first bytes of a record, in memory that is its alone; errors as `read_buffered`."""
+        entry = self.records[name]
+        at, read = entry.offset - entry.header_offset, self._read.get(entry.header_offset, b"")
+        if at + nbytes > len(read):
+            at, read = 0, self._read_apart(entry.offset, nbytes)
+        return memoryview(read)[at : at + nbytes]
+
+    def _read_apart(self, offset: int, nbytes: int) -> memoryview:
+        memory = aligned_as(offset, nbytes)
+        read_into(self._file, offset, memory)
+        return memory
+
     def _read_many(self, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
+        if self._whole and len(wanted) > 1:
+            # The headers, in the file's order. The kernel reads ahead of who reads from header to
+            # header, twice as fast as all of it at once (large folios), and not of who skips.
+            for (start, _), (stop, _) in itertools.pairwise(wanted):
+                self._read[start] = self._read_apart(start, stop - start)
+            found = [bytes(self._read[start][:nbytes]) for start, nbytes in wanted[:-1]]
+            return [*found, read_buffered(self._file, *wanted[-1])]
         read: list[bytes] = []
         if len(wanted) > _FEW and self._get_handle is not None and self._load is not None:
             last_page = round_down(self._file.size(), PAGE_BYTES)  # which is none, if it is there
@@ -211,35 +234,3 @@ def size_error(checkpoint: TorchFile, name: str, nbytes: int) -> IntegrityError:
         expected=nbytes,
         found=there,
     )
-
-
-def read_ahead(file: File) -> None:
-    """Have the kernel read a small file ahead, as one read."""
-    with files.in_use(file) as opened:
-        os.posix_fadvise(opened.buffered_fd(), 0, 0, os.POSIX_FADV_WILLNEED)
-
-
-def read_buffered(file: File, offset: int, nbytes: int) -> bytes:
-    """A few bytes of a file, through the page cache; TransferError also if the file ends before."""
-    with files.in_use(file) as opened, contextlib.suppress(OSError):  # met and named below
-        data = os.pread(opened.buffered_fd(), nbytes, offset)
-        if len(data) == nbytes:
-            return data
-    parts = bytearray(nbytes)  # more than 2 GiB, or a signal
-    read_into(file, offset, memoryview(parts))
-    return bytes(parts)
-
-
-def read_into(file: File, offset: int, memory: memoryview) -> None:
-    """Fill memory with bytes of a file, through the page cache; errors as `read_buffered`."""
-    done, nbytes = 0, memory.nbytes
-    with files.in_use(file) as opened:
-        try:
-            while done < nbytes:
-                count = os.preadv(opened.buffered_fd(), [memory[done:]], offset + done)
-                if not count:
-                    raise OSError(errno.ENODATA, "the file was cut")
-                done += count
-        except OSError as failed:
-            span: Any = {"file_offset": offset, "nbytes": nbytes}
-            raise transfer_error(failed, "pread", file.path, **span) from failed

@@ -12,13 +12,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nvmeio._formats.torch_file import read_buffered
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_writing import Crc
 from nvmeio._pages import PAGE_BYTES
 from nvmeio._storage import crc32
 from nvmeio.errors import IntegrityError
-from nvmeio.files import File
+from nvmeio.files import File, read_buffered
 
 HEAD_BYTES = PAGE_BYTES
 MAGIC = b"nvmeio-part-1\n"

@@ -97,14 +97,6 @@ class CallHandle(Closing):
         if self._closing is not None and not sys.is_finalizing():
             self._closing.wait()
 
-    def wait(self) -> None:
-        """Wait, after the block, until the own handle's memory is given back."""
-        making = self._making
-        if self._closing is not None and making is not None and making.done and not making.error:
-            given_back = getattr(making.result()._cores.host.engine, "given_back", None)
-            if given_back is not None:
-                given_back.wait()
-
 
 def _close(making: Job[AioHandle]) -> None:
     if making.withdraw():

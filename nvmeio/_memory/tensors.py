@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nvmeio._bindings import copy_foreign, ffi
+from nvmeio._bindings import copy_foreign, ffi, memory_at
 from nvmeio._memory import devices, holds, mappings
 from nvmeio._memory.devices import Copier, Mark
 from nvmeio.errors import an
@@ -399,6 +399,13 @@ class _Copied:
         if offset + nbytes == copy.nbytes:
             self._copy = None  # parts in flight hold it
         return copy[offset : offset + nbytes]
+
+
+def aligned_as(offset: int, nbytes: int) -> memoryview:
+    """New memory, aligned for 64 bytes where those of a file are: torch's kernels look at that."""
+    skip = offset % 64
+    room = torch.empty(skip + nbytes, dtype=torch.uint8, device="cpu")
+    return memory_at(room.data_ptr() + skip, nbytes, keep=room)
 
 
 def touch(tensor: torch.Tensor) -> None:

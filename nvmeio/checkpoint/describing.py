@@ -14,7 +14,6 @@ from nvmeio._formats.pickle_values import Global, PickledCall, StorageRef
 from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of
 from nvmeio._formats.torch_file import (
     TorchFile,
-    read_buffered,
     scan_pickle,
     spans_of,
     unsafe_globals,
@@ -27,7 +26,7 @@ from nvmeio._storage import crc32
 from nvmeio._storage.locks import open_reading
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.checkpoint.safetensors import read_header
-from nvmeio.files import File
+from nvmeio.files import File, read_buffered
 
 # A record that is read for its checksum where the archive does not say whether it has any.
 _FEW_BYTES = 1 << 20

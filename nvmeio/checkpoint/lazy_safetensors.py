@@ -114,7 +114,7 @@ class LazyTensors(NotPickled):
             raise
 
     def _open(self) -> None:
-        self._set = SafetensorsSet(self._filename, self._handle.get())
+        self._set = SafetensorsSet(self._filename)
 
     # What is there
 

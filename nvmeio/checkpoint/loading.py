@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nvmeio import _checks
-from nvmeio._bindings import memory_at
 from nvmeio._distributed import DEFAULT_TIMEOUT_S
 from nvmeio._formats import pickle_values
 from nvmeio._formats.pickle_values import Scan
@@ -33,9 +32,6 @@ from nvmeio._formats.torch_file import (
     TorchFile,
     check_calls,
     places_of,
-    read_ahead,
-    read_buffered,
-    read_into,
     same_file,
     scan_pickle,
     spans_of,
@@ -47,7 +43,7 @@ from nvmeio._threads.interruptible import in_thread, run_interruptible
 from nvmeio.checkpoint import _unpickling as unpickling
 from nvmeio.checkpoint._unpickling import HowToLoad, LoadOptions, MapLocation, nothing_to_read
 from nvmeio.errors import IntegrityError
-from nvmeio.files import File
+from nvmeio.files import File, read_buffered
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -252,8 +248,7 @@ def load_file(
 def _load_small(file: File, how: HowToLoad, opened: contextlib.ExitStack) -> Loaded:
     """Read a small archive through the page cache, in this thread; an interrupt leaves nothing."""
     options, call = how.options, how.call
-    read_ahead(file)
-    checkpoint = TorchFile(file, None, None)
+    checkpoint = TorchFile(file, None, None, whole=not nothing_to_read(options))
     if checkpoint.archive.is_script:
         return _left_to_torch(file, options, opened)
     scan = _checked_scan(checkpoint, options)
@@ -263,15 +258,15 @@ def _load_small(file: File, how: HowToLoad, opened: contextlib.ExitStack) -> Loa
     devices = _allowed_devices(checkpoint, scan, file, options)
     call.expect(sum(nbytes for _, nbytes in places.values()))
     found: dict[str, torch.Tensor] = {}
-    for key, (offset, nbytes) in places.items():
+    for key, (_, nbytes) in places.items():
         call.check()
         device = devices[scan.storages[key].location]
-        there = torch.empty(nbytes, dtype=torch.uint8, device=_CPU)
         if nbytes and device.type != "meta":
-            memory = memory_at(there.data_ptr(), nbytes, keep=there)
-            read_into(file, offset, memory)
-            there = torch.frombuffer(memory, dtype=torch.uint8)  # its storage cannot grow
-        found[key] = there.to(device)
+            memory = checkpoint.memory_of(f"data/{key}", nbytes)
+            # Its storage cannot grow.
+            found[key] = torch.frombuffer(memory, dtype=torch.uint8).to(device)
+        else:
+            found[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         call.moved(nbytes)
     return _to_unpickle(checkpoint, scan, found, options, file, opened)
 

@@ -34,9 +34,13 @@ from nvmeio._storage.durable import make_directory, sync_directory
 from nvmeio._storage.replace import Replacement
 from nvmeio._storage.untrusted import read_small
 from nvmeio._threads.interruptible import Cancelled, in_thread, run_interruptible
+from nvmeio.checkpoint import saving
 from nvmeio.errors import TransferError, joined
 from nvmeio.handle import AioHandle
 from nvmeio.progress import Progress
+
+# A file of up to this is read through the page cache: a handle takes longer to make, and to close.
+SMALL_BYTES = 8 << 20
 
 
 def save_safetensors(
@@ -89,11 +93,22 @@ def save_safetensors(
     """
     wanted = checked(tensors, path, metadata, max_shard_size, align)
     with LongCall("save", path, progress) as call:
-        run_interruptible(lambda: _save(wanted, handle, call), call.cancel)
+        if _is_small(wanted, handle):
+            _save(wanted, None, call)
+        else:
+            run_interruptible(lambda: _save(wanted, handle, call), call.cancel)
+
+
+def _is_small(wanted: SaveRequest, handle: AioHandle | None) -> bool:
+    nbytes = sum(tensor.nbytes for tensor in wanted.tensors.values())
+    return handle is None and not wanted.shards and nbytes <= saving.SMALL_BYTES
 
 
 def _save(wanted: SaveRequest, handle: AioHandle | None, call: LongCall) -> None:
     try:
+        if _is_small(wanted, handle):
+            saving.write_small(layout_of(wanted), wanted.path, False, call)
+            return
         with handle_for(handle, wanted.path) as writer:
             write(wanted, writer, call)
     except TransferError as failed:
@@ -141,7 +156,8 @@ def load_safetensors(
 
     Returns:
         Tensors by name, in the order of the file. On the CPU they lie in memory of nvmeio, aligned
-        as in the file: small ones share arenas of at most 32 MiB, larger ones share with none.
+        as in the file: small ones share arenas of at most 32 MiB, larger ones share with none, nor
+        do those of a file of at most 8 MiB, which are aligned so within 64 bytes.
 
     Raises:
         IntegrityError: A header or index is malformed, or an index names a tensor that its shard
@@ -155,7 +171,10 @@ def load_safetensors(
     """
     to = device_of(device)
     with LongCall("load", path, progress) as call:
-        return run_interruptible(lambda: _load(path, to, handle, call), call.cancel)
+        place, small = _place_of(path, to, handle)
+        if small:
+            return _load(place, small, to, handle, call)  # an interrupt leaves nothing
+        return run_interruptible(lambda: _load(place, small, to, handle, call), call.cancel)
 
 
 async def async_load_safetensors(
@@ -171,7 +190,9 @@ async def async_load_safetensors(
     """
     to = device_of(device)
     with LongCall("load", path, progress) as call:
-        return await in_thread(lambda: _load(path, to, handle, call), call.cancel)
+        return await in_thread(
+            lambda: _load(*_place_of(path, to, handle), to, handle, call), call.cancel
+        )
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
@@ -181,24 +202,30 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         IntegrityError: The header is malformed, or does not match the size of the file.
         TransferError: The file cannot be opened or read.
     """
+    with files.open(path) as file:
+        return header_of(file)
 
-    def read() -> Header:
-        with files.open(path) as file, handle_for(None, path) as handle:
-            return header_of(file, handle)
 
-    return run_interruptible(read)
+def _place_of(
+    path: str | os.PathLike[str], device: torch.device, handle: AioHandle | None
+) -> tuple[Path, bool]:
+    """The file or index, and whether no handle is needed for it."""
+    place = shards.find(path)
+    small = handle is None and device.type == "cpu" and not shards.is_index(place)
+    return place, device.type == "meta" or (small and place.stat().st_size <= SMALL_BYTES)
 
 
 def _load(
-    path: str | os.PathLike[str], device: torch.device, handle: AioHandle | None, call: LongCall
+    path: Path, small: bool, device: torch.device, handle: AioHandle | None, call: LongCall
 ) -> dict[str, torch.Tensor]:
-    place = shards.find(path)
-    with (
-        handle_for(handle, place) as reader,
-        contextlib.closing(SafetensorsSet(place, reader)) as opened,
-    ):
-        # Opened once for header and tensors: a file that replaces it meanwhile is another.
-        return opened.read([*opened.tensors], reader, Load(call), device)
+    own = contextlib.nullcontext() if small else handle_for(handle, path)
+    # Opened once for header and tensors: a file that replaces it meanwhile is another.
+    with own as reader, contextlib.closing(SafetensorsSet(path)) as opened:
+        found = opened.read([*opened.tensors], reader, Load(call), device)
+    if small:
+        call.expect(nbytes := sum(tensor.nbytes for tensor in found.values()))
+        call.moved(nbytes)
+    return found
 
 
 # What is refused, the order of tensors, how a set is replaced

@@ -13,7 +13,12 @@ import torch
 
 from nvmeio._bindings import memory_at
 from nvmeio._formats import torch_layout
-from nvmeio._formats.torch_layout import DEFAULT_PROTOCOL, FileLayout, Pickling, UnknownWriterError
+from nvmeio._formats.torch_layout import (
+    DEFAULT_PROTOCOL,
+    FileLayout,
+    Pickling,
+    UnknownWriterError,
+)
 from nvmeio._io.long_call import LongCall
 from nvmeio._memory import holds
 from nvmeio._storage import crc32
@@ -122,7 +127,7 @@ def _save(
         pickling = torch_layout.pickled(obj, *pickled_by)
         call.check()
         if handle is None and pickling.nbytes <= SMALL_BYTES:
-            _write_small(pickling, path, checksum, call)
+            write_small(pickling.layout(), path, checksum, call)
         else:
             run_interruptible(lambda: _write(pickling, path, checksum, handle, call), call.cancel)
     except UnknownWriterError as unknown:
@@ -133,12 +138,13 @@ def _save(
             torch.save(obj, writer, *pickled_by)  # type: ignore[arg-type]
 
 
-def _write_small(
-    pickling: Pickling, path: str | os.PathLike[str], checksum: bool, call: LongCall
+def write_small(
+    layout: FileLayout, path: str | os.PathLike[str], checksum: bool, call: LongCall
 ) -> None:
-    layout = pickling.layout()
+    """Write from where its bytes lie, in this thread; an interrupt comes before it or after it."""
     call.expect(layout.nbytes)
-    sources = [r.data.cpu() for r in layout.records if isinstance(r.data, torch.Tensor)]
+    each: list[tuple[Any, int]] = [(record.data, record.nbytes) for record in layout.records]
+    sources = [(d if isinstance(d, torch.Tensor) else d(0, nbytes)).cpu() for d, nbytes in each]
     # What cannot be held is memory of others, which torch does not resize.
     held, _ = holds.hold_all([source.untyped_storage() for source in sources])
     try:

@@ -24,7 +24,7 @@ from nvmeio._formats.packed_index import Share
 from nvmeio._formats.safetensors_header import Header
 from nvmeio._formats.safetensors_set import header_of
 from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of
-from nvmeio._formats.torch_file import TorchFile, read_buffered, scan_pickle, spans_of
+from nvmeio._formats.torch_file import TorchFile, scan_pickle, spans_of
 from nvmeio._formats.torch_part import HEAD_BYTES, head_of
 from nvmeio._formats.torch_zip import ZipEntry
 from nvmeio._io.handles import CallHandle
@@ -34,7 +34,7 @@ from nvmeio._storage import crc32
 from nvmeio._storage.locks import open_reading
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.errors import IntegrityError
-from nvmeio.files import File
+from nvmeio.files import File, read_buffered
 from nvmeio.handle import AioHandle
 
 _CHUNK_BYTES = 8 << 20
@@ -163,7 +163,7 @@ def _verify_safetensors(file: File, handle: CallHandle, stream: Stream) -> Verdi
     nbytes, problems = file.size(), []
     count = unchecked = 0
     try:
-        header = header_of(file, handle.get())
+        header = header_of(file)
         count = unchecked = len(header.tensors)
         begin = min((entry.start for entry in header.tensors.values()), default=nbytes)
         shares = _packed_shares(read_buffered(file, 0, begin), header, file.path)

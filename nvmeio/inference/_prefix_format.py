@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from nvmeio._formats.safetensors_set import StoredTensor, bytes_at
+from nvmeio._formats.safetensors_set import StoredTensor
 from nvmeio._formats.weights_digest import SAMPLE_BYTES, SAMPLES, How, samples
 from nvmeio._storage import crc32
+from nvmeio.files import File
 from nvmeio.handle import AioHandle
 
 # Large enough for a drive's full rate with a batch in flight, small enough for half of one to be
@@ -234,17 +235,23 @@ def _pieces(nbytes: int) -> range:
     return range(0, nbytes, _PIECE_BYTES)
 
 
+def _bytes_at(handle: AioHandle, file: File, offset: int, nbytes: int) -> bytes:
+    room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    handle.sync_pread(room, file, offset)
+    return bytes(room.numpy())
+
+
 def of_files(stream: Any, handle: AioHandle, how: How) -> dict[str, Values]:
     """What counts of the weights in a streamed model's files, by name."""
     found: dict[str, Values] = {}
-    with contextlib.closing(stream.open_checkpoint(handle)) as checkpoint:
+    with contextlib.closing(stream.open_checkpoint()) as checkpoint:
         for name, stored in checkpoint.tensors.items():
             entry = stored.entry
             dtype, shape = entry.for_torch()
 
             def read(places: Sequence[tuple[int, int]], stored: StoredTensor = stored) -> bytes:
                 return b"".join(
-                    bytes_at(handle, checkpoint.files[file], start, end - start)
+                    _bytes_at(handle, checkpoint.files[file], start, end - start)
                     for at, nbytes in places
                     for file, start, end in checkpoint.spans(
                         stored.file, stored.entry.start + at, stored.entry.start + at + nbytes

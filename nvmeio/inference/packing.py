@@ -164,7 +164,7 @@ def pack(
     config = transformers.config_of(source)
     with LongCall("pack", targets[0], progress) as call, contextlib.ExitStack() as stack:
         mover = stack.enter_context(handle_for(handle, source))
-        checkpoint = stack.enter_context(contextlib.closing(SafetensorsSet(source, mover)))
+        checkpoint = stack.enter_context(contextlib.closing(SafetensorsSet(source)))
         if packed_format.parse(checkpoint) is not None:
             raise ValueError(f"{source} is packed already: pack what it was made from")
         model = transformers.empty_model(config, dtype, checkpoint)

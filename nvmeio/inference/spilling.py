@@ -206,7 +206,7 @@ class Spiller(Closing):
             with open(create(index), "wb") as file:
                 file.write(shards.index_text(self._shards, 0))
             root = nn.ModuleList(self._modules)
-            checkpoint = stack.enter_context(contextlib.closing(SafetensorsSet(index, self._mover)))
+            checkpoint = stack.enter_context(contextlib.closing(SafetensorsSet(index)))
             weights: dict[int, Weight] = {}
             for parameter in root.parameters():
                 record = self._record_of(parameter)
@@ -233,7 +233,7 @@ class Spiller(Closing):
                 partition=parts,
                 shares=shares,
                 device=_checks.device("device", device),
-                open_checkpoint=lambda via: SafetensorsSet(index, via),
+                open_checkpoint=lambda: SafetensorsSet(index),
                 handle=self._given,
                 paths=[index],
             )

@@ -17,7 +17,6 @@ from nvmeio._checks import Paths
 from nvmeio._distributed import DEFAULT_TIMEOUT_S
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io import long_call
-from nvmeio._io.handles import CallHandle
 from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
 from nvmeio._threads.closing import on_error
@@ -179,18 +178,14 @@ def stream_model(
             tp_plan=tp_plan,
         )
         stack.enter_context(profiled("stream_model", "plan"))
-        call = stack.enter_context(CallHandle(handle, asked.sources[0]))
-        opened = stack.enter_context(
-            contextlib.closing(packed_format.open_model(asked.sources, call.get()))
-        )
+        opened = stack.enter_context(contextlib.closing(packed_format.open_model(asked.sources)))
         plan = plan_model(asked, opened, ranks)
-    call.wait()  # the stream's own is made next: two would take the memory of two
     model, where, sources, ranks = plan.model, asked.device, asked.sources, plan.ranks
     with _telling(ranks):
         devices.move_buffers(model, where)
 
-    def open_again(through: AioHandle) -> SafetensorsSet:
-        again = packed_format.open_model(sources, through)
+    def open_again() -> SafetensorsSet:
+        again = packed_format.open_model(sources)
         with on_error(again.close):
             _check_same(plan, again, checksum)
         return again

@@ -111,7 +111,7 @@ class WeightStream(NotPickled, Closing):
         partition: Its units.
         shares: What memory is spent on.
         device: Where it computes.
-        open_checkpoint: Opens the checkpoint through a handle, anew at each `reopen`.
+        open_checkpoint: Opens the checkpoint, anew at each `reopen`.
         handle: Moves the bytes and stays open; None makes one for each drive, for as long as the
             stream is open.
         paths: Of the checkpoint, on each of its drives, for handles with the settings stored for
@@ -129,7 +129,7 @@ class WeightStream(NotPickled, Closing):
         partition: Partition,
         shares: Shares,
         device: torch.device,
-        open_checkpoint: Callable[[AioHandle], SafetensorsSet],
+        open_checkpoint: Callable[[], SafetensorsSet],
         handle: AioHandle | None,
         paths: Sequence[str | os.PathLike[str]],
         beside: Callable[[], None] | None = None,
@@ -155,13 +155,13 @@ class WeightStream(NotPickled, Closing):
         self.reopen()
         self._before = dict.fromkeys(self._counts(), 0)
 
-    def open_checkpoint(self, handle: AioHandle) -> SafetensorsSet:
+    def open_checkpoint(self) -> SafetensorsSet:
         """Its files, opened once more, for the caller to close.
 
         Raises:
             FileNotFoundError, IntegrityError: As `reopen`.
         """
-        return self._open_checkpoint(handle)
+        return self._open_checkpoint()
 
     # --- the model's side: what the wrappers around its modules call ----------------------------
 
@@ -403,7 +403,7 @@ class WeightStream(NotPickled, Closing):
                 telling.enter_context(self._ranks.opening())
             handles = DriveHandles(self._handle, self._paths)
             undo.callback(handles.close)
-            checkpoint = self._open_checkpoint(handles.first)
+            checkpoint = self._open_checkpoint()
             undo.callback(checkpoint.close)
             memory = SlotPools(self._shares, self._device, self._trainable)
             undo.callback(memory.close)

@@ -185,7 +185,7 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
             handles = DriveHandles(handle, [first or folder or "."])
             undo.callback(handles.close)
             reader = handles.first
-            self._places = self._find(index or {}, folder, reader)
+            self._places = self._find(index or {}, folder)
             largest = max((_pages(place) for place in self._places.values()), default=0)
             most = sum(_pages(place) for place in self._places.values())
             room = min(max(window_bytes, 2 * largest), max(most, PAGE_BYTES))
@@ -222,7 +222,7 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
     # --- files --------------------------------------------------------------------------------
 
     def _find(
-        self, index: Mapping[str, Mapping[str, Any]], folder: str | None, reader: AioHandle
+        self, index: Mapping[str, Mapping[str, Any]], folder: str | None
     ) -> dict[str, _Place]:
         headers: dict[str, Any] = {}
         found: dict[str, _Place] = {}
@@ -236,7 +236,7 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
                 continue
             path = os.fspath(path)
             if path not in headers:
-                headers[path] = header_of(self._open(path), reader).tensors
+                headers[path] = header_of(self._open(path)).tensors
             stored = about.get("weight_name", name)
             entry = headers[path].get(stored)
             if entry is None:

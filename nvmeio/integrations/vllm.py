@@ -118,7 +118,7 @@ def _groups(
     paths: Iterable[str | os.PathLike[str]], handle: AioHandle, skip: Skip
 ) -> Iterator[_Reading]:
     for path in paths:
-        checkpoint = SafetensorsSet(path, handle)
+        checkpoint = SafetensorsSet(path)
         wanted = [stored for stored in checkpoint.tensors.values() if not skip(stored.name)]
         wanted.sort(key=lambda stored: (stored.file, stored.entry.start))
         group: list[StoredTensor] = []

@@ -655,6 +655,38 @@ def test_files_around_the_largest_small_one(more: int, path: Path) -> None:
     assert_same(nvmeio.load(path), wanted)
 
 
+def test_a_small_file_is_read_from_front_to_end(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who skips from header to header, or asks for all of it at once, gets half of a drive."""
+    wanted = {str(number): noise(50_000 + number) for number in range(8)}
+    nvmeio.save(wanted, path)
+    ends = [0]
+    preadv = os.preadv
+
+    def watched(fd: int, buffers: Any, offset: int) -> int:
+        assert offset == ends[-1]
+        ends.append(offset + sum(map(len, buffers)))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", watched)
+    found = nvmeio.load(path)
+    assert ends[-1] > sum(tensor.nbytes for tensor in wanted.values()) and len(ends) > 8
+    assert_same(found, wanted)
+    assert not any(tensor.data_ptr() % 64 for tensor in found.values())
+
+
+def test_a_small_file_whose_last_record_is_a_storage(path: Path) -> None:
+    wanted = {"a": noise(1000), "b": noise(2000)}
+    torch.save(wanted, path)
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in sorted(records, key=lambda name: "/data/" in name):
+            archive.writestr(name, records[name])
+    assert_same(nvmeio.load(path), wanted)
+
+
 def test_a_small_file_that_is_cut_while_it_is_read(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

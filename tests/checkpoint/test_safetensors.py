@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoint._safetensors_states import SafetensorError, Tensors, package, write_file
-from support import HeldEngine, on_every_loop, raw, until
+from support import HeldEngine, on_every_loop, raw, run_python, until
 
 import nvmeio
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
+from nvmeio.checkpoint import saving
 from nvmeio.checkpoint.safetensors import (
+    SMALL_BYTES,
     async_load_safetensors,
     async_save_safetensors,
     load_safetensors,
@@ -112,6 +114,96 @@ def test_no_handle_is_needed(file: Path) -> None:
     tensors = {"a": torch.randn(10)}
     save_safetensors(tensors, str(file))
     assert_same(load_safetensors(str(file)), tensors)
+
+
+# Small ones, without a handle
+
+
+def test_a_small_file_needs_no_handle_and_no_thread(file: Path) -> None:
+    """It is slower than the package where most people try it first, if it makes either."""
+    ran = run_python(
+        f"""
+        import _thread, torch
+        from nvmeio import load_safetensors, save_safetensors
+        from nvmeio._io import handles
+        from nvmeio.checkpoint.safetensors import read_header
+
+        handles.new_handle = None
+        save_safetensors({{"a": torch.arange(1000)}}, {str(file)!r})
+        assert torch.equal(load_safetensors({str(file)!r})["a"], torch.arange(1000))
+        assert load_safetensors({str(file)!r}, "meta")["a"].shape == (1000,)
+        assert list(read_header({str(file)!r}).tensors) == ["a"]
+        assert not _thread._count()
+        """
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("align", [False, True])
+def test_a_small_file_has_the_bytes_of_any_other(
+    align: bool, file: Path, handle: nvmeio.AioHandle
+) -> None:
+    tensors = every_form()
+    save_safetensors(tensors, file, {"a": "b"}, align=align)
+    small = file.read_bytes()
+    save_safetensors(tensors, file, {"a": "b"}, align=align, handle=handle)
+    assert file.read_bytes() == small
+    assert_same(load_safetensors(file), tensors)
+
+
+@on_every_loop
+async def test_a_small_file_is_awaited_too(file: Path) -> None:
+    tensors = every_form()
+    await async_save_safetensors(tensors, file)
+    assert_same(await async_load_safetensors(file), tensors)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_files_around_the_largest_that_is_read_so(more: int, file: Path) -> None:
+    tensors = {"a": torch.randint(0, 256, (SMALL_BYTES - 256 + 256 * more,), dtype=torch.uint8)}
+    save_safetensors(tensors, file)
+    assert (file.stat().st_size > SMALL_BYTES) == bool(more)
+    assert_same(load_safetensors(file), tensors)
+
+
+def test_progress_of_a_small_file_is_told(file: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    save_safetensors({"a": torch.ones(1000)}, file, progress=lambda *now: told.append(now))
+    nbytes = file.stat().st_size
+    assert told[-1] == ("save model.safetensors", nbytes, nbytes)
+    assert load_safetensors(file, progress=lambda *now: told.append(now))["a"].sum() == 1000
+    assert told[-1] == ("load model.safetensors", 4000, 4000)
+
+
+def test_a_small_file_that_is_cut_while_it_is_read_names_the_tensor(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_safetensors({"a": torch.ones(1000), "b": torch.ones(30_000)}, file)
+    preadv = os.preadv
+
+    def cutting(fd: int, buffers: Any, offset: int) -> int:
+        os.truncate(file, 5000)
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", cutting)
+    with pytest.raises(nvmeio.TransferError, match=r"was cut.*'b'|'b'.*was cut"):
+        load_safetensors(file)
+
+
+def test_a_small_save_that_fails_is_the_packages_error_and_leaves_the_old_file(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_safetensors({"a": torch.ones(10)}, file)
+
+    def fail(path: Any, parts: Any, durable: bool = True) -> None:
+        raise nvmeio.TransferError(errno.ENOSPC, operation="pwrite", path=os.fspath(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saving, "replace_file", fail)
+        with pytest.raises(SafetensorError) as failed:
+            save_safetensors({"a": torch.zeros(10)}, file)
+    assert isinstance(failed.value, nvmeio.TransferError)
+    assert load_safetensors(file)["a"].sum() == 10
 
 
 def test_every_dtype_of_the_package_is_known() -> None:

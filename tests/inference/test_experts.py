@@ -62,7 +62,7 @@ def test_no_byte_of_an_expert_that_no_token_needs_is_read(tmp_path: Path, stream
 
     path = tmp_path / "model.safetensors"
     with nvmeio.AioHandle(engine="threads") as handle, nvmeio.open(path) as file:
-        tensors = header_of(file, handle).tensors
+        tensors = header_of(file).tensors
     reads: list[tuple[int, int]] = []
 
     def note(kind: str, offset: int, nbytes: int) -> int:

@@ -91,7 +91,7 @@ def test_the_next_layer_is_on_its_way_while_one_computes(tmp_path: Path, stream:
     path = tmp_path / "net.safetensors"
     saved_net(path)
     with nvmeio.AioHandle(engine="threads") as handle, nvmeio.open(path) as file:
-        entry = header_of(file, handle).tensors["blocks.1.second.weight"]
+        entry = header_of(file).tensors["blocks.1.second.weight"]
     begun = threading.Event()
 
     def note(kind: str, offset: int, nbytes: int) -> int:
@@ -308,8 +308,8 @@ def test_a_buffer_that_nobody_knows_is_refused(tmp_path: Path, stream: Make) -> 
 def fails_once(tensor: str, directory: Path) -> tuple[FakeEngine, Turns]:
     """An engine that meets EIO in one tensor's bytes as often as there are turns."""
     path = directory / "model.safetensors"
-    with nvmeio.AioHandle(engine="threads") as handle, nvmeio.open(path) as file:
-        entry = header_of(file, handle).tensors[tensor]
+    with nvmeio.open(path) as file:
+        entry = header_of(file).tensors[tensor]
     left = Turns()
 
     def fail(kind: str, offset: int, nbytes: int) -> int:

@@ -125,7 +125,6 @@ def test_a_given_handle_stays_open_and_an_own_one_does_not(
         call.done()
         with pytest.raises(ClosedError):
             call.get()
-    call.wait()
     assert own.closed
 
 
@@ -138,7 +137,6 @@ def test_what_goes_wrong_in_making_it_is_raised_by_get(
     monkeypatch.setattr(handles, "new_handle", fail)
     with CallHandle(None, tmp_path) as call, pytest.raises(MemoryError, match="none left"):
         call.get()
-    call.wait()
 
 
 def test_interrupts_at_random_moments_leave_nothing_open_and_nothing_hangs(tmp_path: Path) -> None:
@@ -157,13 +155,11 @@ while interrupted < 60:
         signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.00005, 0.004))
         with CallHandle(None, sys.argv[2]) as call:
             call.get()
-        call.wait()
     except KeyboardInterrupt:
         interrupted += 1
     signal.setitimer(signal.ITIMER_REAL, 0)
     if call is not None:
         call.done()
-        call.wait()
 del call
 print(interrupted)
 """.replace("\nmoments", "\nsignal.signal(signal.SIGALRM, signal.default_int_handler)\nmoments", 1)

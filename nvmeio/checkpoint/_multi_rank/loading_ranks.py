@@ -26,13 +26,13 @@ from nvmeio._distributed.exchange import Exchange
 from nvmeio._distributed.messages import Messages
 from nvmeio._distributed.rank_store import Calls, RankStore
 from nvmeio._distributed.shared_spans import RankSpan, read_together
-from nvmeio._formats.torch_file import TorchFile, read_buffered
+from nvmeio._formats.torch_file import TorchFile
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Span
 from nvmeio._threads.interruptible import Cancellation
 from nvmeio.checkpoint._manager.retention import Generation
 from nvmeio.errors import IntegrityError, TransferError
-from nvmeio.files import File
+from nvmeio.files import File, read_buffered
 from nvmeio.handle import AioHandle
 
 _MESSAGES = ("which", "there", "file", "beat")

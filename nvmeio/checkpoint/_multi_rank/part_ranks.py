@@ -23,7 +23,7 @@ from nvmeio._distributed.exchange import NoExchange
 from nvmeio._distributed.rank_store import RankStore
 from nvmeio._distributed.shared_spans import RankSpan
 from nvmeio._formats import torch_zip
-from nvmeio._formats.torch_file import is_asked_for, read_buffered
+from nvmeio._formats.torch_file import is_asked_for
 from nvmeio._formats.torch_part import HEAD_BYTES, PartHead, head_of
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.spans import read_scattered
@@ -32,7 +32,7 @@ from nvmeio._threads.closing import on_error
 from nvmeio.checkpoint._multi_rank.drives import OwnDrives, Save, Survey
 from nvmeio.checkpoint._multi_rank.loading_ranks import LoadingRanks
 from nvmeio.errors import IntegrityError, TransferError
-from nvmeio.files import File
+from nvmeio.files import File, read_buffered
 from nvmeio.handle import AioHandle
 
 # More ranges than this are read through the handle, together.

@@ -19,12 +19,12 @@ from nvmeio._distributed.messages import Messages
 from nvmeio._distributed.rank_store import Calls, RankStore
 from nvmeio._formats import packed_index
 from nvmeio._formats.safetensors_set import SafetensorsSet
-from nvmeio._formats.torch_file import read_buffered
 from nvmeio._io.drives import DriveHandles
 from nvmeio._residency.reader import Reader
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.interruptible import Cancellation
 from nvmeio.errors import IntegrityError, counted
+from nvmeio.files import read_buffered
 from nvmeio.inference._parallel.rank_reader import RankReader, room_bytes, shares
 from nvmeio.inference._plan import packed_format
 from nvmeio.inference._plan.slot_layout import Read

@@ -25,7 +25,6 @@ from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats.packed_index import SUFFIXES, DrivePart
 from nvmeio._formats.safetensors_set import FileBytes, SafetensorsSet, StoredTensor
 from nvmeio.errors import IntegrityError, counted
-from nvmeio.handle import AioHandle
 from nvmeio.inference._plan.quantization import Quantised, can_quantise, check_setting
 from nvmeio.inference._plan.slot_layout import WeightPart, part_of
 
@@ -195,14 +194,14 @@ def _bad(checkpoint: SafetensorsSet, what: str) -> IntegrityError:
     )
 
 
-def open_model(paths: Sequence[str | os.PathLike[str]], handle: AioHandle) -> SafetensorsSet:
+def open_model(paths: Sequence[str | os.PathLike[str]]) -> SafetensorsSet:
     """The files of a model, or those of all parts of a packed one.
 
     `paths` is a file, an index or a directory; or a directory of each part, in any order.
     ValueError names the directory if they are not all parts of one model.
     """
     with contextlib.ExitStack() as undo:
-        sets = (SafetensorsSet(part_in(path), handle) for path in paths)
+        sets = (SafetensorsSet(part_in(path)) for path in paths)
         joined = _joined([undo.enter_context(contextlib.closing(each)) for each in sets])
         undo.pop_all()
     return joined

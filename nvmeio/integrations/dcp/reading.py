@@ -23,14 +23,13 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from nvmeio import files
-from nvmeio._formats.torch_file import read_buffered
 from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._io.spans import Span
 from nvmeio._io.spans import read as read_spans
 from nvmeio._memory.tensors import extent
 from nvmeio._pages import round_up
 from nvmeio.errors import IntegrityError
-from nvmeio.files import File
+from nvmeio.files import File, read_buffered
 from nvmeio.handle import AioHandle
 from nvmeio.integrations.dcp.metadata import Parser, StoredItem
 
