@@ -108,13 +108,10 @@ class LazyTensors(NotPickled):
         self._set: SafetensorsSet | None = None
         self._handle = CallHandle(handle, filename)
         try:
-            run_interruptible(self._open)
+            self._set = SafetensorsSet(filename)
         except BaseException:
             self.close()
             raise
-
-    def _open(self) -> None:
-        self._set = SafetensorsSet(self._filename)
 
     # What is there
 
