@@ -1,4 +1,4 @@
-"""Row `sizes`: files from 1 KB up, in place of torch.save and torch.load."""
+"""Row `sizes`: files from 1 KB up, in place of torch.save and torch.load, and of safetensors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from nvmeio.cli.measure.worker import Worker
 NAME = "sizes"
 KB, MB = 1 << 10, 1 << 20
 SIZES = (KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB, 256 * MB)
+FORMATS = (("nvmeio", "torch", "pt"), ("nvmeio.safetensors", "safetensors", "safetensors"))
 QUICK_SIZES = (KB, MB)
 FIRST_BYTES = 64 * KB
 # One turn of a size: as many calls as this moves, 20 at the most.
@@ -41,32 +42,24 @@ def _of_size(session: Session, worker: Worker, nbytes: int) -> list[Line]:
     count = max(1, min(MOST_CALLS, TURN_BYTES // nbytes))
     if session.quick:
         count = min(count, 3)
-    files = {side: session.directory / f"size-{side}.pt" for side in ("nvmeio", "torch")}
     lines = []
-    for verb, note in (("save", "durable, over the file before"), ("load", "cold")):
-        samples = session.measure(
-            f"{verb} {size}",
-            [
-                calling(
-                    f"{side}.{verb}",
-                    worker,
-                    verb,
-                    how=f"{side}.{verb}",
-                    path=str(path),
-                    nbytes=nbytes,
-                    count=count,
-                )
-                for side, path in files.items()
-            ],
-        )
-        ours, theirs = samples[f"nvmeio.{verb}"], samples[f"torch.{verb}"]
-        peer = "torch.save and fsync" if verb == "save" else "torch.load"
-        work = f"{verb} {size} in 8 tensors"
-        lines.append(
-            compare(NAME, work, peer, "calls/s", _per_s, ours, theirs, at_least(1.0), note)
-        )
-    for path in files.values():
-        path.unlink(missing_ok=True)
+    for ours, theirs, kind in FORMATS:
+        files = {side: session.directory / f"size-{side}.{kind}" for side in (ours, theirs)}
+        for verb, note in (("save", "durable, over the file before"), ("load", "cold")):
+            options = {"nbytes": nbytes, "count": count}
+            samples = session.measure(
+                f"{verb} {size}, {kind}",
+                [
+                    calling(side, worker, verb, how=side, path=str(path), **options)
+                    for side, path in files.items()
+                ],
+            )
+            peer = f"{theirs}.{verb}" + (" and fsync" if verb == "save" else "")
+            work = f"{verb} {size} in 8 tensors" + (", safetensors" if kind != "pt" else "")
+            both = samples[ours], samples[theirs]
+            lines.append(compare(NAME, work, peer, "calls/s", _per_s, *both, at_least(1.0), note))
+        for path in files.values():
+            path.unlink(missing_ok=True)
     return lines
 
 

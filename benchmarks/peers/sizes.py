@@ -1,17 +1,21 @@
-"""Eight tensors of a given size together, saved and loaded by nvmeio or torch."""
+"""Eight tensors of a given size together, saved and loaded by nvmeio, torch or safetensors."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from _files import drop_from_cache
 from _measure import Sample, timed
 
 import nvmeio
+from peers._model_state import touch
 from peers.checkpoints import _fsync
 
 TENSORS = 8
@@ -34,13 +38,39 @@ _FIRST_CALLS = {
 }
 
 
+def _torch_save(state: dict[str, torch.Tensor], path: str) -> None:
+    torch.save(state, path)
+    _fsync(path)
+
+
+def _safetensors_save(state: dict[str, torch.Tensor], path: str) -> None:
+    from safetensors.torch import save_file
+
+    save_file(state, path)
+    _fsync(path)
+
+
+def _safetensors_load(path: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+_CALLS: dict[str, tuple[Callable[..., None], Callable[[str], Any]]] = {
+    "nvmeio": (nvmeio.save, nvmeio.load),
+    "torch": (_torch_save, torch.load),
+    "nvmeio.safetensors": (nvmeio.save_safetensors, nvmeio.load_safetensors),
+    "safetensors": (_safetensors_save, _safetensors_load),
+}
+
+
 class Sizes:
     """The process that saves and loads; what is imported at a first call is imported before."""
 
     def __init__(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = f"{folder}/first.pt"
-            for save, load in ((torch.save, torch.load), (nvmeio.save, nvmeio.load)):
+            for save, load in _CALLS.values():
                 save(self._state(1 << 10), path)
                 load(path)
 
@@ -49,21 +79,17 @@ class Sizes:
         state = self._state(nbytes)
         with timed(nbytes * count, count) as sample:
             for _ in range(count):
-                if how == "nvmeio.save":
-                    nvmeio.save(state, path)
-                else:
-                    torch.save(state, path)
-                    _fsync(path)
+                _CALLS[how][0](state, path)
         return sample
 
     def load(self, how: str, path: str, nbytes: int, count: int) -> Sample:
         """So many loads, each with the file out of the page cache."""
         whole = Sample(nbytes=nbytes * count, operations=count)
-        load = nvmeio.load if how == "nvmeio.load" else torch.load
         for _ in range(count):
+            gc.collect()  # what maps the file keeps its pages
             drop_from_cache(Path(path))
             with timed() as sample:
-                load(path)
+                touch(_CALLS[how][1](path))  # safetensors maps the file and reads nothing itself
             whole.seconds += sample.seconds
             whole.cpu_seconds += sample.cpu_seconds
         return whole

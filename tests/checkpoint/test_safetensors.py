@@ -313,7 +313,7 @@ def test_loading_to_meta_reads_headers_only(file: Path, new_handle: NewHandle) -
     save_safetensors(tensors, file)
     handle = new_handle("threads")
     loaded = load_safetensors(file, "meta", handle=handle)
-    assert handle.stats.bytes_read < 1 << 20
+    assert handle.stats.bytes_read == 0
     assert {name: (t.shape, t.dtype, t.is_meta) for name, t in loaded.items()} == {
         name: (t.shape, t.dtype, True) for name, t in tensors.items()
     }
