@@ -156,8 +156,8 @@ def load_safetensors(
 
     Returns:
         Tensors by name, in the order of the file. On the CPU they lie in memory of nvmeio, aligned
-        as in the file: small ones share arenas of at most 32 MiB, larger ones share with none, nor
-        do those of a file of at most 8 MiB, which are aligned so within 64 bytes.
+        as in the file: small ones share arenas of at most 32 MiB, larger ones share with none.
+        Those of a file of at most 8 MiB, without a handle, lie in memory of torch, and share none.
 
     Raises:
         IntegrityError: A header or index is malformed, or an index names a tensor that its shard

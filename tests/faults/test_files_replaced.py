@@ -161,17 +161,16 @@ class Disturbing(nvmeio.AioHandle):
             self.then()
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_safetensors_replaced_and_cut_while_they_are_loaded(folder, number):
+def test_safetensors_replaced_and_cut_while_they_are_loaded(folder):
     path = folder / "state.safetensors"
     old = saved(path, 1).state_dict()
-    with Disturbing(number, lambda: replaced(path)) as handle:
+    with Disturbing(1, lambda: replaced(path)) as handle:
         found = nvmeio.load_safetensors(path, handle=handle)
         torch.manual_seed(2)
         new = Net().state_dict()
-        assert same(found, old) or (number == 1 and same(found, new)), "of two files"
+        assert same(found, old), "the header was of the old one"
         assert handle.left <= 0, "nothing was replaced"
-    handle = Disturbing(number, lambda: os.truncate(path, path.stat().st_size // 3))
+    handle = Disturbing(1, lambda: os.truncate(path, path.stat().st_size // 3))
     with handle:
         try:
             found = nvmeio.load_safetensors(path, handle=handle)

@@ -154,9 +154,9 @@ def test_options_reach_transformers(tmp_path: Path) -> None:
     assert_same(loaded, llama().bfloat16())
 
 
-def test_loaded_weights_are_not_copied(tmp_path: Path) -> None:
+def test_loaded_weights_are_not_copied(tmp_path: Path, handle: nvmeio.AioHandle) -> None:
     save_pretrained(llama(), tmp_path)
-    loaded = from_pretrained(transformers.LlamaForCausalLM, tmp_path)
+    loaded = from_pretrained(transformers.LlamaForCausalLM, tmp_path, handle=handle)
     weight = loaded.model.embed_tokens.weight
     assert nvmeio.buffers.owns(weight.data_ptr(), weight.nbytes)
 
