@@ -93,10 +93,15 @@ def save_safetensors(
     """
     wanted = checked(tensors, path, metadata, max_shard_size, align)
     with LongCall("save", path, progress) as call:
-        if _is_small(wanted, handle):
+        if _is_small(wanted, handle) and _no_modes():
             _save(wanted, None, call)
         else:
             run_interruptible(lambda: _save(wanted, handle, call), call.cancel)
+
+
+def _no_modes() -> bool:
+    """Whether no mode of this thread (fake tensors, inference) would change what is done here."""
+    return not (torch._C._len_torch_dispatch_stack() or torch.is_inference_mode_enabled())
 
 
 def _is_small(wanted: SaveRequest, handle: AioHandle | None) -> bool:
@@ -172,7 +177,7 @@ def load_safetensors(
     to = device_of(device)
     with LongCall("load", path, progress) as call:
         place, small = _place_of(path, to, handle)
-        if small:
+        if small and _no_modes():
             return _load(place, small, to, handle, call)  # an interrupt leaves nothing
         return run_interruptible(lambda: _load(place, small, to, handle, call), call.cancel)
 

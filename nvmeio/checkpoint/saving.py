@@ -13,12 +13,7 @@ import torch
 
 from nvmeio._bindings import memory_at
 from nvmeio._formats import torch_layout
-from nvmeio._formats.torch_layout import (
-    DEFAULT_PROTOCOL,
-    FileLayout,
-    Pickling,
-    UnknownWriterError,
-)
+from nvmeio._formats.torch_layout import DEFAULT_PROTOCOL, FileLayout, UnknownWriterError
 from nvmeio._io.long_call import LongCall
 from nvmeio._memory import holds
 from nvmeio._storage import crc32
@@ -173,7 +168,7 @@ def _in_order(layout: FileLayout, sources: list[torch.Tensor], checksum: bool) -
 
 
 def _write(
-    pickling: Pickling,
+    pickling: torch_layout.Pickling,
     path: str | os.PathLike[str],
     checksum: bool,
     handle: AioHandle | None,

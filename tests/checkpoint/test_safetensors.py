@@ -17,6 +17,7 @@ import pytest
 import torch
 from checkpoint._safetensors_states import SafetensorError, Tensors, package, write_file
 from support import HeldEngine, on_every_loop, raw, run_python, until
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nvmeio
 from nvmeio._formats import safetensors_header as headers
@@ -149,6 +150,18 @@ def test_a_small_file_has_the_bytes_of_any_other(
     save_safetensors(tensors, file, {"a": "b"}, align=align, handle=handle)
     assert file.read_bytes() == small
     assert_same(load_safetensors(file), tensors)
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, torch.inference_mode])
+def test_modes_of_the_thread_change_nothing(mode: Callable[[], Any], file: Path) -> None:
+    """As for larger files, which another thread reads and writes."""
+    tensors = {"a": torch.arange(10.0)}
+    with mode():
+        save_safetensors(tensors, file)
+        found = load_safetensors(file)
+    assert type(found["a"]) is torch.Tensor
+    assert not found["a"].is_inference()
+    assert_same(found, tensors)
 
 
 @on_every_loop
