@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import torch
 
 from nvmeio import _checks
+from nvmeio._formats.sniff import how_to_load
 from nvmeio._io.inflight import in_groups
-from nvmeio._storage.locks import how_to_load
 from nvmeio._storage.untrusted import INDEX_BYTES, read_json
 from nvmeio.errors import BackendUnavailableError, IntegrityError, TransferError, as_kind, joined
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
 import tarfile
+from contextlib import AbstractContextManager, suppress
 from typing import Literal
 
 from nvmeio import files
-from nvmeio._formats.torch_part import MAGIC as PART_MAGIC
+from nvmeio._files.descriptors import open_error
 from nvmeio._formats.torch_zip import LOCAL_MAGIC
+from nvmeio._storage import locks
 from nvmeio.errors import NvmeioError
 
 Kind = Literal["torch", "torch legacy", "safetensors", "part"]
 
+STEP = re.compile(r"step-([0-9]{8,})(\.pt)?")  # a Checkpointer's names
+
+PART_MAGIC = b"nvmeio-part-1\n"
 _HEAD_BYTES = 64
 
 # torch's magic number as the first pickle of its format from before zip files: LONG1 and ten bytes
@@ -35,6 +41,35 @@ class EmptyFileError(NoCheckpointError, EOFError):
 
 class TruncatedFileError(NoCheckpointError, EOFError):
     """A file that ends in the middle; an `EOFError` too, for that is what torch.load raises."""
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> AbstractContextManager[files.File]:
+    """`locks.open_reading`; the error of a directory says what loads what is in it."""
+    if os.path.isdir(path):
+        raise open_error(errno.EISDIR, os.fspath(path), how_to_load(os.fspath(path)))
+    return locks.open_reading(path)
+
+
+def how_to_load(directory: str) -> str:
+    """What loads the checkpoints of a directory that was taken for a file; "" if there are none."""
+    names: list[str] = []
+    with suppress(OSError):
+        names = os.listdir(directory)
+    above, name = os.path.split(os.path.realpath(directory))
+    step = STEP.fullmatch(name)
+    if step and "index.json" in names:
+        checkpointer = f"nvmeio.Checkpointer({above!r}, read_only=True)"
+        return f"one step of several ranks: {checkpointer}.restore(step={int(step[1])}) loads it"
+    if any(map(STEP.fullmatch, names)):
+        newest = os.path.join(directory, os.path.basename(os.path.realpath(f"{directory}/latest")))
+        load = f"nvmeio.load({newest!r}) or " if os.path.isfile(newest) else ""
+        return (
+            f"a Checkpointer's directory: {load}nvmeio.Checkpointer({directory!r}, read_only=True)"
+            ".restore() loads its latest checkpoint, and resume() goes on from it"
+        )
+    if any(name.endswith(".safetensors") for name in names):
+        return f"a directory: nvmeio.load_safetensors({directory!r}) loads what is in it"
+    return ""
 
 
 def kind_of(path: str | os.PathLike[str]) -> Kind:

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from nvmeio._formats.sniff import PART_MAGIC
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_writing import Crc
 from nvmeio._pages import PAGE_BYTES
@@ -20,7 +21,6 @@ from nvmeio.errors import IntegrityError
 from nvmeio.files import File, read_buffered
 
 HEAD_BYTES = PAGE_BYTES
-MAGIC = b"nvmeio-part-1\n"
 
 _SUM_AND_LENGTH = struct.Struct("<II")
 
@@ -66,17 +66,17 @@ class PartHead(NamedTuple):
 
 def pack(head: PartHead) -> bytes:
     text = json.dumps(head._asdict()).encode()
-    page = MAGIC + _SUM_AND_LENGTH.pack(crc32.of_bytes(text), len(text)) + text
+    page = PART_MAGIC + _SUM_AND_LENGTH.pack(crc32.of_bytes(text), len(text)) + text
     return page.ljust(HEAD_BYTES, b"\0")
 
 
 def unpack(page: bytes, file_nbytes: int, path: str) -> PartHead:
     """Parse a part's first page (or all of a shorter file); IntegrityError if it is damaged."""
-    at = len(MAGIC) + _SUM_AND_LENGTH.size
+    at = len(PART_MAGIC) + _SUM_AND_LENGTH.size
     wrong = "its first page is not that of a part"
     try:
-        if page.startswith(MAGIC) and len(page) == HEAD_BYTES:
-            crc, length = _SUM_AND_LENGTH.unpack_from(page, len(MAGIC))
+        if page.startswith(PART_MAGIC) and len(page) == HEAD_BYTES:
+            crc, length = _SUM_AND_LENGTH.unpack_from(page, len(PART_MAGIC))
             text = page[at : at + length]
             wrong = "its first page is damaged"
             if crc32.of_bytes(text) == crc:

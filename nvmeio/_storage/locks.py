@@ -11,7 +11,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 
@@ -26,7 +25,6 @@ from nvmeio.files import File
 _PATIENCE_S = 2.0
 _PAUSE_S = 0.001
 _ATTEMPTS = 5
-_STEP = re.compile(r"step-([0-9]{8,})(\.pt)?")  # a Checkpointer's names
 
 
 @contextlib.contextmanager
@@ -38,7 +36,7 @@ def open_reading(path: str | os.PathLike[str]) -> Iterator[File]:
     """
     for _ in range(_ATTEMPTS):
         with (
-            _opened(path) as file,
+            files.open(path) as file,
             files.in_use(file) as opened,
             reading(opened.any_fd(), path) as is_it,
         ):
@@ -46,36 +44,6 @@ def open_reading(path: str | os.PathLike[str]) -> Iterator[File]:
                 yield file
                 return
     raise _recycled(path)
-
-
-def _opened(path: str | os.PathLike[str]) -> File:
-    try:
-        return files.open(path)
-    except IsADirectoryError:
-        name = os.fspath(path)
-        raise open_error(errno.EISDIR, name, how_to_load(name)) from None
-
-
-def how_to_load(directory: str) -> str:
-    """What loads the checkpoints of a directory that was taken for a file; "" if there are none."""
-    names: list[str] = []
-    with contextlib.suppress(OSError):
-        names = os.listdir(directory)
-    above, name = os.path.split(os.path.realpath(directory))
-    step = _STEP.fullmatch(name)
-    if step and "index.json" in names:
-        checkpointer = f"nvmeio.Checkpointer({above!r}, read_only=True)"
-        return f"one step of several ranks: {checkpointer}.restore(step={int(step[1])}) loads it"
-    if any(map(_STEP.fullmatch, names)):
-        newest = os.path.join(directory, os.path.basename(os.path.realpath(f"{directory}/latest")))
-        load = f"nvmeio.load({newest!r}) or " if os.path.isfile(newest) else ""
-        return (
-            f"a Checkpointer's directory: {load}nvmeio.Checkpointer({directory!r}, read_only=True)"
-            ".restore() loads its latest checkpoint, and resume() goes on from it"
-        )
-    if any(name.endswith(".safetensors") for name in names):
-        return f"a directory: nvmeio.load_safetensors({directory!r}) loads what is in it"
-    return ""
 
 
 @contextlib.contextmanager

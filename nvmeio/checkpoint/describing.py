@@ -11,7 +11,7 @@ import torch
 
 from nvmeio._formats import packed_index, pickle_calls, pickle_values
 from nvmeio._formats.pickle_values import Global, PickledCall, StorageRef
-from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of
+from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of, open_checkpoint
 from nvmeio._formats.torch_file import (
     TorchFile,
     scan_pickle,
@@ -23,7 +23,6 @@ from nvmeio._formats.torch_zip import Archive, ZipEntry
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.spans import Load
 from nvmeio._storage import crc32
-from nvmeio._storage.locks import open_reading
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.checkpoint.safetensors import read_header
 from nvmeio.files import File, read_buffered
@@ -113,9 +112,9 @@ def _describe(path: str | os.PathLike[str]) -> Description:
             f"{path} is in torch's format from before its zip files, which has no directory"
         )
     if kind == "part":
-        with open_reading(path) as file:
+        with open_checkpoint(path) as file:
             return Description(file.path, kind, file.size(), [], [], [], head_of(file).what)
-    with open_reading(path) as file, CallHandle(None, path) as handle:
+    with open_checkpoint(path) as file, CallHandle(None, path) as handle:
         checkpoint = TorchFile(file, handle.get, Load())
         summed = _is_summed(checkpoint.archive, file)
         records = [_record(entry, summed) for entry in checkpoint.archive.entries]

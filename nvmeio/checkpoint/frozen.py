@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Generator, Sequence
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch.utils import _pytree
@@ -164,6 +164,9 @@ class FrozenState(Generic[State]):
 
     def __enter__(self) -> State:
         return self.result()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a snapshot is not the state: save what `await`, or its result(), gives")
 
     def __exit__(
         self,

@@ -28,6 +28,7 @@ from nvmeio import _checks
 from nvmeio._distributed import DEFAULT_TIMEOUT_S
 from nvmeio._formats import pickle_values
 from nvmeio._formats.pickle_values import Scan
+from nvmeio._formats.sniff import check_older, open_checkpoint
 from nvmeio._formats.torch_file import (
     TorchFile,
     check_calls,
@@ -38,7 +39,6 @@ from nvmeio._formats.torch_file import (
 )
 from nvmeio._formats.torch_zip import LOCAL_MAGIC
 from nvmeio._io.long_call import LongCall
-from nvmeio._storage.locks import open_reading
 from nvmeio._threads.interruptible import in_thread, run_interruptible
 from nvmeio.checkpoint import _unpickling as unpickling
 from nvmeio.checkpoint._unpickling import HowToLoad, LoadOptions, MapLocation, nothing_to_read
@@ -221,14 +221,12 @@ def load_file(
     options = how.options
     loading = contextlib.nullcontext() if ranks is None else ranks.loading(how.call)
     with loading, contextlib.ExitStack() as opened:
-        file = opened.enter_context(open_reading(path))
+        file = opened.enter_context(open_checkpoint(path))
         older = read_buffered(file, 0, min(file.size(), 4)) != LOCAL_MAGIC
         through_torch = older or options.mmap or unpickling.seam() is None
         if ranks is not None:
             ranks.meet(file, together=not (through_torch or nothing_to_read(options)))
         if older and options.pickle_module is None:  # another one may read anything
-            from nvmeio._formats.sniff import check_older
-
             check_older(file)
             return Loaded(partial(unpickling.load_older, file, options), opened)
         if through_torch:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nvmeio")
 
-# Up to this a state is written from where it lies, through the page cache. That took 0.7 of the time
-# of a handle, its threads and staging at 8 MiB and 0.9 at 16; as long from 20 MiB on where the drive
-# writes 0.8 GB/s, from 16 where it writes 2.4.
+# Up to this a state is written from where it lies, through the page cache. That took 0.7 of the
+# time of a handle, its threads and staging at 8 MiB and 0.9 at 16; as long from 20 MiB on where the
+# drive writes 0.8 GB/s, from 16 on where it writes 2.4.
 SMALL_BYTES = 20 << 20
 
 

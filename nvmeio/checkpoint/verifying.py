@@ -23,7 +23,7 @@ from nvmeio._formats import packed_index, torch_zip
 from nvmeio._formats.packed_index import Share
 from nvmeio._formats.safetensors_header import Header
 from nvmeio._formats.safetensors_set import header_of
-from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of
+from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of, open_checkpoint
 from nvmeio._formats.torch_file import TorchFile, scan_pickle, spans_of
 from nvmeio._formats.torch_part import HEAD_BYTES, head_of
 from nvmeio._formats.torch_zip import ZipEntry
@@ -31,7 +31,6 @@ from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._io.spans import Load
 from nvmeio._storage import crc32
-from nvmeio._storage.locks import open_reading
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File, read_buffered
@@ -121,7 +120,7 @@ def _verify(
             f"{path} is in torch's format from before its zip files, which has no checksums"
         )
     kinds = {"safetensors": _verify_safetensors, "part": _verify_part, "torch": _verify_archive}
-    with open_reading(path) as file, CallHandle(handle, path) as call_handle:
+    with open_checkpoint(path) as file, CallHandle(handle, path) as call_handle:
         return kinds[kind](file, call_handle, partial(_stream, file, call_handle, progress, flight))
 
 

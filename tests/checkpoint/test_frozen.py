@@ -282,3 +282,12 @@ async def test_async_save_of_a_snapshot_is_of_its_moment(tmp_path: Path) -> None
 
 async def save_of(taken: nvmeio.FrozenState[Any], path: Path) -> None:
     await nvmeio.async_save(await taken, path)
+
+
+def test_a_snapshot_that_is_saved_without_await_is_told(tmp_path: Path) -> None:
+    frozen = nvmeio.snapshot({"w": torch.ones(3)})
+    with pytest.raises(TypeError, match=r"save what `await`, or its result\(\), gives"):
+        nvmeio.save(frozen, tmp_path / "state.pt")
+    assert not list(tmp_path.iterdir())
+    nvmeio.save(frozen.result(), tmp_path / "state.pt")
+    assert torch.equal(nvmeio.load(tmp_path / "state.pt")["w"], torch.ones(3))

@@ -20,7 +20,8 @@ import nvmeio
 from nvmeio._distributed.messages import Messages
 from nvmeio._distributed.rank_store import RankStore
 from nvmeio._distributed.shared_spans import RankSpan, rounds_by_source
-from nvmeio._formats.torch_part import HEAD_BYTES, MAGIC
+from nvmeio._formats.sniff import PART_MAGIC
+from nvmeio._formats.torch_part import HEAD_BYTES
 from nvmeio._io.spans import Region, Run, Span, plan_reads
 from nvmeio._pages import PAGE_BYTES
 from nvmeio._threads.interruptible import Cancelled
@@ -51,7 +52,7 @@ def test_a_part_says_what_it_is_and_is_checked(options: Any, tmp_path: Path) -> 
     shown = CliRunner().invoke(app, ["inspect", str(path.parent)])
     assert shown.exit_code == 0 and what in shown.stdout.replace("\n", " ")
     whole = path.read_bytes()
-    assert whole.startswith(MAGIC)
+    assert whole.startswith(PART_MAGIC)
     for at in (20, HEAD_BYTES, HEAD_BYTES + 70_000, len(whole) - 1):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         told = CliRunner().invoke(app, ["verify", str(path.parent)])

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from nvmeio import _checks
+from nvmeio._formats.sniff import STEP
 from nvmeio._storage.durable import check_above, rename, write_small
 from nvmeio._storage.locks import lock_alone
 from nvmeio._storage.replace import SUFFIX, remove_leftovers, temporary_name
@@ -36,7 +37,6 @@ logger = logging.getLogger("nvmeio")
 LATEST = "latest"
 INDEX = "index.json"
 
-_STEP = re.compile(r"step-([0-9]{8,})(\.pt)?")
 _DEAD = re.compile(rf"\.({LATEST}|step-[0-9]{{8,}})\.[0-9]+-[0-9a-f]{{8}}{re.escape(SUFFIX)}")
 _MOST_POINTER_BYTES = 255
 
@@ -102,7 +102,7 @@ def generations(directory: str) -> list[Generation]:
     try:
         with os.scandir(directory) as entries:
             for entry in entries:
-                match = _STEP.fullmatch(entry.name)
+                match = STEP.fullmatch(entry.name)
                 if match is None:
                     continue
                 of_ranks = match[2] is None

@@ -23,11 +23,11 @@ from nvmeio._distributed.exchange import NoExchange
 from nvmeio._distributed.rank_store import RankStore
 from nvmeio._distributed.shared_spans import RankSpan
 from nvmeio._formats import torch_zip
+from nvmeio._formats.sniff import open_checkpoint
 from nvmeio._formats.torch_file import is_asked_for
 from nvmeio._formats.torch_part import HEAD_BYTES, PartHead, head_of
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.spans import read_scattered
-from nvmeio._storage.locks import open_reading
 from nvmeio._threads.closing import on_error
 from nvmeio.checkpoint._multi_rank.drives import OwnDrives, Save, Survey
 from nvmeio.checkpoint._multi_rank.loading_ranks import LoadingRanks
@@ -251,7 +251,7 @@ def open_part(path: str, save: Save, number: int, opened: contextlib.ExitStack) 
         IntegrityError: It is damaged, or another part than its name says.
     """
     try:
-        file = opened.enter_context(open_reading(path))
+        file = opened.enter_context(open_checkpoint(path))
     except FileNotFoundError as gone:
         raise TransferError(
             errno.ESTALE,
