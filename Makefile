@@ -41,7 +41,7 @@ test: $(STAMP) ## the tests; PYTEST_ARGS="-k report" goes to pytest
 
 # By folders: what everything else stands on, and what lies in files.
 FAST_TESTS := tests/blocks tests/data tests/engines tests/formats tests/io tests/storage tests/threads \
-    $(filter-out $(addprefix tests/test_,benchmarks.py copy_on_write.py examples.py gpu_check.py protection_lost.py),$(wildcard tests/test_*.py))
+    $(filter-out $(addprefix tests/test_,benchmarks.py copy_on_write.py examples.py protection_lost.py),$(wildcard tests/test_*.py))
 
 test-fast: $(STAMP) ## a quarter of the tests, in less than a minute
 	@$(BIN)/python -m pytest $(TEST_RUNS) $(FAST_TESTS) $(PYTEST_ARGS)

@@ -93,7 +93,7 @@ LONGEST = (
     "documented/test_code.py",
     "compat/test_deepspeed_training.py",
     "test_examples.py",
-    "test_gpu_check.py",
+    "device/test_gpu_check.py",
     "interrupts/test_interrupts.py",
     "checkpoint/test_checkpointer_ranks.py",
     "checkpoint/test_own_drives.py",

@@ -164,7 +164,7 @@ def test_hostile_settings_are_an_error_where_they_are_asked_for(
     HOSTILE[kind](tmp_path / "nvmeio" / "tuned.json")
     with pytest.raises(OSError, match=r"tuned\.json"):
         within_limit(lambda: nvmeio.AioHandle.tuned(tmp_path))
-    nvmeio.save(torch.ones(17 << 20, dtype=torch.uint8), tmp_path / "file.pt")  # by a handle
+    nvmeio.save(torch.ones(21 << 20, dtype=torch.uint8), tmp_path / "file.pt")  # by a handle
     assert nvmeio.load(tmp_path / "file.pt").all()
     told = [record for record in caplog.records if "not using the stored settings" in record.msg]
     assert len(told) == 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from device_works import WORKS, WORKS_OF_A_MESH, saves_activations, streams, trains
+from device.works import WORKS, WORKS_OF_A_MESH, saves_activations, streams, trains
 from fake_accelerator import Pace, accelerator
 from support import run_ranks
 
@@ -71,5 +71,5 @@ def test_work_in_hundreds_of_random_orders(
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is built without gloo")
 def test_ranks_stream_to_a_device_each(tmp_path: Path) -> None:
     """Each byte is read by one rank; no rank makes a context on another's device."""
-    for status, told in run_ranks(HERE / "_device_rank.py", 2, tmp_path):
+    for status, told in run_ranks(HERE / "_rank.py", 2, tmp_path):
         assert status == 0, told

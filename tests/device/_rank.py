@@ -1,4 +1,4 @@
-"""A rank of test_device_orders.py: RANK WORLD FOLDER; each has a device of its own."""
+"""A rank of test_orders.py: RANK WORLD FOLDER; each has a device of its own."""
 
 from __future__ import annotations
 

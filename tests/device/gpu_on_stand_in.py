@@ -1,6 +1,6 @@
 """`benchmarks/gpu_check.py` as on a machine with a GPU and cuFile: on the stand-in, in tests.
 
-    python tests/gpu_on_stand_in.py LIBRARY SCRATCH [what gpu_check.py takes]
+    python tests/device/gpu_on_stand_in.py LIBRARY SCRATCH [what gpu_check.py takes]
 
 LIBRARY is fakes/fake_cufile.c, compiled, and SCRATCH a directory for this program. Each step is
 done here, and an error in one is this program's; a MiB has 64 KiB.
@@ -24,7 +24,7 @@ from gds._support import ON_NVME, fake_cufile
 
 from nvmeio.cli.measure import machine
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 KIB_64 = 1 << 16
 SIZE = 64 * KIB_64
 KEPT = 3 * KIB_64  # of what CUDA says is free; it does not give it

@@ -1,7 +1,7 @@
 """What docs/gds.md says that work on a device costs, counted on devices made of host memory.
 
-    python tests/device_counts.py                      # all of it, here
-    python tests/device_counts.py --tree OTHER ring    # of the ring, in another version's tree
+    python tests/device/counts.py                      # all of it, here
+    python tests/device/counts.py --tree OTHER ring    # of the ring, in another version's tree
 
 Of a chunk of the ring: turns of the GIL, CUDA's calls and the instructions of the ring's thread
 (valgrind, if it is there); of the CPU's step of CUDA parameters: copies and waits, by their number.
@@ -173,9 +173,9 @@ def step(layers: int) -> tuple[int, Any]:
     """How many parameters, and what one more step of the CPU's costs."""
     import pytest
     import torch
+    from device.test_costs import cost, on_device
     from fake_accelerator import Pace, accelerator
     from offload.test_module_on_device import WIDTH, model
-    from test_device_costs import cost, on_device
 
     from nvmeio.offload import SwappedOptimizer
 
@@ -199,7 +199,7 @@ def main() -> None:
     )
     parser.add_argument("what", nargs="?", choices=("all", "ring", "reads"), default="all")
     parser.add_argument("folder", nargs="?", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--tree", type=Path, default=Path(__file__).resolve().parent.parent)
+    parser.add_argument("--tree", type=Path, default=Path(__file__).resolve().parents[2])
     parser.add_argument(
         "--turns", type=int, default=0, help="of CUDA's calls; 2 before they kept the GIL"
     )

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import device_works as works
 import pytest
 import torch
+from device import works
 from fake_accelerator import DEVICE, Accelerator, Costs, Pace, accelerator
 from gds._support import ON_NVME, FakeCuFile, compiled, fake_cufile
 from offload.test_module_on_device import WIDTH, model

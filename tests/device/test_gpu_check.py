@@ -17,11 +17,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gpu_on_stand_in
 import pytest
 import torch
+from device import gpu_on_stand_in
+from device.gpu_on_stand_in import BENCHMARKS, KIB_64, SIZE
 from gds._support import compiled, fake_cufile
-from gpu_on_stand_in import BENCHMARKS, KIB_64, SIZE
 from support import left_open
 
 from nvmeio._files.system import find_mount
@@ -68,7 +68,7 @@ exec {sys.executable} {HERE / "gpu_on_stand_in.py"} {library} {scratch} "$@"
     python.chmod(0o700)
     environment = {**os.environ, "PYTHON": str(python), "TMPDIR": str(tmp_path)}
     environment["GPU_ARGS"] = f"--size {SIZE} --minutes 60"
-    environment["PYTHONPATH"] = str(HERE)
+    environment["PYTHONPATH"] = str(HERE.parent)
     command = ["sh", str(BENCHMARKS / "gpu_day.sh"), str(place), str(out)]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=1400, check=False
