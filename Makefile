@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 # core of a small machine, for many tests wait for the drive, or for other processes.
 TEST_JOBS   ?= 4
 # A process that crashes ends the run: xdist would begin it anew, and then wait for ever for its other tests.
-TEST_RUNS   := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+TEST_RUNS    = -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 # Whatever the environment says of it: the tests are hundreds of processes, which would all compile nvmeio anew.
 export PYTHONDONTWRITEBYTECODE :=
 DEMO_ARGS   ?=
@@ -40,14 +40,15 @@ test: $(STAMP) ## the tests; PYTEST_ARGS="-k report" goes to pytest
 	@$(BIN)/python -m pytest $(TEST_RUNS) $(PYTEST_ARGS)
 
 # By folders: what everything else stands on, and what lies in files.
-FAST_TESTS := tests/blocks tests/data tests/engines tests/formats tests/io tests/storage tests/threads \
-    $(filter-out $(addprefix tests/test_,benchmarks.py copy_on_write.py examples.py protection_lost.py),$(wildcard tests/test_*.py))
+FAST_TESTS := tests/blocks tests/data tests/engines tests/formats tests/io tests/storage tests/threads $(wildcard tests/test_*.py)
 
-test-fast: $(STAMP) ## a quarter of the tests, in less than a minute
+# They wait for little: more processes would only import torch once more each.
+test-fast: TEST_JOBS = 2
+test-fast: $(STAMP) ## a fifth of the tests, in less than a minute
 	@$(BIN)/python -m pytest $(TEST_RUNS) $(FAST_TESTS) $(PYTEST_ARGS)
 
 # Those that `make test` skips by name where a library is absent.
-CLIENT_TESTS := tests/compat tests/documented tests/gds tests/inference tests/integrations tests/test_examples.py
+CLIENT_TESTS := tests/compat tests/documented tests/gds tests/inference tests/integrations tests/project/test_examples.py
 
 test-clients: $(CLIENTS_STAMP) ## the tests with DeepSpeed, Lightning, transformers, PEFT, cuFile
 	@$(BIN)/python -m pytest $(TEST_RUNS) $(CLIENT_TESTS) $(PYTEST_ARGS)

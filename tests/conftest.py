@@ -92,7 +92,7 @@ def lost_on_purpose() -> Iterator[None]:
 LONGEST = (
     "documented/test_code.py",
     "compat/test_deepspeed_training.py",
-    "test_examples.py",
+    "project/test_examples.py",
     "device/test_gpu_check.py",
     "interrupts/test_interrupts.py",
     "checkpoint/test_checkpointer_ranks.py",

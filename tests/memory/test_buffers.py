@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from buffer_facts import MIB, PAGE, is_mapped, none_more, run_python, status_bytes
+from memory.facts import MIB, PAGE, is_mapped, none_more, run_python, status_bytes
 from support import collect, new_descriptors, open_descriptors, spin_until_collected
 
 from nvmeio import buffers

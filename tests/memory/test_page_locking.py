@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from buffer_facts import MIB, PAGE, is_mapped, none_more, run_python, status_bytes
+from memory.facts import MIB, PAGE, is_mapped, none_more, run_python, status_bytes
 from support import collect, spin_until_collected
 
 from nvmeio import buffers

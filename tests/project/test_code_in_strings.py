@@ -14,7 +14,7 @@ from typing import Any
 import nvmeio
 
 PACKAGE = Path(nvmeio.__file__).parent
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 FOLDERS = [PACKAGE, TESTS, TESTS.parent / "benchmarks", TESTS.parent / "examples"]
 FILES = sorted({path for folder in FOLDERS for path in folder.rglob("*.py")} - {Path(__file__)})
 IMPORT = re.compile(

@@ -13,7 +13,7 @@ import pytest
 
 import nvmeio
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_one_version_everywhere() -> None:
