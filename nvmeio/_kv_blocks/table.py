@@ -19,6 +19,7 @@ of that process as well; readers of its store take it from the table.
 from __future__ import annotations
 
 import hashlib
+import io
 import mmap
 import os
 import struct
@@ -104,9 +105,11 @@ class Table:
         # Never written through. Private, so that torch may have a buffer that counts as writable;
         # Linux shows what others write to the file all the same.
         flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
-        self._map = mmap.mmap(fd, self.nbytes, flags=flags, prot=access)
+        # Opened once more: a mapping of what has the lock would keep it in a forked child.
+        self._file = io.FileIO(f"/proc/self/fd/{fd}", "r+" if writer else "r")
+        self._map = mmap.mmap(self._file.fileno(), self.nbytes, flags=flags, prot=access)
         self._latest = self._newest()
-        self._file = os.fdopen(fd, "rb", buffering=0)  # closes it, should nobody else
+        self._lock = os.fdopen(fd, "rb", buffering=0)  # closes it, should nobody else
 
     @property
     def nbytes(self) -> int:
@@ -197,8 +200,9 @@ class Table:
     def close(self) -> None:
         """Close the file; the lock on it goes. Idempotent."""
         self._map.close()
-        if not self._file.closed:
-            unlock(self._file.fileno())
+        if not self._lock.closed:
+            unlock(self._lock.fileno())
+        self._lock.close()
         self._file.close()
 
 

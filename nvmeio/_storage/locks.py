@@ -143,21 +143,33 @@ def open_alone(path: str, refusal: Callable[[int], BaseException], must_lock: bo
         with on_error(os.close, fd), naming("lock", path):
             alone = become_writer(fd, must_lock)
             if alone and leads_to(path, fd):
+                hold(fd)
                 return fd
             if not (alone or wait_for(ending)):
                 raise refusal(fd)
         os.close(fd)
 
 
-# Directories' locks of this process. A child that it forks shares them: it must not go on holding
-# what its parent gives back, or leaves behind when it is killed.
-_held: set[int] = set()
+# Locks of this process. A child that it forks shares them: it must not go on holding what its
+# parent gives back, or leaves behind when it is killed.
+_held: dict[int, os.stat_result] = {}
+
+
+def hold(fd: int) -> None:
+    """Let children that this process forks have no part in a lock.
+
+    There the descriptor leads to nothing from then on; its number stays with whoever closes it.
+    """
+    _held[fd] = os.fstat(fd)
 
 
 def _let_go_in_child() -> None:
-    for fd in _held:
-        with contextlib.suppress(OSError):
-            os.close(fd)
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd, facts in _held.items():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.path.samestat(os.fstat(fd), facts):
+                os.dup2(nothing, fd, inheritable=False)
+    os.close(nothing)
     _held.clear()
 
 
@@ -168,7 +180,7 @@ def lock_directory(directory: str, hint: str = "") -> int:
     """Become the only one that saves into a directory that is there.
 
     The descriptor holds the lock until `unlock`, or until this process ends. Whoever has it closes
-    it; children that this process forks do so at once. Raises TransferError with `hint` if somebody
+    it. Raises TransferError with `hint` if somebody
     else has the lock (EBUSY).
     """
     with naming("open", directory):
@@ -182,12 +194,12 @@ def lock_directory(directory: str, hint: str = "") -> int:
             "close it, choose another directory, or restore from this one with read_only=True"
             + hint,
         )
-    _held.add(fd)
+    hold(fd)
     return fd
 
 
 def unlock(fd: int) -> None:
     """Let go of a lock. Closing is not enough: a child that was forked meanwhile has it too."""
-    _held.discard(fd)
+    _held.pop(fd, None)
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(fd, fcntl.LOCK_UN)

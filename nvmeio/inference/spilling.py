@@ -43,6 +43,7 @@ from nvmeio._io.handles import handle_for
 from nvmeio._memory.tensors import extent
 from nvmeio._pages import TENSOR_ALIGNMENT, round_up
 from nvmeio._storage.durable import make_directory, reserve
+from nvmeio._storage.locks import hold, unlock
 from nvmeio._storage.untrusted import create, make_private_directory
 from nvmeio._threads.closing import Closing, opened
 from nvmeio.handle import AioHandle
@@ -325,6 +326,7 @@ def _own_directory(parent: Path) -> tuple[Path, int]:
         with contextlib.suppress(OSError):  # where there are no locks, nobody removes it either
             fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
+            hold(lock)
             return path, lock
         os.close(lock)
 
@@ -332,6 +334,7 @@ def _own_directory(parent: Path) -> tuple[Path, int]:
 def _remove(path: Path, lock: int, pid: int) -> None:
     if pid == os.getpid():  # the parent's, in a fork of it
         shutil.rmtree(path, ignore_errors=True)
+        unlock(lock)
         os.close(lock)
 
 

@@ -102,8 +102,7 @@ def generations(directory: str) -> list[Generation]:
     try:
         with os.scandir(directory) as entries:
             for entry in entries:
-                match = STEP.fullmatch(entry.name)
-                if match is None:
+                if not (match := STEP.fullmatch(entry.name)):
                     continue
                 of_ranks = match[2] is None
                 try:

@@ -45,8 +45,7 @@ class SwapDir:
     """The directory `name` in the user's `parent`, which this process alone swaps into.
 
     No other user may enter it. `parent` is made where it is missing, but not those above it. The
-    lock is a flock on a file: it goes with the process, however that ends. If the process did not
-    release it, a forked child holds it as long as it lives.
+    lock is a flock on a file: it goes with the process, however that ends.
 
     Raises:
         TransferError: `parent` is missing, no directory or not writable; somebody swaps into the
@@ -69,13 +68,10 @@ class SwapDir:
         self.path = os.path.join(above, name)
         lock = self.file(LOCK)
         self._lock_fd = fd = open_alone(lock, self._refusal, must_lock=True)
-        try:
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        except OSError as failed:  # a full disk must not leave the lock behind
-            self.release()
-            raise transfer_error(failed, "write", lock) from failed
-        with on_error(self.release):
+        with on_error(self.release):  # a full disk must not leave the lock behind
+            with naming("write", lock):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
             self._check_ours()
 
     def _refusal(self, fd: int) -> TransferError:
@@ -97,12 +93,8 @@ class SwapDir:
         """Remove what a dead process left. Files with other names than ours stay."""
         for name in names:
             path = self.file(name)
-            try:
+            with naming("remove", path), contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
-            except FileNotFoundError:
-                continue
-            except OSError as failed:
-                raise transfer_error(failed, "remove", path) from failed
 
     def sync_names(self) -> None:
         """Make the names of the files durable: without, a power cut may take what they name."""
@@ -119,12 +111,8 @@ class SwapDir:
         """
         path = self.file(name)
         fresh = [] if os.path.lexists(path) else [path]
-        with on_error(_unlink, fresh):
-            fd = untrusted.open_own(path)
-            try:
-                durable.reserve(fd, nbytes, path)
-            finally:
-                os.close(fd)
+        with on_error(_unlink, fresh), os.fdopen(untrusted.open_own(path), "rb") as file:
+            durable.reserve(file.fileno(), nbytes, path)
             return files.open(path, "r+")
 
     def clean_if_locked(self, names: Sequence[str]) -> None:
