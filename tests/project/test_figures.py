@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -170,3 +171,4 @@ def test_measured_files_are_small_and_named_after_their_part(figures: Any, table
         assert path.stem in figures.PARTS
         assert path.stat().st_size < 60_000
         assert json.loads(path.read_text())
+        assert not re.search(r'[ "]/\w+/\w', path.read_text()), f"{path}: a path of one machine"
