@@ -45,8 +45,8 @@ class TruncatedFileError(NoCheckpointError, EOFError):
 
 def open_checkpoint(path: str | os.PathLike[str]) -> AbstractContextManager[files.File]:
     """`locks.open_reading`; the error of a directory says what loads what is in it."""
-    if os.path.isdir(path):
-        raise open_error(errno.EISDIR, os.fspath(path), how_to_load(os.fspath(path)))
+    if os.path.isdir(name := files.checked_path(path)):
+        raise open_error(errno.EISDIR, name, how_to_load(name))
     return locks.open_reading(path)
 
 

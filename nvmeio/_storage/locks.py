@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from nvmeio import files
 from nvmeio._files.descriptors import open_error
 from nvmeio._storage.untrusted import make_private_directory, open_own
-from nvmeio._threads.closing import on_error
+from nvmeio._threads.closing import on_error, opened
 from nvmeio.errors import TransferError, naming
 from nvmeio.files import File
 
@@ -164,13 +164,12 @@ def hold(fd: int) -> None:
 
 
 def _let_go_in_child() -> None:
-    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for fd, facts in _held.items():
-        with contextlib.suppress(OSError):  # closed meanwhile
+    while _held:
+        fd, facts = _held.popitem()
+        # It may be closed meanwhile, or no descriptor may be left.
+        with contextlib.suppress(OSError), opened(os.devnull, os.O_RDWR) as nothing:
             if os.path.samestat(os.fstat(fd), facts):
                 os.dup2(nothing, fd, inheritable=False)
-    os.close(nothing)
-    _held.clear()
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)

@@ -165,9 +165,6 @@ class FrozenState(Generic[State]):
     def __enter__(self) -> State:
         return self.result()
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a snapshot is not the state: save what `await`, or its result(), gives")
-
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -175,6 +172,9 @@ class FrozenState(Generic[State]):
         traceback: TracebackType | None,
     ) -> None:
         pass
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a snapshot is not the state: save what `await`, or its result(), gives")
 
     def __repr__(self) -> str:
         doing = "there" if self.done() else "being copied"

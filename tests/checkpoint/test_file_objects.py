@@ -300,3 +300,10 @@ print(reader.seek(4))
     command = [sys.executable, "-c", program, str(tmp_path / "model.pt")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "4\n", "")
+
+
+@pytest.mark.parametrize("load", [nvmeio.load, nvmeio.FastFileReader])
+def test_a_path_of_bytes_is_refused_with_the_remedy(load: Any, tmp_path: Path) -> None:
+    """Of a directory, it was "cannot use a string pattern on a bytes-like object"."""
+    with pytest.raises(TypeError, match=r"must be a str, not .*; os\.fsdecode"):
+        load(os.fsencode(tmp_path))
