@@ -152,12 +152,14 @@ calls = []
 while interrupted < 60:
     call = None
     try:
-        signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.00005, 0.004))
-        with CallHandle(None, sys.argv[2]) as call:
-            call.get()
+        try:
+            signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.00005, 0.004))
+            with CallHandle(None, sys.argv[2]) as call:
+                call.get()
+        finally:  # within the outer `try`: the signal may come just before
+            signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt:
         interrupted += 1
-    signal.setitimer(signal.ITIMER_REAL, 0)
     if call is not None:
         call.done()
 del call
