@@ -44,7 +44,7 @@ FAST_TESTS := tests/blocks tests/data tests/engines tests/formats tests/io tests
 
 # They wait for little: more processes would only import torch once more each.
 test-fast: TEST_JOBS = 2
-test-fast: $(STAMP) ## a fifth of the tests, in less than a minute
+test-fast: $(STAMP) ## a seventh of the tests, in less than a minute
 	@$(BIN)/python -m pytest $(TEST_RUNS) $(FAST_TESTS) $(PYTEST_ARGS)
 
 # Those that `make test` skips by name where a library is absent.
@@ -154,7 +154,7 @@ FIGURES ?=
 FIGURES_ARGS ?=
 
 # With the large peers that are there (`make bench` installs them), and the small ones, which change no other package.
-figures: $(STAMP) ## all figures of README and docs, 25 to 50 minutes; FIGURES=small,checkpoint FIGURES_ARGS=--small
+figures: $(STAMP) ## all figures of README and docs, 45 minutes, 50 at most; FIGURES=small,checkpoint FIGURES_ARGS=--small
 	@for peer in caio fastsafetensors runai-model-streamer; do \
 	    $(PIP) install --quiet "$$peer" || echo "== $$peer cannot be installed here" >&2; \
 	done

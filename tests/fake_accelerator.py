@@ -556,3 +556,12 @@ def accelerator(
                 if pin.runtime is cuda:
                     pin.runtime = None
     assert not problems, "\n".join(problems)
+
+
+def other_stream() -> Any:
+    made: Any = torch.cuda.Stream(DEVICE)
+    return made
+
+
+def on(stream: Any) -> Any:
+    return torch.cuda.stream(stream)

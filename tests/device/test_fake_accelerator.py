@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_accelerator import DEVICE, Accelerator, Pace, accelerator
+from fake_accelerator import DEVICE, Accelerator, Pace, accelerator, on, other_stream
 
 import nvmeio
 from nvmeio._memory import devices
@@ -20,22 +20,6 @@ from nvmeio._memory import devices
 def lazy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
     with accelerator(monkeypatch) as cuda:
         yield cuda
-
-
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
-    """Numbers are always right here: only the order can be wrong."""
-    with accelerator(monkeypatch, Pace.EAGER, Pace.EAGER) as cuda:
-        yield cuda
-
-
-def other_stream() -> Any:
-    made: Any = torch.cuda.Stream(DEVICE)
-    return made
-
-
-def on(stream: Any) -> Any:
-    return torch.cuda.stream(stream)
 
 
 def test_a_fault_fails_the_test_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

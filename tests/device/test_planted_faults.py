@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from device import works
-from fake_accelerator import DEVICE, Accelerator, Costs, Pace, accelerator
+from fake_accelerator import DEVICE, Accelerator, Costs, Pace, accelerator, on, other_stream
 from gds._support import ON_NVME, FakeCuFile, compiled, fake_cufile
 from offload.test_module_on_device import WIDTH, model
 from support import spin_until
@@ -32,22 +32,6 @@ from nvmeio.offload import SwappedOptimizer
 
 Work = Callable[[Accelerator, Path], None]
 PLANTED = pytest.mark.parametrize("waits", [True, False], ids=["in order", "without an order"])
-
-
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
-    """Numbers are always right here: only the order can be wrong."""
-    with accelerator(monkeypatch, Pace.EAGER, Pace.EAGER) as cuda:
-        yield cuda
-
-
-def other_stream() -> Any:
-    made: Any = torch.cuda.Stream(DEVICE)
-    return made
-
-
-def on(stream: Any) -> Any:
-    return torch.cuda.stream(stream)
 
 
 # Two accesses without an order, each beside the same with one

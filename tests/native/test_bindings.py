@@ -13,7 +13,7 @@ import torch
 
 from nvmeio._bindings import INTERFACE, memory_at
 
-DECLARED = Path(__file__).parent.parent / "native_shim" / "decl.h"
+DECLARED = Path(__file__).parents[2] / "native_shim" / "decl.h"
 
 
 class Owner:
