@@ -1,4 +1,4 @@
-"""Every figure of README and docs, measured again: `make figures`, 35 to 50 minutes.
+"""Every figure of README and docs, measured again: `make figures`, 45 minutes, 50 at most.
 
     python benchmarks/figures.py                        # run all, then write the tables
     python benchmarks/figures.py --only small,transfers # those; other figures stay as they are
