@@ -244,7 +244,8 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def quietly(work: Callable[[], Any]) -> Any:
-    """Neither autograd nor a mode sees it."""
+    """Neither autograd nor a mode sees it, and it computes alike in whichever thread does it."""
+    torch.get_num_threads()  # else a new thread's products know nothing of `set_num_threads`
     with torch.no_grad(), torch._C._DisableTorchDispatch():
         return work()
 

@@ -32,6 +32,29 @@ def test_a_fault_fails_the_test_that_has_it(monkeypatch: pytest.MonkeyPatch) -> 
             tensor.sum()
 
 
+def test_a_kernel_computes_alike_in_whichever_thread_does_it(lazy: Accelerator) -> None:
+    """A new thread's matrix products have a thread for every core, and round in another way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        sizes = [
+            (rows, inner, columns) for rows in (5, 64) for inner in (2, 64) for columns in (64, 128)
+        ]
+        pairs = [(torch.randn(m, k), torch.randn(k, n)) for m, k, n in sizes]
+        there = [(lazy.tensor(a), lazy.tensor(b)) for a, b in pairs]
+        stream: Any = lazy.current_stream()
+        stream.synchronize()  # a copy would tell the thread
+        found = [a @ b for a, b in there]
+        other = threading.Thread(target=stream.run_to, args=(stream.asked,))
+        other.start()
+        other.join(60)
+        assert stream.is_idle
+        for (a, b), product in zip(pairs, found, strict=True):
+            assert torch.equal(lazy.value(product), a @ b)
+    finally:
+        torch.set_num_threads(before)
+
+
 # Memory
 
 
