@@ -443,6 +443,10 @@ def _part_of(record: StorageRecord, offset: int, nbytes: int) -> torch.Tensor:
     if isinstance(record.data, torch.Tensor):
         if nbytes == record.nbytes:
             return record.data
-        return record.data[offset : offset + nbytes]
+        try:
+            return record.data[offset : offset + nbytes]
+        except RuntimeError:  # torch's, of a storage that has become too small
+            found = record.data.untyped_storage().nbytes()
+            raise resized(record.name, record.nbytes, found) from None
     assert callable(record.data)  # what is read once is copied by `_read`
     return record.data(offset, nbytes)

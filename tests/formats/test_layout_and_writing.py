@@ -242,3 +242,17 @@ def test_memory_that_is_given_back_is_not_read(
         pytest.raises(nvmeio.IntegrityError, match=r"record '.*/data/0' was given back"),
     ):
         write_part(handle, file, torch_layout.plan_layout({"weight": tensor}))
+
+
+@pytest.mark.parametrize("nbytes", [100_000, 20 << 20])
+def test_memory_that_was_given_back_is_told_of_in_the_middle_of_a_record(
+    handle: nvmeio.AioHandle, path: Path, nbytes: int
+) -> None:
+    tensor = torch.ones(nbytes, dtype=torch.uint8)
+    layout = torch_layout.plan_layout({"weight": tensor})
+    tensor.untyped_storage().resize_(0)
+    with (
+        nvmeio.open(path, "w") as file,
+        pytest.raises(nvmeio.IntegrityError, match=r"record '.*/data/0' was given back"),
+    ):
+        write_part(handle, file, layout, 8192, nbytes // 8192 * 8192)
