@@ -28,8 +28,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._pages import PAGE_BYTES
-
 Storages = dict[str, torch.UntypedStorage]
 """Storages by the key of their record."""
 
@@ -57,7 +55,7 @@ def save_settings() -> Any:
 
 
 @contextlib.contextmanager
-def aligned_storages(nbytes: int = PAGE_BYTES) -> Iterator[None]:
+def aligned_storages(nbytes: int) -> Iterator[None]:
     """Align torch.save's storages, if torch has that setting.
 
     Not for a main thread: an interrupt could leave it so.

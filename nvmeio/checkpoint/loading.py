@@ -37,7 +37,7 @@ from nvmeio._formats.torch_file import (
     scan_pickle,
     spans_of,
 )
-from nvmeio._formats.torch_zip import LOCAL_MAGIC
+from nvmeio._formats.torch_zip import LOCAL_MAGIC, SMALL_BYTES
 from nvmeio._io.long_call import LongCall
 from nvmeio._threads.interruptible import in_thread, run_interruptible
 from nvmeio.checkpoint import _unpickling as unpickling
@@ -54,10 +54,6 @@ if TYPE_CHECKING:
     from nvmeio.progress import Progress
 
 _CPU = torch.device("cpu")
-
-# A file of up to this is read through the page cache: making a handle, and closing it, takes longer
-# than that. At 16 MiB a handle's load takes two thirds of its CPU time.
-SMALL_BYTES = 8 << 20
 
 
 def load(

@@ -44,10 +44,10 @@ def save(
 ) -> None:
     """Save an object as `torch.save` does, at the drive's speed, atomically and durably.
 
-    The file is an ordinary torch checkpoint that every `torch.load` reads, with its storages on
-    4 KiB boundaries. It is written beside `path` under a temporary name and renamed when all of it
-    is durable, so `path` is the old file or the new one at every moment, also after a crash, and
-    the new one once this returns.
+    The file is an ordinary torch checkpoint that every `torch.load` reads; from 8 MiB on its
+    storages lie on 4 KiB boundaries. It is written beside `path` under a temporary name and renamed
+    when all of it is durable, so `path` is the old file or the new one at every moment, also after
+    a crash, and the new one once this returns.
 
     Args:
         obj: Anything that torch.save takes; it must not be changed meanwhile.

@@ -286,6 +286,4 @@ def chunked_cross_entropy(
         found: torch.Tensor = checkpoint(loss_of, rows[part], classes[part], use_reentrant=False)
         total = found if total is None else total + found
     assert total is not None
-    if reduction == "sum":
-        return total
-    return total / (classes != ignore_index).sum()
+    return total if reduction == "sum" else total / (classes != ignore_index).sum()

@@ -113,9 +113,7 @@ class HiCache:
     # Pools and their stores
 
     def _pool(self, name: str) -> Any:
-        if name == _KV:
-            return self.mem_pool_host
-        return self.registered_pools[name]
+        return self.mem_pool_host if name == _KV else self.registered_pools[name]
 
     def _pools(self) -> dict[str, Any]:
         others = getattr(self, "registered_pools", {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 import os
 import pickle
 import stat
@@ -145,11 +146,23 @@ def test_the_file_is_what_torch_would_write_but_for_the_alignment(
             assert ours.read(own) == theirs.read(stock)
 
 
-def test_storages_begin_on_pages(path: Path) -> None:
-    nvmeio.save({"a": noise(100), "b": noise(300_000), "c": noise(3)}, path)
+@pytest.mark.parametrize(("elements", "unit"), [(300_000, 64), (2 << 20, 4096)])
+def test_storages_begin_on_pages_where_they_are_read_direct(
+    elements: int, unit: int, path: Path
+) -> None:
+    nvmeio.save({"a": noise(100), "b": noise(elements), "c": noise(3)}, path)
     reader: Any = torch._C.PyTorchFileReader(str(path))
-    for key in range(3):
-        assert reader.get_record_offset(f"data/{key}") % 4096 == 0
+    offsets = [reader.get_record_offset(f"data/{key}") for key in range(3)]
+    assert math.gcd(*offsets) % unit == 0
+    assert (offsets[1] - offsets[0] < 4096) == (unit == 64)
+
+
+def test_a_small_file_has_the_size_of_torch_s(path: Path) -> None:
+    state = {str(number): torch.full((16,), float(number)) for number in range(100)}
+    nvmeio.save(state, path)
+    theirs = io.BytesIO()
+    torch.save(state, theirs)
+    assert path.stat().st_size == len(theirs.getvalue())
 
 
 def test_without_checksums(path: Path) -> None:
@@ -244,7 +257,7 @@ def test_torch_still_has_the_interfaces_that_save_rests_on(path: Path) -> None:
     layout = torch_layout.plan_layout({"a": noise(1000)})
     assert [record.name for record in layout.records] == ["archive/data/0"]
     assert torch_pickler.save_settings() is not None
-    assert layout.records[0].offset % 4096 == 0
+    assert layout.records[0].offset % 64 == 0
 
 
 @pytest.mark.parametrize("where", ["meta", "cpu"])

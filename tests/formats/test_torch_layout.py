@@ -227,8 +227,9 @@ def test_a_storage_that_is_resized_after_it_was_pickled_is_told(nbytes: int) -> 
     assert (raised.value.expected, raised.value.found) == (80, nbytes)
 
 
-def test_more_records_than_the_end_record_can_count() -> None:
-    told = TorchRecords()
+@pytest.mark.parametrize("alignment", [64, 4096])
+def test_more_records_than_the_end_record_can_count(alignment: int) -> None:
+    told = TorchRecords(alignment)
     told.write_record("data.pkl", b"1", 1)
     told.write_record("byteorder", b"little", 6)
     for number in range(0x10000):
@@ -236,10 +237,11 @@ def test_more_records_than_the_end_record_can_count() -> None:
     assert told.skeleton() == told.written()
 
 
-def test_archives_of_more_than_32_bits() -> None:
+@pytest.mark.parametrize("alignment", [64, 4096])
+def test_archives_of_more_than_32_bits(alignment: int) -> None:
     """The directory too lies past 4 GiB; nothing of that size is allocated."""
     for sizes in ([(1 << 32) - 1], [1 << 32], [5 << 30, 1, 6 << 30, 0, 2]):
-        told = TorchRecords()
+        told = TorchRecords(alignment)
         told.write_record("byteorder", b"little", 6)
         for number, nbytes in enumerate(sizes):
             told.write_record_metadata(f"data/{number}", nbytes)
@@ -257,7 +259,7 @@ def test_a_torch_without_the_seam_saves_by_itself(
 
 
 def test_records_that_are_told_twice_or_in_part_are_refused() -> None:
-    told = TorchRecords()
+    told = TorchRecords(64)
     told.write_record("a", b"12", 2)
     for name, data, nbytes in (("a", b"12", 2), ("b", b"12", 1)):
         with pytest.raises(BackendUnavailableError):
