@@ -33,7 +33,8 @@ _SIZES = {
     "qk_rope_head_dim q_lora_rank kv_lora_rank rotary_dim": 16,
     "max_position_embeddings n_positions n_ctx max_source_positions max_target_positions "
     "seq_length max_seq_len max_sequence_length": 128,
-    "vocab_size src_vocab_size tgt_vocab_size encoder_vocab_size decoder_vocab_size": VOCABULARY,
+    "vocab_size src_vocab_size tgt_vocab_size encoder_vocab_size decoder_vocab_size "
+    "unpadded_vocab_size": VOCABULARY,
     "bos_token_id decoder_start_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,

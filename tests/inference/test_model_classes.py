@@ -18,7 +18,12 @@ from nvmeio.inference._plan import units
 pytestmark = [pytest.mark.stress, pytest.mark.timeout(300)]
 
 # Made of the checkpoint's tensors in ways that reading to a place cannot: refused by name.
-REFUSED = {"HrmTextForCausalLM", "Inkling2ForCausalLM"}
+REFUSED = {
+    "HrmTextForCausalLM",
+    "Inkling2ForCausalLM",
+    "Inkling2LoopForCausalLM",
+    "LaraMiniForCausalLM",
+}
 # Divides weights in place in its first pass.
 CHANGES_WEIGHTS = {"RwkvForCausalLM"}
 # Their decoder reads the weight of a small embedding without a call of it: small ones always stay.

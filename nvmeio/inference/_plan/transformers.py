@@ -12,7 +12,7 @@ import importlib
 import inspect
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -286,17 +286,7 @@ def parts_of(
         name: (part_of(stored), (stored.name,)) for name, stored in plain.items()
     }
     for name, lists in fused.items():
-        converter = by_pattern[next(iter(lists))]
-        ordered_lists = [lists[p] for p in converter.source_patterns if p in lists]
-        if len(ordered_lists) != len(converter.source_patterns):
-            raise IntegrityError(
-                f"{checkpoint.path} lacks tensors of which {name!r} is put together: there are "
-                f"{sorted(lists)}, wanted are {converter.source_patterns}",
-                expected=converter.source_patterns,
-                found=sorted(lists),
-            )
-        sources = tuple(stored.name for tensors in ordered_lists for stored in tensors)
-        found[name] = (_fuse(converter, ordered_lists, name, checkpoint), sources)
+        found[name] = _fuse(by_pattern[next(iter(lists))], lists, name, checkpoint)
     ignored = [
         re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     ]
@@ -305,17 +295,27 @@ def parts_of(
 
 
 def _fuse(
-    converter: Any, lists: Sequence[Sequence[StoredTensor]], name: str, checkpoint: SafetensorsSet
-) -> WeightPart:
+    converter: Any, lists: dict[str, list[StoredTensor]], name: str, checkpoint: SafetensorsSet
+) -> tuple[WeightPart, tuple[str, ...]]:
+    wanted, merge = converter.source_patterns, ("MergeModulelist", 0)
     steps = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
-    if steps == [("MergeModulelist", 0)] and len(lists) == 1:
-        return stacked(lists, name, checkpoint)
-    if steps == [("MergeModulelist", 0), ("Concatenate", 1)]:
-        return stacked(lists, name, checkpoint)
-    if steps == [("Concatenate", 0)]:
-        return concatenated([stored for tensors in lists for stored in tensors], name, checkpoint)
-    raise TypeError(
-        f"{name!r} is made of the checkpoint's tensors by {', '.join(step for step, _ in steps)}, "
-        "which is more than reading them to a place: load the model once and save it with "
-        "save_pretrained(directory, save_original_format=False), which stores what it uses"
-    )
+    stacks = steps == [merge, ("Concatenate", 1)] or (steps == [merge] and len(wanted) == 1)
+    if not stacks and steps != [("Concatenate", 0)]:
+        raise TypeError(
+            f"{name!r} is made of the checkpoint's tensors by {', '.join(op for op, _ in steps)},"
+            " which is more than reading them to a place: load the model once and save it with "
+            "save_pretrained(directory, save_original_format=False), which stores what it uses"
+        )
+    if len(lists) != len(wanted):
+        raise IntegrityError(
+            f"{checkpoint.path} lacks tensors of which {name!r} is put together: there are "
+            f"{sorted(lists)}, wanted are {wanted}",
+            expected=wanted,
+            found=sorted(lists),
+        )
+    ordered = [lists[pattern] for pattern in wanted]
+    sources = tuple(stored for tensors in ordered for stored in tensors)
+    names = tuple(stored.name for stored in sources)
+    if stacks:
+        return stacked(ordered, name, checkpoint), names
+    return concatenated(sources, name, checkpoint), names
