@@ -211,8 +211,13 @@ class Reader:
                         return
                     self._condition.wait()
                 self._landing = True
-            while self._step(only_if_needed=True):  # nothing of a step is held between two
-                pass
+            try:
+                while self._step(only_if_needed=True):  # nothing of a step is held between two
+                    pass
+            except BaseException as failed:  # no memory to note something in, say
+                with self._condition:
+                    self._landing = False
+                    self._fail_all(failed)
 
     def _is_needed(self) -> bool:
         """Whether the thread has work while nobody waits. With the condition held."""
@@ -250,8 +255,8 @@ class Reader:
         except BaseException as failed:
             error = failed
         with self._condition:
-            self._flying.popleft()
             self._flying_bytes -= nbytes
+            self._flying.popleft()
         self._land(fill, wanted, error)
         return True
 
@@ -310,19 +315,23 @@ class Reader:
             ):
                 return
             if fill.chunks:
-                wanted = fill.chunks.popleft()
+                wanted, operation = fill.chunks.popleft(), None
                 try:
                     operation = self._handle.async_pread(wanted.memory, wanted.file, wanted.start)
-                except Exception as failed:  # a closed handle, a descriptor that cannot be had
+                    fill.operations.append(operation)
+                    # A window on a device counts memory there for as long as anybody has it.
+                    noted = wanted._replace(memory=_NOTHING) if fill.on_device else wanted
+                    self._flying.append((operation, fill, noted, nbytes))
+                except Exception as failed:  # a closed handle; no descriptor, or no memory
+                    if operation is not None:  # nobody else knows of it
+                        operation.cancel()
+                        with contextlib.suppress(Exception):
+                            operation.exception()
                     fill.left -= 1
                     self._fail(fill, failed, wanted)
                     if not fill.left:
                         self._conclude(fill)
                 else:
-                    if fill.on_device:  # a window there counts it for as long as anybody has it
-                        wanted = wanted._replace(memory=_NOTHING)
-                    fill.operations.append(operation)
-                    self._flying.append((operation, fill, wanted, nbytes))
                     self._flying_bytes += nbytes
             if not fill.chunks:
                 with contextlib.suppress(ValueError):
@@ -357,6 +366,16 @@ class Reader:
         for operation, owner, _, _ in self._flying:
             if owner is fill:
                 operation.cancel()
+
+    def _fail_all(self, error: BaseException) -> None:
+        """What flies is still landed; the rest has ended."""
+        for _, fill, _, _ in self._flying:
+            self._fail(fill, error, None)
+        while self._queue:
+            fill = self._queue.popleft()
+            self._fail(fill, error, None)
+            if not fill.left:
+                self._conclude(fill)
 
     def _conclude(self, fill: Fill) -> None:
         if fill.error is None and not fill.cancelled and fill.finished is not None:

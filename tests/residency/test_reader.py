@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -294,3 +295,67 @@ def test_a_fill_that_nobody_waited_for_is_cancelled(
     reader.cancel(fill)
     assert fill.done.is_set() and not fill.whole
     assert not reader._flying
+
+
+class Refusing(deque[Any]):
+    """Raises MemoryError in one of its methods, once, after so many calls."""
+
+    def refuse(self, method: str, after: int = 0) -> None:
+        self.method, self.after = method, after
+
+    def _called(self, method: str) -> None:
+        if method == self.method:
+            self.after -= 1
+            if self.after == -1:
+                raise MemoryError
+
+    def append(self, value: Any) -> None:
+        self._called("append")
+        super().append(value)
+
+    def popleft(self) -> Any:
+        self._called("popleft")
+        return super().popleft()
+
+
+@pytest.mark.parametrize("noted_in", ["operations", "_flying"])
+def test_a_read_that_there_is_no_memory_to_note_is_waited_for(
+    noted_in: str, reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread ended, and whoever waited then waited for ever."""
+    monkeypatch.setattr(system, "is_cached", lambda *_: False)
+    monkeypatch.setattr(reader_module, "FLIGHT_OPERATIONS", 1)  # the thread begins all but one
+    refusing = Refusing()
+    refusing.refuse("append", after=2)
+    ended = threading.Event()
+    fill = Fill([WantedBytes(weights, 0, torch.zeros(NBYTES, dtype=torch.uint8), 0)])
+    fill.attended, fill.ended = True, ended.set
+    where: Any = fill if noted_in == "operations" else reader
+    monkeypatch.setattr(where, noted_in, refusing)
+    reader.submit(fill)
+    assert ended.wait(LIMIT_S)
+    assert isinstance(fill.error, MemoryError) and not fill.whole
+    handle: Any = reader._handle
+    assert handle.stats.in_flight == 0
+    fill, memory = bring(reader, weights)
+    assert fill.error is None and memory.numpy().tobytes() == BYTES
+
+
+def test_a_thread_without_memory_fails_what_it_lands_and_goes_on(
+    reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system, "is_cached", lambda *_: False)
+    refusing = Refusing()
+    refusing.refuse("popleft", after=1)
+    monkeypatch.setattr(reader, "_flying", refusing)
+    fills = [fill_of(weights, NBYTES), fill_of(weights, NBYTES)]
+    ended = [threading.Event() for _ in fills]
+    for fill, event in zip(fills, ended, strict=True):
+        fill.attended, fill.ended = True, event.set
+        reader.submit(fill)
+    for event in ended:
+        assert event.wait(LIMIT_S)
+    assert any(isinstance(fill.error, MemoryError) for fill in fills)
+    assert all(fill.whole or isinstance(fill.error, MemoryError) for fill in fills)
+    fill, memory = bring(reader, weights)
+    assert fill.error is None and memory.numpy().tobytes() == BYTES
