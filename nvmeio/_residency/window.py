@@ -142,6 +142,10 @@ class Window(Generic[Unit, SomeSlot]):
         if computing:
             self._order.note(unit, backward)
             self._expected(unit, slot)
+        fill = None if slot is None or slot.holds else slot.fill
+        if fill is not None and isinstance(fill.error, MemoryError):
+            self.drop(unit)  # read ahead when there was none; now it is needed
+            slot = None
         if slot is None:
             slot = self._begin(unit, self._room(unit))
         if computing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,39 @@ class Units(Keeper[int, Slot[int]]):
 
     def give_back(self, slot: Slot[int]) -> None:
         pass
+
+
+def test_what_was_read_ahead_without_memory_is_read_anew_when_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass failed by an earlier one's want of memory."""
+    (tmp_path / "units").write_bytes(bytes(64 << 10) + b"\x07" * (64 << 10))
+    with (
+        nvmeio.AioHandle(block_size=4096, queue_depth=1) as handle,
+        nvmeio.open(tmp_path / "units") as file,
+    ):
+        reader, keeper = Reader(handle), Units(file)
+        window = Window(reader, keeper, Cyclic([0, 1]))
+        pread = handle.async_pread
+        refused: list[int] = []
+
+        def refuse_the_second(memory: torch.Tensor, file: nvmeio.File, at: int = 0) -> Any:
+            if at and not refused:
+                refused.append(at)
+                raise MemoryError
+            return pread(memory, file, at)
+
+        monkeypatch.setattr(handle, "async_pread", refuse_the_second)
+        try:
+            window.need(0)
+            ahead = window.slot(1)
+            assert refused and ahead is not None and ahead.fill is not None
+            assert isinstance(ahead.fill.error, MemoryError)
+            slot = window.need(1)
+            assert bool((slot.host == 7).all())
+            assert keeper.bound == [0, 1]
+        finally:
+            reader.stop()
 
 
 def test_a_read_that_somebody_cancelled_is_not_taken_for_the_bytes(tmp_path: Path) -> None:
