@@ -22,6 +22,8 @@ _MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": "0",
     "MALLOC_TOP_PAD_": "0",
 }
+# A thread's first use of a library's thread-local data, which nobody can refuse (__tls_get_addr).
+_GLIBC_GAVE_UP = "cannot allocate memory for thread-local data: ABORT\n"
 
 
 @pytest.mark.stress
@@ -53,4 +55,6 @@ def test_memory_refused_in_mid_call(scenario, tmp_path):
         text=True,
         timeout=580,
     )
+    if ran.returncode == 127 and ran.stderr.endswith(_GLIBC_GAVE_UP):
+        pytest.skip(f"glibc ended the process: {ran.stderr.strip()}")
     assert ran.returncode == 0, ran.stderr[-6000:]

@@ -267,11 +267,11 @@ class Twice(_CtrlC):
     def around(self) -> Iterator[None]:
         self._engine.gate.clear()
         thread = threading.Thread(target=self._interrupt, name="interrupts")
-        thread.start()
         try:
-            with super().around():
+            with super().around():  # before the first signal: what is under way may ask the drive
                 try:
                     try:
+                        thread.start()
                         yield
                     finally:
                         self._armed = False
