@@ -254,10 +254,10 @@ def test_a_torch_without_the_interfaces(
 
 def test_torch_still_has_the_interfaces_that_save_rests_on(path: Path) -> None:
     """Were one gone, saving would fall back to torch.save, and only be slow."""
-    layout = torch_layout.plan_layout({"a": noise(1000)})
+    layout = torch_layout.plan_layout({"a": noise(3 << 20)})
     assert [record.name for record in layout.records] == ["archive/data/0"]
     assert torch_pickler.save_settings() is not None
-    assert layout.records[0].offset % 64 == 0
+    assert layout.records[0].offset % 4096 == 0
 
 
 @pytest.mark.parametrize("where", ["meta", "cpu"])

@@ -306,7 +306,7 @@ def _fuse(
             " which is more than reading them to a place: load the model once and save it with "
             "save_pretrained(directory, save_original_format=False), which stores what it uses"
         )
-    if len(lists) != len(wanted):
+    if lists.keys() != set(wanted):
         raise IntegrityError(
             f"{checkpoint.path} lacks tensors of which {name!r} is put together: there are "
             f"{sorted(lists)}, wanted are {wanted}",
