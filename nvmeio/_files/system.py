@@ -39,15 +39,8 @@ def parse_mountinfo(text: str) -> list[Mount]:
         before, separator, after = line.partition(" - ")
         left, right = before.split(" "), after.split(" ")
         if separator and len(left) >= 6 and len(right) >= 2:
-            mounts.append(
-                Mount(
-                    int(left[0]),
-                    left[2],
-                    _unescape(left[4]),
-                    _unescape(right[0]),
-                    _unescape(right[1]),
-                )
-            )
+            names = map(_unescape, (left[4], *right[:2]))
+            mounts.append(Mount(int(left[0]), left[2], *names))
     return mounts
 
 

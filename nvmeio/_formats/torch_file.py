@@ -102,13 +102,7 @@ class TorchFile:
         """
         if name in self._texts:
             return self._texts[name]
-        entry = self.records.get(name)
-        if entry is None:
-            raise IntegrityError(
-                f"{self.path}: there is no record {name!r}: not written by torch.save",
-                expected=name,
-                found=None,
-            )
+        entry = self.entry(name, ": not written by torch.save")
         if name == _PICKLE:
             system.check_available(entry.nbytes, entry.nbytes)
         elif entry.nbytes > _MAX_TEXT_BYTES:
@@ -119,6 +113,14 @@ class TorchFile:
                 found=entry.nbytes,
             )
         return read_buffered(self._file, entry.offset, entry.nbytes)
+
+    def entry(self, name: str, why: str) -> torch_zip.ZipEntry:
+        """Where a record lies; IntegrityError, which says `why` it should be there."""
+        found = self.records.get(name)
+        if found is None:
+            missing = f"{self.path}: there is no record {name!r}{why}"
+            raise IntegrityError(missing, expected=name, found=None)
+        return found
 
     def memory_of(self, name: str, nbytes: int) -> memoryview:
         """The first bytes of a record, in memory that is its alone; errors as `read_buffered`."""
@@ -193,13 +195,7 @@ def places_of(checkpoint: TorchFile, scan: Scan) -> dict[str, tuple[int, int]]:
     places: dict[str, tuple[int, int]] = {}
     for key, ref in scan.storages.items():
         name = f"data/{key}"
-        entry = checkpoint.records.get(name)
-        if entry is None:
-            raise IntegrityError(
-                f"{checkpoint.path}: there is no record {name!r}, to which data.pkl refers",
-                expected=name,
-                found=None,
-            )
+        entry = checkpoint.entry(name, ", to which data.pkl refers")
         dtype = ref.dtype
         itemsize = 1 if dtype is None else dtype.itemsize
         nbytes = entry.nbytes if dtype is None else ref.numel * itemsize

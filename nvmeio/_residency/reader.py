@@ -180,13 +180,7 @@ class Reader:
             fill.cancelled = True
             with contextlib.suppress(ValueError):
                 self._queue.remove(fill)
-            fill.left -= len(fill.chunks)
-            fill.chunks.clear()
-            flying = [operation for operation, owner, _, _ in self._flying if owner is fill]
-            for operation in flying:
-                operation.cancel()
-            if not fill.left and not fill.done.is_set():
-                self._conclude(fill)
+            self._begin_no_more(fill)
         self.wait(fill)
 
     def stop(self) -> None:
@@ -272,7 +266,6 @@ class Reader:
             if error is not None and fill in self._queue:
                 self._queue.remove(fill)
                 self._fail(fill, error, None)
-                self._conclude(fill)
 
     def _copy(self, fill: Fill, wanted: WantedBytes) -> BaseException | None:
         """Copy a chunk from the page cache, or read it if that does not work."""
@@ -295,7 +288,7 @@ class Reader:
             fill.left -= 1
             if error is not None:
                 self._fail(fill, error, wanted)
-            if not fill.left:
+            elif not fill.left:
                 self._conclude(fill)
 
     # With the condition held
@@ -329,8 +322,6 @@ class Reader:
                             operation.exception()
                     fill.left -= 1
                     self._fail(fill, failed, wanted)
-                    if not fill.left:
-                        self._conclude(fill)
                 else:
                     self._flying_bytes += nbytes
             if not fill.chunks:
@@ -361,21 +352,23 @@ class Reader:
     def _fail(self, fill: Fill, error: BaseException, wanted: WantedBytes | None) -> None:
         if fill.error is None:
             fill.error, fill.failed_at = error, wanted
+        self._begin_no_more(fill)
+
+    def _begin_no_more(self, fill: Fill) -> None:
         fill.left -= len(fill.chunks)
         fill.chunks.clear()
         for operation, owner, _, _ in self._flying:
             if owner is fill:
                 operation.cancel()
+        if not fill.left and not fill.done.is_set():
+            self._conclude(fill)
 
     def _fail_all(self, error: BaseException) -> None:
         """What flies is still landed; the rest has ended."""
         for _, fill, _, _ in self._flying:
             self._fail(fill, error, None)
         while self._queue:
-            fill = self._queue.popleft()
-            self._fail(fill, error, None)
-            if not fill.left:
-                self._conclude(fill)
+            self._fail(self._queue.popleft(), error, None)
 
     def _conclude(self, fill: Fill) -> None:
         if fill.error is None and not fill.cancelled and fill.finished is not None:

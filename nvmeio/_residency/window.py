@@ -142,8 +142,7 @@ class Window(Generic[Unit, SomeSlot]):
         if computing:
             self._order.note(unit, backward)
             self._expected(unit, slot)
-        fill = None if slot is None or slot.holds else slot.fill
-        if fill is not None and isinstance(fill.error, MemoryError):
+        if slot and not slot.holds and slot.fill and isinstance(slot.fill.error, MemoryError):
             self.drop(unit)  # read ahead when there was none; now it is needed
             slot = None
         if slot is None:

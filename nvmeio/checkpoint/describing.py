@@ -12,12 +12,7 @@ import torch
 from nvmeio._formats import packed_index, pickle_calls, pickle_values
 from nvmeio._formats.pickle_values import Global, PickledCall, StorageRef
 from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of, open_checkpoint
-from nvmeio._formats.torch_file import (
-    TorchFile,
-    scan_pickle,
-    spans_of,
-    unsafe_globals,
-)
+from nvmeio._formats.torch_file import TorchFile, scan_pickle, spans_of, unsafe_globals
 from nvmeio._formats.torch_part import head_of
 from nvmeio._formats.torch_zip import Archive, ZipEntry
 from nvmeio._io.handles import CallHandle

@@ -24,6 +24,7 @@ from typing import TypeVar
 import torch
 
 from nvmeio._memory import devices
+from nvmeio._memory.system import text_of
 from nvmeio._threads.interruptible import begun
 from nvmeio.engines.cufile import library
 from nvmeio.engines.cufile.library import Library, Properties
@@ -94,10 +95,7 @@ def nvidia_fs() -> str:
         return words[-1] if words else "unknown"
     except OSError:
         pass
-    try:
-        modules = MODULES.read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
+    modules = text_of(MODULES).splitlines()
     return "unknown" if any(line.startswith("nvidia_fs ") for line in modules) else ""
 
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nvmeio._memory.system import text_of
 from nvmeio.engines.base import EngineError
 from nvmeio.errors import BackendUnavailableError, CuFileError
 
@@ -93,12 +94,7 @@ def library_candidates() -> Iterator[FoundLibrary]:
 
 
 def _loaded() -> Iterator[FoundLibrary]:
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            lines = maps.read().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in text_of("/proc/self/maps").splitlines():
         path = line.split(maxsplit=5)[-1]
         if "/libcufile.so" in path:
             yield FoundLibrary(path, "already loaded")

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -350,12 +350,9 @@ class StateSwapper(Swapped):
         With `remove`, what is in the directory goes too.
         """
         self.closed = True
-        ends: list[Callable[[], None]] = [self.store.close, self._free]
-        if self.gradients is not None:
-            ends.insert(0, self.gradients.close)
-        ends.append(self.handles.close)
-        ends.append(functools.partial(self.directory.release, remove))
-        do_all(ends)
+        gradients = [] if self.gradients is None else [self.gradients.close]
+        release = functools.partial(self.directory.release, remove)
+        do_all([*gradients, self.store.close, self._free, self.handles.close, release])
 
     def _free(self) -> None:
         self.pipeline.close()
