@@ -16,7 +16,7 @@
 static int is_alike(int fd, const char *target, const struct stat *old, const struct stat *made) {
   return made->st_uid == old->st_uid && made->st_gid == old->st_gid &&
          listxattr(target, NULL, 0) <= 0 && flistxattr(fd, NULL, 0) <= 0 &&
-         fchmod(fd, old->st_mode & 07777) == 0;
+         (((made->st_mode ^ old->st_mode) & 07777) == 0 || fchmod(fd, old->st_mode & 07777) == 0);
 }
 
 static int is_named(const char *path, const struct stat *made) {

@@ -269,8 +269,9 @@ def _replace_by_steps(path: str, parts: Sequence[memoryview], durable: bool) -> 
 
 def _replace_in_one_call(path: str, parts: Sequence[memoryview], durable: bool) -> bool:
     """Do it, and return True; False if nothing was done because it takes more than that."""
-    target = os.path.realpath(path)
-    directory, name = os.path.split(target)
+    target = os.path.realpath(path) if os.path.islink(path) else path
+    folder, name = os.path.split(target)
+    directory = folder or "."
     try:
         if not (name and is_local(directory)) or _leftovers(directory):
             return False
@@ -328,8 +329,8 @@ def remove_leftovers(directory: str) -> list[str]:
 
 def _leftovers(directory: str) -> list[str]:
     """The names of temporary files, of writers that live or not; none if it cannot be read."""
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        return [entry.name for entry in entries if _TEMPORARY.fullmatch(entry.name)]
+    with contextlib.suppress(OSError):
+        return [name for name in os.listdir(directory) if _TEMPORARY.fullmatch(name)]
     return []
 
 
