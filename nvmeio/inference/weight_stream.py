@@ -193,6 +193,10 @@ class WeightStream(NotPickled, Closing):
         finally:
             del stays
 
+    def as_read(self, unit: Unit) -> list[torch.Tensor]:
+        """The weights of a unit in use; RuntimeError if the call that uses it has changed them."""
+        return [] if self._uses is None else self._uses.as_read(unit)
+
     def _ask(
         self, owner: OwnerThread, uses: Uses, unit: Unit, lockstep: Lockstep[Any] | None
     ) -> Claim:

@@ -404,16 +404,22 @@ class Output(transformers.utils.ModelOutput):  # type: ignore[misc]
     ],
     ids=["tensor", "list", "dict", "named", "output", "item"],
 )
+@pytest.mark.parametrize("place", ["streams", "is converted", "stays, and is converted"])
+@pytest.mark.parametrize("shown", ["weight", "counts"])
 def test_an_output_that_is_a_view_of_a_weight_outlives_it(
-    wrap: Any, unwrap: Any, tmp_path: Path, stream: Make
+    shown: str, place: str, wrap: Any, unwrap: Any, tmp_path: Path, stream: Make
 ) -> None:
+    """Of layers that stay the next one was converted over it; a buffer was left as it was."""
+
     class Shows(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.empty(64, 64))
+            self.counts: torch.Tensor
+            self.register_buffer("counts", torch.empty(64, 64, dtype=torch.int64))
 
         def forward(self, x: torch.Tensor) -> Any:
-            return wrap(x, self.weight[:2])
+            return wrap(x, getattr(self, shown)[:2])
 
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -424,11 +430,17 @@ def test_an_output_that_is_a_view_of_a_weight_outlives_it(
             found = [layer(x) for layer in self.layers]
             return [unwrap(one) for one in found]
 
-    values = {f"layers.{n}.weight": torch.full((64, 64), float(n)) for n in range(4)}
+    dtype = torch.float32 if place == "streams" else torch.float16
+    values = {f"layers.{n}.weight": torch.full((64, 64), float(n), dtype=dtype) for n in range(4)}
+    values |= {f"layers.{n}.counts": torch.full((64, 64), n) for n in range(4)}
     save_safetensors(values, tmp_path / "v.safetensors")
     with torch.device("meta"):
         empty = Outer()
-    model = stream(empty, tmp_path / "v.safetensors", resident_bytes=20_000, window=1)
+    room = 64 << 20 if "stays" in place else 80_000
+    model = stream(
+        empty, tmp_path / "v.safetensors", resident_bytes=room, window=1, dtype=torch.float32
+    )
+    assert {unit.resident for unit in model.weight_stream.units} == {"stays" in place}
     found = model(torch.zeros(1))
     assert [int(rows[0, 0]) for rows in found] == [0, 1, 2, 3]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -427,3 +429,133 @@ def test_a_file_that_is_removed_or_replaced_goes_on_being_read(
     model.weight_stream.close()
     with pytest.raises(FileNotFoundError):
         model.weight_stream.reopen()
+
+
+# Weights that a layer's own call changes
+
+
+def in_place(norm: Any) -> None:
+    norm.weight.mul_(2)
+
+
+def through_a_view(norm: Any) -> None:
+    norm.bias.detach()[:1] += 1
+
+
+def anew(norm: Any) -> None:
+    norm.weight = torch.nn.Parameter(norm.weight * 2)
+
+
+def by_batch_norm(norm: Any) -> None:
+    norm.train()(torch.randn(4, 48))
+
+
+WITHIN: dict[str, Callable[[torch.nn.Module], None]] = {
+    "in place": in_place,
+    "through a view": through_a_view,
+    "anew": anew,
+    "by batch norm": by_batch_norm,
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("change", WITHIN)
+def test_a_weight_that_its_layers_own_call_changes_is_refused(
+    change: str, mode: Any, tmp_path: Path, stream: Make
+) -> None:
+    """The change was lost with the layer, without a word; torch keeps it."""
+    whole = saved_net(tmp_path / "net.safetensors")
+    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=200_000, window=2)
+    x = torch.randn(5, 16)
+    with mode():
+        hook = net.blocks[1].second.register_forward_hook(
+            lambda *_: WITHIN[change](net.blocks[1].norm)
+        )
+        assert not next(u for u in net.weight_stream.units if u.name == "blocks.1").resident
+        with pytest.raises(RuntimeError, match=r"was changed by its layer's own call.*batch norm"):
+            net(x)
+        hook.remove()
+        net.eval()
+        assert net(x).equal(whole(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", ["streams", "stays, and is converted", "stays"])
+def test_a_layer_that_calls_another_one_is_refused_unless_both_stay(
+    place: str, tmp_path: Path, stream: Make
+) -> None:
+    """Its weights went meanwhile: what it had looked at before were the bytes of others."""
+    whole = saved_net(tmp_path / NAME)
+    if "converted" in place:
+        whole.half().float()
+        state = {n: t.half() if t.is_floating_point() else t for n, t in whole.state_dict().items()}
+        nvmeio.save_safetensors(state, tmp_path / NAME)
+    model = stream(
+        empty_net(),
+        tmp_path / NAME,
+        resident_bytes=64 << 20 if "stays" in place else 200_000,
+        window=2,
+        dtype=torch.float32,
+    )
+    units = {unit.name: unit for unit in model.weight_stream.units}
+    assert units["blocks.1"].resident == ("stays" in place)
+
+    def calling_another(net: Net) -> None:
+        def forward(x: torch.Tensor) -> Any:
+            scale = net.blocks[1].scale
+            return net.blocks[3](x) * scale
+
+        net.blocks[1].forward = forward  # type: ignore[method-assign]
+
+    x = torch.randn(5, 16)
+    calling_another(model)
+    if place == "stays":
+        calling_another(whole)
+        assert model(x).equal(whole(x))
+        return
+    with pytest.raises(RuntimeError, match=r"'blocks.1' called another streamed layer"):
+        model(x)
+    del model.blocks[1].forward
+    assert model(x).equal(whole(x))
+
+
+@torch.no_grad()
+def test_a_layer_that_stays_keeps_what_its_own_call_changes(tmp_path: Path, stream: Make) -> None:
+    whole = saved_net(tmp_path / "net.safetensors").train()
+    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=64 << 20).train()
+    for seed in range(3):
+        x = torch.randn(5, 16, generator=torch.Generator().manual_seed(seed))
+        assert net(x).equal(whole(x))
+    assert net.eval()(x).equal(whole.eval()(x))
+
+
+@torch.no_grad()
+def test_an_embedding_that_scales_its_rows_is_streamed(tmp_path: Path, stream: Make) -> None:
+    """It changes its weight in each call, and always in the same way."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = torch.nn.Embedding(64, 32, max_norm=1.0)
+            self.exit = torch.nn.Linear(32, 32)
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            return self.exit(self.embedding(ids))
+
+    class Layers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(Layer() for _ in range(3))
+
+        def forward(self, ids: torch.Tensor) -> list[Any]:
+            return [layer(ids) for layer in self.layers]
+
+    whole = Layers()
+    nvmeio.save_safetensors(whole.state_dict(), tmp_path / NAME)
+    with torch.device("meta"):
+        empty = Layers()
+    model = stream(empty, tmp_path / NAME, layers=[*empty.layers], resident_bytes=32_000)
+    assert not any(unit.resident for unit in model.weight_stream.units)
+    for _ in range(2):
+        found, expected = model(torch.arange(40)), copy.deepcopy(whole)(torch.arange(40))
+        assert all(map(torch.equal, found, expected))

@@ -97,7 +97,7 @@ def _with_weights(stream: WeightStream, unit: Unit) -> Callable[..., Any]:
     """A function that calls its first argument with the weights of a unit."""
     if stream.trainable:
         use = functools.partial(stream.use, unit)
-        own = functools.partial(_own, unit=unit)
+        own = functools.partial(_own, stream, unit)
         return functools.partial(calls.taking(use, stream.origin_of, own), True)
     return functools.partial(_computing_with, stream, unit)
 
@@ -108,20 +108,20 @@ def _computing_with(
     _check_grad(repr(unit.name), args, kwargs)
     use = stream.use(unit)
     try:
-        without = calls.without_grad()
-        try:
-            return _own(call(*args, **kwargs), unit)
-        finally:
-            del without
+        return _without_grad(lambda: _own(stream, unit, call(*args, **kwargs)))
     finally:
         del use
 
 
 def _quietly(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     _check_grad("a part of the model", args, kwargs)
+    return _without_grad(lambda: call(*args, **kwargs))
+
+
+def _without_grad(call: Callable[[], Any]) -> Any:
     without = calls.without_grad()
     try:
-        return call(*args, **kwargs)
+        return call()
     finally:
         del without
 
@@ -170,20 +170,25 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors_in(list(value.values()))
 
 
-def _own(output: Any, unit: Unit) -> Any:
+def _own(stream: WeightStream, unit: Unit, output: Any) -> Any:
     """The output, with copies in the place of views of weights that are about to go."""
-    if unit.resident:
+    if unit.resident and not unit.converted_bytes:
         return output
-    shown = [t.module._parameters.get(t.attribute) for t in unit.targets if not t.is_buffer]
+    shown = stream.as_read(unit)
+    if unit.targets and not shown and not stream.trainable:
+        raise RuntimeError(
+            f"{unit.name!r} called another streamed layer within its own call, which took its "
+            "weights away: give stream_model a module that holds both in layers="
+        )
     # Weights of one unit lie in one mapping; converted ones in the room for conversions.
-    storages = {
-        t.untyped_storage().data_ptr() for t in shown if t is not None and not stand_ins.is_meta(t)
-    }
+    storages = {t.untyped_storage().data_ptr() for t in shown if not stand_ins.is_meta(t)}
+
+    def is_view(value: torch.Tensor) -> bool:
+        return not value.is_meta and value.untyped_storage().data_ptr() in storages
 
     def copied(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            same = not value.is_meta and value.untyped_storage().data_ptr() in storages
-            return value.clone() if same else value
+            return value.clone() if is_view(value) else value
         if isinstance(value, tuple):
             parts = [copied(part) for part in value]
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
@@ -196,11 +201,7 @@ def _own(output: Any, unit: Unit) -> Any:
             return found
         return value
 
-    if not any(
-        t.untyped_storage().data_ptr() in storages for t in _tensors_in(output) if not t.is_meta
-    ):
-        return output
-    return copied(output)
+    return copied(output) if any(map(is_view, _tensors_in(output))) else output
 
 
 def _refuse(

@@ -25,7 +25,7 @@ from torch.nn import functional
 from nvmeio._memory import devices
 from nvmeio.inference._plan.quantization import Compute, Quantised, dequantise, in_halves, multiply
 from nvmeio.inference._plan.slot_layout import Weight
-from nvmeio.inference._stream.stand_ins import FrozenElsewhere
+from nvmeio.inference._stream.stand_ins import FrozenElsewhere, Shown
 
 # Of a widened part: stays in a core's second-level cache, or nearly, and is enough for a product.
 _PART_BYTES = 4 << 20
@@ -156,7 +156,7 @@ def _fits(inputs: Any, weight: Any, bias: Any = None) -> bool:
     return (
         isinstance(weight, PackedParameter)
         and type(inputs) in (torch.Tensor, nn.Parameter)
-        and type(bias) in (torch.Tensor, nn.Parameter, type(None))
+        and type(bias) in (torch.Tensor, nn.Parameter, Shown, type(None))
         and inputs.dtype is weight.packed.dtype
         and (bias is None or bias.dtype is inputs.dtype)
         and inputs.dim() > 0

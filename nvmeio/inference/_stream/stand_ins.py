@@ -123,6 +123,23 @@ class _Absent(torch.Tensor):
     data: Any = property(torch.Tensor.detach, _refuse)
 
 
+def _set_to_itself(weight: torch.Tensor, source: Any = None, *_: Any) -> torch.Tensor:
+    """Torch's parametrisations begin with that; nothing is done, so that the version stays."""
+    here = isinstance(source, torch.Tensor) and not is_meta(weight) and not is_meta(source)
+    if here and (source.data_ptr(), source.shape) == (weight.data_ptr(), weight.shape):
+        return weight
+    refuse_change()
+
+
+class Shown(nn.Parameter):
+    """A weight that is in its place for a call; its version says whether the call changed it."""
+
+    set_: Any = _set_to_itself
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return _remember(memo, self, self.detach())
+
+
 class Elsewhere(nn.Parameter):
     """Stands for a weight that is on disk, and says where it, or its rows, will be.
 
@@ -133,7 +150,7 @@ class Elsewhere(nn.Parameter):
     source: Origin | None = None
     on_device = torch.device("meta")
     is_here = False  # and is shown, packed
-    shown: type[nn.Parameter] = nn.Parameter  # in its place while it is there
+    shown: type[nn.Parameter] = Shown  # in its place while it is there
     __torch_function__ = _Absent.__torch_function__
 
     @property
@@ -150,15 +167,7 @@ class Elsewhere(nn.Parameter):
         return _remember(memo, self, _read(self))
 
 
-def _set_to_itself(weight: torch.Tensor, source: Any = None, *_: Any) -> torch.Tensor:
-    """Torch's parametrisations begin with that; nothing is done, so that the version stays."""
-    here = isinstance(source, torch.Tensor) and not is_meta(weight) and not is_meta(source)
-    if here and (source.data_ptr(), source.shape) == (weight.data_ptr(), weight.shape):
-        return weight
-    refuse_change()
-
-
-class Frozen(nn.Parameter):
+class Frozen(Shown):
     """A weight of a base that is not trained: adapters are, beside it.
 
     They are made where it says that it is. `data` is what they are merged into.
@@ -166,14 +175,11 @@ class Frozen(nn.Parameter):
 
     data: Any = property(lambda self: self.detach().as_subclass(_Unchanged), _refuse)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return _remember(memo, self, self.detach())
-
 
 # By name: a `__torch_function__` would cost time in each product. `check` finds what goes past it.
 for _name in dir(torch.Tensor):
-    if _changes(_name) and _name not in _CHANGES_NO_ELEMENTS:
-        setattr(Frozen, _name, _set_to_itself if _name == "set_" else _refuse)
+    if _changes(_name) and _name not in _CHANGES_NO_ELEMENTS and _name != "set_":
+        setattr(Frozen, _name, _refuse)
 
 
 class FrozenElsewhere(Frozen, Elsewhere):
@@ -447,8 +453,8 @@ def install(targets: Sequence[Target], tensors: Sequence[Any]) -> list[torch.Ten
     with torch._C.DisableTorchFunctionSubclass():  # as above
         for module, attribute, is_buffer, number, empty, _ in targets:
             if is_buffer:
-                module._buffers[attribute] = tensors[number]
-                shown.append(tensors[number])
+                shown.append(tensors[number].data)
+                module._buffers[attribute] = shown[-1]
                 continue
             if number not in parameters:  # tied parameters are one
                 parameters[number] = shown_as(empty, tensors[number])
@@ -465,11 +471,10 @@ def shown_as(parameter: torch.Tensor, data: Any) -> nn.Parameter:
     if not isinstance(data, torch.Tensor):
         made_of: nn.Parameter = data.shown_as(parameter)
         return made_of
-    kind = type(parameter) if isinstance(parameter, nn.Parameter) else nn.Parameter
-    kind = getattr(kind, "shown", kind)  # not what stands for it
-    if issubclass(kind, Frozen):
-        data = data.data  # with a version of its own, as autograd looks at it
-    made: nn.Parameter = torch.Tensor._make_subclass(kind, data, parameter.requires_grad)
+    own = type(parameter) if isinstance(parameter, nn.Parameter) else nn.Parameter
+    kind = getattr(own, "shown", own)  # not what stands for it
+    # With a version of its own, as autograd looks at it.
+    made: nn.Parameter = torch.Tensor._make_subclass(kind, data.data, parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     return made
 
@@ -482,7 +487,7 @@ def uninstall(targets: Sequence[Target]) -> None:
 
 def check(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> None:
     """Raise if modules show something else than they should, or a frozen weight was changed."""
-    replaced = _replaced(targets, shown)
+    replaced = _replaced(targets, shown, _was_changed)
     if replaced is not None:
         if any(map(_was_changed, shown)):
             refuse_change()
@@ -495,19 +500,38 @@ def check(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> None:
 
 def shows(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> bool:
     """Whether `check` finds nothing."""
-    return _replaced(targets, shown) is None
+    return _replaced(targets, shown, _was_changed) is None
 
 
-def _replaced(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> Target | None:
+def check_as_read(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> None:
+    """Raise if a call has changed what goes after it, and is read or converted anew for the next.
+
+    Not of embeddings with `max_norm`: they scale the same rows again in each call.
+    """
+    found = _replaced(targets, shown, _is_lost)
+    if found is not None:
+        raise RuntimeError(
+            f"{found.attribute!r} of {an(type(found.module).__name__)} was changed by its layer's "
+            "own call, and the layer's bytes come from the checkpoint anew for each call: the "
+            "change would be lost. Of batch norm, eval() changes nothing"
+        )
+
+
+def _replaced(targets: Sequence[Target], shown: Sequence[Any], changed: Any) -> Target | None:
     for target, wanted in zip(targets, shown, strict=True):
         module, attribute, is_buffer, *_ = target
         tensors: dict[str, Any] = module._buffers if is_buffer else module._parameters
-        if tensors.get(attribute) is not wanted or _was_changed(wanted):
+        if tensors.get(attribute) is not wanted or changed(wanted, module):
             return target
     return None
 
 
-def _was_changed(shown: torch.Tensor) -> bool:
+def _is_lost(shown: torch.Tensor, module: nn.Module) -> bool:
+    is_packed, is_scaled = on_disk(shown), getattr(module, "max_norm", None) is not None
+    return version_of(shown) != 0 and not (is_packed or is_scaled)
+
+
+def _was_changed(shown: torch.Tensor, _: nn.Module | None = None) -> bool:
     """Whether a frozen weight was changed past its methods: by `out=`, or through a view of it."""
     return type(shown) is Frozen and version_of(shown) != 0
 

@@ -20,8 +20,8 @@ from nvmeio._threads.closing import on_error
 from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio.errors import ClosedError, DeviceTimeoutError
 from nvmeio.inference._plan.units import Partition, Unit
+from nvmeio.inference._stream import stand_ins
 from nvmeio.inference._stream.slots import WeightSlot
-from nvmeio.inference._stream.stand_ins import check, check_frozen, install, shows, uninstall
 from nvmeio.inference._stream.turns import CLOSED, Turns, Waiting
 from nvmeio.inference._stream.weights import Resources, Weights
 from nvmeio.inference.block_schedule import Lockstep
@@ -78,7 +78,7 @@ class Uses:
         stream = devices.stream_here(memory.device)
         with devices.on_stream(stream):
             memory.ready(slot)
-            slot.shown = install(self._fixed.targets, memory.tensors(slot, keep=True))
+            slot.shown = stand_ins.install(self._fixed.targets, memory.tensors(slot, keep=True))
             slot.conversions.make()
             devices.now(memory.device).wait()  # for streams of any thread
         self._fixed_slot = slot
@@ -90,11 +90,11 @@ class Uses:
         self.resources.memory.settle()  # streams that had no need to ask may still compute
         try:
             self._window.drop_all()
-            uninstall(self._fixed.targets)
+            stand_ins.uninstall(self._fixed.targets)
             if self._fixed_slot is not None:
                 self.resources.memory.give_back(self._fixed_slot)
         except DeviceTimeoutError:  # whose copies may still come
-            uninstall(self._fixed.targets)
+            stand_ins.uninstall(self._fixed.targets)
         self.turns.close()
 
     # --- what stays in place --------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Uses:
         shared = self.turns.shared_use(caller)  # first: while it is had, nothing is taken away
         try:
             shown = self._settled.get(unit)
-            if shared is None or shown is None or not shows(unit.targets, shown):
+            if shared is None or shown is None or not stand_ins.shows(unit.targets, shown):
                 return None
             shared.times[0] += 1
             return shared.claim
@@ -152,6 +152,16 @@ class Uses:
         self.units_used += 1
         return self._owner.claim(self._leave, use, caller)
 
+    def as_read(self, unit: Unit) -> list[torch.Tensor]:
+        """What a unit shows; raises if the call that uses it has changed that.
+
+        In the thread that has the turn.
+        """
+        slot = self._window.slot(unit)
+        shown = [] if slot is None else slot.shown
+        stand_ins.check_as_read(unit.targets if shown else [], shown)
+        return shown
+
     def convert(self) -> None:
         """Convert what is in use. In the thread that uses it, and has the turn."""
         if self._use is not None:
@@ -180,12 +190,10 @@ class Uses:
 
     def _bring(self, unit: Unit, grad_mode: GradMode) -> WeightSlot:
         self._put_away(unit)
-        found = self._window.slot(unit)
-        if found is not None and found.bound:  # settled, or kept for micro-batches
-            check(unit.targets, found.shown)
-        if found is not None and found.bound and not self._order.stays:
-            slot = found
-        else:
+        slot = self._window.slot(unit)
+        if slot is not None and slot.bound:  # settled, or kept for micro-batches
+            stand_ins.check(unit.targets, slot.shown)
+        if slot is None or not slot.bound or self._order.stays:
             slot = self._need(unit, grad_mode)
         if slot is not self._kept:
             slot.holds += 1
@@ -271,13 +279,10 @@ class Uses:
 
     def _give_up(self) -> None:
         self._use = self._kept = None
-        for unit in self._units:
-            slot = self._window.slot(unit)
-            if slot is None:
-                continue
+        for slot in self._window.there:
             slot.holds = 0
             if not self._keeper.settled(slot):
-                self._window.drop(unit)
+                self._window.drop(slot.unit)
         self._order.forget()
 
     # --- experts --------------------------------------------------------------------------------
@@ -309,33 +314,30 @@ class Uses:
             return
         self._keeper.dense = len(hit) >= _DENSE_SHARE * experts.number
         missing = [expert for expert in hit if not slot.experts[expert]]
-        if not missing:
-            return
-        with on_error(self._give_up), devices.on_stream(cuda_stream):
-            self._keeper.read_experts(slot, missing)
+        if missing:
+            with on_error(self._give_up), devices.on_stream(cuda_stream):
+                self._keeper.read_experts(slot, missing)
         self.experts_read += len(missing)
 
     # --- what it has done -----------------------------------------------------------------------
 
     def check_fixed(self) -> None:
         """Raise if something was put in the place of a weight that is always there."""
-        if not self.shows_fixed():
-            assert self._fixed_slot is not None
-            check(self._fixed.targets, self._fixed_slot.shown)
+        if self._fixed_slot is not None:
+            stand_ins.check(self._fixed.targets, self._fixed_slot.shown)
 
     def shows_fixed(self) -> bool:
         """Whether the weights that are always there are in their places. From any thread."""
         slot = self._fixed_slot
-        return slot is None or shows(self._fixed.targets, slot.shown)
+        return slot is None or stand_ins.shows(self._fixed.targets, slot.shown)
 
     def check_fixed_frozen(self) -> None:
         """Raise where somebody wants gradients of a weight that is always there.
 
         It would be trained in memory alone, and is in no state dict. From any thread.
         """
-        slot = self._fixed_slot
-        if slot is not None:
-            check_frozen(self._fixed.targets, slot.shown)
+        if self._fixed_slot is not None:
+            stand_ins.check_frozen(self._fixed.targets, self._fixed_slot.shown)
 
     def counts(self) -> dict[str, Any]:
         window = self._window
