@@ -29,6 +29,7 @@ from nvmeio.files import File
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
+_LINK = "it is a symbolic link, which is not followed here: remove it"
 
 
 def make_private_directory(path: str | os.PathLike[str]) -> None:
@@ -40,9 +41,7 @@ def make_private_directory(path: str | os.PathLike[str]) -> None:
     try:
         made, fd = _made_or_found(name)
     except OSError as failed:
-        detail = ""
-        if os.path.islink(name):
-            detail = "it is a symbolic link, which is not followed here: remove it"
+        detail = _LINK if os.path.islink(name) else ""
         raise transfer_error(failed, "mkdir", name, detail=detail) from failed
     try:
         with naming("chmod", name):
@@ -127,9 +126,7 @@ def open_own(path: str | os.PathLike[str]) -> int:
             except FileExistsError:
                 continue  # made by another process meanwhile, or a link that leads nowhere
         except OSError as failed:
-            detail = ""
-            if failed.errno == errno.ELOOP:
-                detail = "it is a symbolic link, which is not followed here: remove it"
+            detail = _LINK if failed.errno == errno.ELOOP else ""
             raise transfer_error(failed, "open", name, detail=detail) from failed
     with on_error(os.close, fd):
         facts = os.fstat(fd)

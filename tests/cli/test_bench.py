@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
@@ -449,6 +450,31 @@ def test_engines_that_are_not_installed_are_unavailable(
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setitem(sys.modules, "deepspeed.ops.op_builder", None)
     with pytest.raises(BackendUnavailableError, match="pip install deepspeed"):
+        peers.load_deepspeed()
+
+
+def test_a_lock_that_a_killed_compile_left_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch waits for it for ever: Ctrl-C while DeepSpeed's op was compiled was enough."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    folder = tmp_path / "async_io"
+    assert peers.left_by_a_compile("async_io") == ""  # makes the folder, as torch does
+    (folder / "lock").touch()
+    assert peers.left_by_a_compile("async_io") == ""  # its compiler may be about to begin
+    os.utime(folder / "lock", (0, 0))
+    with subprocess.Popen(["cat"], cwd=folder, stdin=subprocess.PIPE):
+        assert peers.left_by_a_compile("async_io") == ""  # somebody compiles
+    assert peers.left_by_a_compile("async_io") == str(folder / "lock")
+    builders: Any = types.ModuleType("deepspeed.ops.op_builder")
+    builders.AsyncIOBuilder = lambda: types.SimpleNamespace(
+        name="async_io", is_compatible=lambda verbose: True
+    )
+    monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+    monkeypatch.setitem(sys.modules, "deepspeed.ops", types.ModuleType("deepspeed.ops"))
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.op_builder", builders)
+    monkeypatch.setattr(shutil, "which", lambda program: program)
+    with pytest.raises(BackendUnavailableError, match=rf"was killed.*\n.*rm {folder}/lock"):
         peers.load_deepspeed()
 
 

@@ -206,16 +206,12 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 def checked_writers(writers: str | int, layout: str, ranks: int) -> str | int:
     """Check `writers`: "all", "per_node", or a number, of at most as many as there are."""
-    if isinstance(writers, bool) or not isinstance(writers, (str, int)):
-        raise TypeError(
-            f"writers must be 'all', 'per_node' or a number of ranks, not {writers!r:.80}"
-        )
-    if isinstance(writers, str):
-        if writers not in ("all", "per_node"):
-            raise ValueError(
-                f"writers must be 'all', 'per_node' or a number of ranks, not {writers!r:.80}"
-            )
-    elif not 1 <= writers <= ranks:
+    is_text = isinstance(writers, str)
+    is_number = isinstance(writers, int) and not isinstance(writers, bool)
+    if not (is_number or (is_text and writers in ("all", "per_node"))):
+        kind = ValueError if is_text else TypeError
+        raise kind(f"writers must be 'all', 'per_node' or a number of ranks, not {writers!r:.80}")
+    if isinstance(writers, int) and not 1 <= writers <= ranks:
         raise ValueError(
             f"writers must be 1 to {ranks}, the number of ranks of process_group, not {writers}"
         )

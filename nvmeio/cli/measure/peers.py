@@ -179,10 +179,37 @@ def load_deepspeed() -> Any:
             raise _no_deepspeed(f"its op needs {tool} to build", DEEPSPEED_BUILD)
     if not builder.is_compatible(verbose=False):
         raise _no_deepspeed("its op needs libaio's headers to build", DEEPSPEED_BUILD)
+    lock = left_by_a_compile(builder.name)
+    if lock:
+        raise _no_deepspeed(
+            "a run that was killed while it compiled its op left a lock", f"rm {lock}"
+        )
     try:
         return builder.load(verbose=False)
     except Exception as error:
         raise _no_deepspeed(error, DEEPSPEED_BUILD) from error
+
+
+def left_by_a_compile(name: str) -> str:
+    """The lock of a compile that was killed, for which torch waits for ever; "" if there is none.
+
+    Compilers, and ninja, run in the directory where it lies.
+    """
+    from torch.utils import cpp_extension
+
+    lock = Path(cpp_extension._get_build_directory(name, False)).resolve() / "lock"
+    with contextlib.suppress(FileNotFoundError):
+        if time.time() - lock.stat().st_mtime < _BEFORE_NINJA_S:
+            return ""
+        for place in Path("/proc").glob("[0-9]*/cwd"):
+            with contextlib.suppress(OSError):
+                if place.samefile(lock.parent):
+                    return ""
+        return str(lock)
+    return ""
+
+
+_BEFORE_NINJA_S = 10
 
 
 def _no_deepspeed(reason: object, remedy: str) -> BackendUnavailableError:

@@ -90,13 +90,9 @@ def preflight_problem() -> tuple[str, str, str]:
 
 def nvidia_fs() -> str:
     """The version of the loaded nvidia-fs kernel module, or ""."""
-    try:
-        words = (NVIDIA_FS / "version").read_text(errors="replace").split()
-        return words[-1] if words else "unknown"
-    except OSError:
-        pass
-    modules = text_of(MODULES).splitlines()
-    return "unknown" if any(line.startswith("nvidia_fs ") for line in modules) else ""
+    words = text_of(NVIDIA_FS / "version").split()
+    loaded = any(line.startswith("nvidia_fs ") for line in text_of(MODULES).splitlines())
+    return words[-1] if words else "unknown" if loaded else ""
 
 
 def udev_database() -> bool:
