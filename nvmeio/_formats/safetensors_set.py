@@ -128,9 +128,7 @@ class SafetensorsSet:
 
     def spans(self, file: int, start: int, end: int) -> list[FileBytes]:
         """The files that hold bytes of a file, in order; at the same offsets."""
-        if self._dealt is None:
-            return [FileBytes(file, start, end)]
-        return self._dealt(start, end)
+        return [FileBytes(file, start, end)] if self._dealt is None else self._dealt(start, end)
 
     def check(self, index: int, what: str) -> None:
         """Raise IntegrityError, which names `what`, if a file was changed after it was opened."""

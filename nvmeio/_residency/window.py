@@ -381,9 +381,7 @@ class LentPool:
         if self._apart_bytes and self.in_use_bytes + nbytes > self.budget_bytes:
             return None
         lease, lent = lease_now(self._pool, nbytes) or (None, None)
-        if lease is None or lent is None:
-            return None
-        return self._lend(unit, lent, lease)
+        return None if lease is None or lent is None else self._lend(unit, lent, lease)
 
     def take_apart(self, unit: Unit, nbytes: int) -> Slot[Unit] | None:
         """Memory outside of the pool, for a unit that finds enough free bytes only in pieces.

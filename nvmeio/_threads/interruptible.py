@@ -139,9 +139,7 @@ def run_interruptible(
         elif _no_more_threads(interrupt):
             return work()
         raise interrupt from job.error
-    if not job.began and _no_more_threads(job.error):
-        return work()
-    return job.result()
+    return work() if not job.began and _no_more_threads(job.error) else job.result()
 
 
 def _no_more_threads(error: BaseException | None) -> bool:

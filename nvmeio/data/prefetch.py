@@ -159,8 +159,8 @@ class Prefetch(NotPickled, ClosingWork):
 
     def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:
         # By a thread: the collector may have come here from anywhere, and it is to be waited for.
-        ahead = getattr(self, "_ahead", ())  # not there where __init__ was interrupted
-        gathers = [gather for gather in ahead if isinstance(gather, Gather)]
+        # `_ahead` is not there where __init__ was interrupted.
+        gathers = [each for each in getattr(self, "_ahead", ()) if isinstance(each, Gather)]
         if gathers and getpid() == self._pid:
             with contextlib.suppress(Exception):  # the program is at its end: the handle waits
                 threads.start(functools.partial(_drop, gathers), "nvmeio-prefetch", _ignore)

@@ -107,9 +107,7 @@ def identity_of(
 
 
 def _asked(models: Sequence[ServedModel], options: WeightOptions) -> Sequence[ServedModel]:
-    if options.weights is not None:
-        return [ServedModel(options.weights)]
-    return models
+    return models if options.weights is None else [ServedModel(options.weights)]
 
 
 def _looked_at(model: ServedModel, options: WeightOptions, directory: str) -> str:

@@ -295,8 +295,7 @@ def _window_bytes(module: torch.nn.Module, weights: Mapping[str, Any]) -> int:
     if isinstance(kept, bool) or not isinstance(kept, (int, float)) or kept < 0:
         raise ValueError(f"offload_param: max_in_cpu must be a number >= 0, not {kept!r}")
     given = "buffer_count" in weights or "buffer_size" in weights
-    elements = max(int(kept), count * size if given or not kept else 0)
-    return elements * widest
+    return max(int(kept), count * size if given or not kept else 0) * widest
 
 
 def _section(

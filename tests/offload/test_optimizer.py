@@ -115,6 +115,25 @@ def test_ratio_splits_the_state_and_changes_nothing(
         assert_same_state(optimizer.state_dict(), reference.state_dict())
 
 
+def test_state_that_an_option_brings_later_is_whole_in_state_dicts(tmp_path: Path) -> None:
+    ours, theirs, again = model(), model(), model()
+    reference = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    with (
+        swapped(ours, tmp_path / "one", torch.optim.SGD, lr=0.1) as optimizer,
+        swapped(again, tmp_path / "two", torch.optim.SGD, lr=0.1) as fresh,
+    ):
+        for made, steps in ((ours, optimizer), (theirs, reference)):
+            train(made, steps, 1)
+            steps.param_groups[0]["momentum"] = 0.9
+            train(made, steps, 2)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+        again.load_state_dict(theirs.state_dict())
+        fresh.load_state_dict(reference.state_dict())
+        assert_same_state(fresh.state_dict(), reference.state_dict())
+        assert train(again, fresh, 2) == train(theirs, reference, 2)
+        assert_same_weights(again, theirs)
+
+
 def groups_of(made: Any) -> list[dict[str, Any]]:
     parameters = list(made.parameters())
     return [

@@ -177,9 +177,7 @@ class TaskMover:
         a misaligned direct transfer, and answers the kernel's EINVAL with -1 and a stale errno.
         """
         region = request.region
-        if region is None or request.transfer.memory.device is None:
-            return None
-        return region.base
+        return None if region is None or request.transfer.memory.device is None else region.base
 
     def _write_edge(self, task: CuFileTask) -> None:
         transfer = task.request.transfer

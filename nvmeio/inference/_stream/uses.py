@@ -170,9 +170,7 @@ class Uses:
     def hold(self, waited: Waiting | None, lockstep: Lockstep[Any]) -> Claim | Waiting:
         """Give the turn to micro-batches, until the claim ends."""
         queued = self.turns.take(lockstep, waited)
-        if queued is not None:
-            return queued
-        return self._owner.claim(self._end_lockstep, lockstep)
+        return self._owner.claim(self._end_lockstep, lockstep) if queued is None else queued
 
     def _end_turn(self, caller: Hashable) -> None:
         if not isinstance(caller, Lockstep):

@@ -201,9 +201,7 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
                 f"Checkpoint already exists and {self.overwrite=}. It is in {self.path}: save into "
                 "another directory, or pass overwrite=True, which replaces it at its end"
             )
-        if self._own_metadata is None:
-            return plan
-        return _with_prefix(plan, self._own_metadata)
+        return plan if self._own_metadata is None else _with_prefix(plan, self._own_metadata)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give each rank the names of its files, as torch's writer does."""

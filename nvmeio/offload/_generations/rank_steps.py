@@ -193,9 +193,7 @@ class DurableSteps:
 
 def directory_name(what: str) -> str:
     """A name that differs between the ranks of the default process group, if there is one."""
-    if several():
-        return f"{what}-{dist.get_rank():05d}-of-{dist.get_world_size():05d}"
-    return what
+    return f"{what}-{dist.get_rank():05d}-of-{dist.get_world_size():05d}" if several() else what
 
 
 class Agreed(NamedTuple):

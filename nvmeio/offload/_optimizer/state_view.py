@@ -46,7 +46,12 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def _entry(self, param: SwappedParam) -> dict[str, Any]:
         first = param.pieces[0]
-        found = dict(self._swapper.store.small[first.number])
+        small = [self._swapper.store.small[piece.number] for piece in param.pieces]
+        found = dict(small[0])
+        for name, value in found.items():  # tensors of options that were set after the beginning
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == first.shape:
+                whole = _joined([row[name] for row in small], param.shape)
+                found[name] = like(param.parameter, whole)
         for kind in first.kinds:
             shape = param.shape if kind.shape is None else kind.shape
             found[kind.name] = self._tensor(param, kind.name, kind.dtype, shape)
@@ -59,14 +64,10 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         self, param: SwappedParam, name: str, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> torch.Tensor:
         held = [self._swapper.resident_view(piece, name) for piece in param.pieces]
-        if len(held) == 1 and held[0] is not None:
-            whole = held[0]
-        elif any(each is not None for each in held):
-            flat = [
-                (self._mapped(piece, name, dtype) if view is None else view).reshape(-1)
-                for piece, view in zip(param.pieces, held, strict=True)
-            ]
-            whole = torch.cat(flat).view(shape)
+        if any(view is not None for view in held):
+            there = zip(param.pieces, held, strict=True)
+            views = [self._mapped(p, name, dtype) if view is None else view for p, view in there]
+            whole = _joined(views, shape)
         else:
             files = self._swapper.store.files
             parts = [part for piece in param.pieces for part in files.file_parts(piece, name)]
@@ -107,6 +108,11 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
         raise TypeError("the state is on the drive: change it through load_state_dict")
+
+
+def _joined(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    """The whole of what the pieces of a parameter have."""
+    return parts[0] if len(parts) == 1 else torch.cat([p.reshape(-1) for p in parts]).view(shape)
 
 
 def _begun(param: SwappedParam) -> bool:
@@ -152,8 +158,8 @@ def _check_entry(param: SwappedParam, entry: dict[str, Any]) -> None:
     for kind in param.pieces[0].kinds:
         value = entry.get(kind.name)
         shape = param.shape if kind.shape is None else kind.shape
-        if not isinstance(value, torch.Tensor) or tuple(local(value).shape) != shape:
-            found = tuple(local(value).shape) if isinstance(value, torch.Tensor) else value
+        found = tuple(local(value).shape) if isinstance(value, torch.Tensor) else None
+        if found != shape:
             raise ValueError(
                 f"parameter {param.number} needs the state {kind.name!r} of shape {shape}; the "
                 f"state dict has {found} (it has {sorted(map(str, entry))})"

@@ -476,8 +476,7 @@ class Step:
             return gradient
         if piece.scratch is None:
             return gradient.to(piece.step_dtype)
-        scratch = piece.scratch._replace(strides=strides_of(gradient))
-        wide = view(slot, scratch, subgroup.nbytes)
+        wide = view(slot, piece.scratch._replace(strides=strides_of(gradient)), subgroup.nbytes)
         wide.copy_(gradient)
         return wide
 
@@ -564,6 +563,11 @@ class StateLoad:
                     given = part(given, piece.start, piece.stop, piece.shape)
                 strides[name] = strides_of(given)
                 view(slot, piece.spans[name]._replace(strides=strides[name])).copy_(given)
+            elif name != MASTER and isinstance(value, torch.Tensor):
+                given = local(value).detach()
+                if given.shape == self._swapped.param_of(piece).shape:  # of an option set later
+                    given = part(given, piece.start, piece.stop, piece.shape)
+                small[name] = given.clone()
             elif name != MASTER:
-                small[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+                small[name] = value
         return small

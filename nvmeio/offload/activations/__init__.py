@@ -127,9 +127,7 @@ class SwappedActivations(NotPickled, Closing):
         others = calls.saved_tensors_hooks_around()
 
         def pack(tensor: torch.Tensor) -> Any:
-            if not self._takes(tensor):
-                return kept(tensor, others)
-            return _Saved(self, tensor)
+            return _Saved(self, tensor) if self._takes(tensor) else kept(tensor, others)
 
         return calls.saved_tensors_hooks(pack, unpack)
 
