@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from fsspec.core import get_compression  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from nvmeio import buffers
@@ -89,6 +90,23 @@ class NvmeFileSystem(LocalFileSystem):  # type: ignore[misc]
         super().mv(source, target, recursive=recursive, **kwargs)
         for directory in {os.path.dirname(target), os.path.dirname(source)}:
             sync_directory(directory)
+
+    def open(
+        self, path: str, mode: str = "rb", *args: Any, compression: str | None = None, **kwargs: Any
+    ) -> Any:
+        """Open a file, as `_open`; text and compression are fsspec's.
+
+        Raises:
+            ValueError: A compressed file is to be written outside of a transaction: its compressor
+                would be closed, and the file below it dropped.
+        """
+        if mode[0] in "wx" and not self._intrans and get_compression(path, compression):
+            raise ValueError(
+                f"fs.open({path!r}, {mode!r}, compression={compression!r}) would never close the "
+                "file below its compressor, and nothing would be written: use `with fsspec.open("
+                f"'{PROTOCOL}://…', {mode!r}, compression={compression!r})`, or a transaction"
+            )
+        return super().open(path, mode, *args, compression=compression, **kwargs)
 
     def _open(
         self,
@@ -243,7 +261,8 @@ class _Writing(Discarding, io.RawIOBase):
         )
 
     def commit(self) -> None:
-        """Give the file its name; for transactions."""
+        """Give the file its name; for transactions. It is closed before."""
+        self.close()
         self._replacement.commit()
 
     def discard(self) -> None:

@@ -136,6 +136,32 @@ def test_nobody_writes_past_the_buffers(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"one"
 
 
+@pytest.mark.parametrize("mode", ["wb", "wt", "xb"])
+def test_a_compressed_file_is_written_or_refused(mode: str, tmp_path: Path) -> None:
+    data, fs = ("text" if "t" in mode else b"data"), fsspec.filesystem("nvmeio")
+    with pytest.raises(ValueError, match="nothing would be written: use `with fsspec"):
+        fs.open(str(tmp_path / "one.gz"), mode, compression="infer")
+    with fsspec.open(url(tmp_path / "two.gz"), mode, compression="infer") as file:
+        file.write(data)
+    with fs.transaction, fs.open(str(tmp_path / "three.gz"), mode, compression="gzip") as file:
+        file.write(data)
+    for name in ("two.gz", "three.gz"):
+        with fs.open(
+            str(tmp_path / name), mode.translate({119: 114, 120: 114}), compression="gzip"
+        ) as file:
+            assert file.read() == data
+
+
+def test_a_transaction_closes_what_it_commits(tmp_path: Path) -> None:
+    fs, path = fsspec.filesystem("nvmeio"), tmp_path / "file"
+    with fs.transaction:
+        file = fs.open(str(path), "wb")
+        file.write(b"data")
+    assert path.read_bytes() == b"data"
+    file.close()
+    assert path.read_bytes() == b"data"
+
+
 def test_a_transaction_commits_all_or_nothing(tmp_path: Path) -> None:
     fs = fsspec.filesystem("nvmeio")
     for name in ("a", "b"):
