@@ -566,7 +566,7 @@ def swapped_like(
     as_class: type[SwappedOptimizer] = SwappedOptimizer,
     **options: Any,
 ) -> SwappedOptimizer:
-    """A swapped optimizer of the same class, with the same groups, options and state.
+    """A swapped optimizer of the same class, with the same groups, options, state and hooks.
 
     Args:
         optimizer: In memory; not to be used any more.
@@ -594,4 +594,5 @@ def swapped_like(
     )
     if optimizer.state and not made.resumed:
         made.load_state_dict(optimizer.state_dict())
+    vars(made).update({k: v for k, v in vars(optimizer).items() if k.startswith("_optimizer_")})
     return made

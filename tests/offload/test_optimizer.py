@@ -28,7 +28,7 @@ from support import (
     resident_bytes,
 )
 
-from nvmeio.offload import SwappedOptimizer
+from nvmeio.offload import SwappedOptimizer, swapped_like
 from nvmeio.offload._optimizer.turns import Step
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -132,6 +132,26 @@ def test_state_that_an_option_brings_later_is_whole_in_state_dicts(tmp_path: Pat
         assert_same_state(fresh.state_dict(), reference.state_dict())
         assert train(again, fresh, 2) == train(theirs, reference, 2)
         assert_same_weights(again, theirs)
+
+
+def test_swapped_like_takes_over_the_hooks(tmp_path: Path) -> None:
+    ours, theirs = model(), model()
+    reference = torch.optim.Adam(theirs.parameters())
+    stepped: list[Any] = []
+    inner = torch.optim.Adam(ours.parameters())
+    handles = [
+        inner.register_step_pre_hook(lambda optimizer, *_: stepped.append(optimizer)),
+        inner.register_state_dict_post_hook(lambda _, state: {**state, "mine": 1}),
+    ]
+    with swapped_like(inner, tmp_path, **SMALL) as optimizer:
+        assert train(ours, optimizer, 2) == train(theirs, reference, 2)
+        assert stepped == [optimizer] * 2
+        assert optimizer.state_dict()["mine"] == 1
+        for handle in handles:
+            handle.remove()
+        train(ours, optimizer, 1)
+        assert len(stepped) == 2
+        assert "mine" not in optimizer.state_dict()
 
 
 def groups_of(made: Any) -> list[dict[str, Any]]:
