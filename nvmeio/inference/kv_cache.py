@@ -222,11 +222,24 @@ class OffloadedLayer:
         self.read_ahead()
 
 
+def states_of(layer: Any) -> tuple[Any, Any]:
+    """The keys and values of all tokens in a layer of any cache."""
+    return layer.states() if isinstance(layer, OffloadedLayer) else (layer.keys, layer.values)
+
+
+def _all_states(cache: Any) -> Iterator[tuple[Any, ...]]:
+    """As of a `DynamicCache`, which others are made from."""
+    for layer in cache.layers:
+        window = getattr(layer, "_sliding_window_tensor", None)
+        yield (*(states_of(layer) if layer.is_initialized else (None, None)), window)
+
+
 @functools.cache
 def _kinds() -> tuple[Any, Any]:
     """The classes of a cache and of a layer, made once."""
     utilities = cache_utilities()
-    cache = type("OffloadedCache", (utilities.DynamicCache,), {"__module__": __name__})
+    own = {"__module__": __name__, "__iter__": _all_states}
+    cache = type("OffloadedCache", (utilities.DynamicCache,), own)
     layer = type(
         "OffloadedDynamicLayer",
         (OffloadedLayer, utilities.DynamicLayer),
@@ -246,8 +259,12 @@ def new_cache(config: Any, store: KVStore) -> Any:
     Raises:
         BackendUnavailableError: transformers is not installed.
     """
-    utilities = cache_utilities()
-    stock = utilities.DynamicLayer
+    return _offloaded(cache_utilities().DynamicCache(config=config), store)
+
+
+def _offloaded(cache: Any, store: KVStore) -> Any:
+    """Have an empty `DynamicCache`, which somebody may hold, put its layers away."""
+    stock = cache_utilities().DynamicLayer
     cache_kind, layer_kind = _kinds()
 
     def layer() -> Any:
@@ -255,7 +272,6 @@ def new_cache(config: Any, store: KVStore) -> Any:
         made.store = store
         return made
 
-    cache = utilities.DynamicCache(config=config)
     cache.__class__ = cache_kind
     cache.layers = [layer() if type(given) is stock else given for given in cache.layers]
     if cache.layer_class_to_replicate is stock:
@@ -305,27 +321,26 @@ def offload(
     mover = _Mover(handle, directories)
     weakref.finalize(model, _finish, mover.close)
 
-    def fresh(config: Any) -> Any:
-        return new_cache(config, KVStore(directories, mover.get(), checksum))
+    def store() -> KVStore:
+        return KVStore(directories, mover.get(), checksum)
 
     def before(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        name, given = cache_among(named)
-        config = model.config.get_text_config(decoder=True)
+        _, given = cache_among(named)
         if type(given) is utilities.EncoderDecoderCache:
             # What comes from the encoder stays: models take it out of the layers themselves.
-            if _is_new(given.self_attention_cache, utilities):
-                given.self_attention_cache = fresh(config)
-        elif given is None:
+            given = given.self_attention_cache
+        if given is None:
+            config = model.config.get_text_config(decoder=True)
             wanted = named.get("use_cache", getattr(config, "use_cache", False))
             if wanted and not model.config.is_encoder_decoder:
                 named.pop("past_key_values", None)  # None by its old name
-                named[cache_argument(model)] = fresh(config)
-        elif _is_new(given, utilities):
-            named[name] = fresh(config)
+                named[cache_argument(model)] = new_cache(config, store())
+        elif type(given) is utilities.DynamicCache and given.get_seq_length() == 0:
+            _offloaded(given, store())  # itself: its owner goes on with it
         return arguments, named
 
     model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    _makers[model] = fresh
+    _makers[model] = lambda config: new_cache(config, store())
     return mover.close
 
 
@@ -371,10 +386,6 @@ class _Mover:
             own, self._own = self._own, None
         if own is not None:
             own.close()
-
-
-def _is_new(cache: Any, utilities: Any) -> bool:
-    return type(cache) is utilities.DynamicCache and cache.get_seq_length() == 0
 
 
 class KVBlock(NamedTuple):

@@ -186,8 +186,8 @@ class PrefixCache:
         room = new_staging(max(head.sizes()), torch.device("cpu"))
         for part, (about, layer) in enumerate(zip(head.layers, layers, strict=True), start=1):
             if about is not None:
-                memory = room[: sum(about.sizes)]
-                for target, states in zip(states_on(memory, about), _states(layer), strict=True):
+                memory, kept = room[: sum(about.sizes)], kv_cache.states_of(layer)
+                for target, states in zip(states_on(memory, about), kept, strict=True):
                     target.copy_(states[..., : target.shape[-2], :])
                 write(part, memory)
         if not all(store.contains(head.all_blocks(name))):  # on a full drive it made room itself
@@ -340,12 +340,6 @@ def _layers_of(cache: Any) -> Sequence[Any]:
             )
     found: Sequence[Any] = cache.layers
     return found
-
-
-def _states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    if isinstance(layer, kv_cache.OffloadedLayer):
-        return layer.states()
-    return layer.keys, layer.values
 
 
 def _read_head(store: BlockStore, name: str) -> Head | None:

@@ -153,9 +153,7 @@ def test_offloaded_caches_give_the_same_tokens(
 
 
 @pytest.mark.parametrize("name", CACHE_NAMES)
-def test_a_new_cache_is_replaced_by_an_offloaded_one(
-    name: str, tmp_path: Path, stream: Make
-) -> None:
+def test_a_new_cache_is_an_offloaded_one(name: str, tmp_path: Path, stream: Make) -> None:
     saved(llama, tmp_path)
     model = stream(tmp_path, kv_offload=tmp_path)
     own = transformers.DynamicCache(config=model.config)
@@ -163,7 +161,29 @@ def test_a_new_cache_is_replaced_by_an_offloaded_one(
         with torch.no_grad():
             found = model(prompt(), use_cache=True, **given).past_key_values
         assert all(isinstance(layer, kv_cache.OffloadedLayer) for layer in found.layers)
-    assert own.get_seq_length() == 0
+    assert found is own
+
+
+@pytest.mark.parametrize("configured", [True, False])
+@pytest.mark.parametrize("name", CACHE_NAMES)
+@torch.no_grad()
+def test_a_loop_with_a_cache_of_its_own_goes_on_with_it(
+    name: str, configured: bool, tmp_path: Path, stream: Make
+) -> None:
+    """The model filled another cache in its place, and each token was computed as the first."""
+    saved(llama, tmp_path)
+    outputs = []
+    for model in (loaded(tmp_path), stream(tmp_path, kv_offload=tmp_path, resident_bytes=700_000)):
+        cache = transformers.DynamicCache(config=model.config if configured else None)
+        ids = prompt(length=6)
+        for _ in range(4):
+            outputs.append(model(ids, use_cache=True, **{name: cache}).logits)
+            ids = outputs[-1][:, -1:].argmax(-1)
+        outputs += [states for layer in cache for states in layer[:2]]
+        copied = transformers.DynamicCache(tuple(cache), config=model.config)
+        outputs.append(model(ids, use_cache=True, **{name: copied}).logits)
+    half = len(outputs) // 2
+    assert all(map(torch.equal, outputs[half:], outputs[:half]))
 
 
 @pytest.mark.parametrize("drives", [0, 1, 3])
