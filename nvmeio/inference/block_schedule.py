@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -36,15 +37,7 @@ def run_in_blocks(model: Any, works: Sequence[Callable[[], Value]]) -> list[Valu
 
     Raises: What the first that failed raised; the others are stopped at their next layer.
     """
-
-    def quietly(work: Callable[[], Value]) -> Callable[[], Value]:
-        def run() -> Value:
-            with torch.no_grad():
-                return work()
-
-        return run
-
-    values: list[Value] = model.weight_stream.in_lockstep([quietly(work) for work in works])
+    values: list[Value] = model.weight_stream.in_lockstep([torch.no_grad()(work) for work in works])
     return values
 
 
@@ -62,8 +55,9 @@ def generate_in_blocks(
         model: Of `stream_model`.
         input_ids: Prompts, shape (batch, length).
         micro_batches: Into how many parts the batch is cut, 1 to batch.
-        attention_mask: 0 where a prompt is padded, shape as `input_ids`.
-        options: As for `generate`.
+        attention_mask: 0 where a prompt is padded, shape as `input_ids`; by default `generate`
+            finds it.
+        options: As for `generate`, the same for each micro-batch.
 
     Returns:
         Tokens, shape (batch, longest), padded at the end with the padding token where a
@@ -71,25 +65,24 @@ def generate_in_blocks(
         micro-batch alone.
 
     Raises:
-        ValueError: `micro_batches` is not within 1 to batch.
+        ValueError: `micro_batches` is not within 1 to batch; a cache is given, of which each
+            micro-batch has its own.
         TransferError, IntegrityError: As the model's forward.
     """
     batch = int(input_ids.shape[0])
     if not 1 <= micro_batches <= batch:
         raise ValueError(f"micro_batches must lie between 1 and {batch}, not {micro_batches}")
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    parts = zip(
-        input_ids.tensor_split(micro_batches), mask.tensor_split(micro_batches), strict=True
-    )
-
-    def work(ids: torch.Tensor, seen: torch.Tensor) -> Callable[[], torch.Tensor]:
-        def generate() -> torch.Tensor:
-            found: torch.Tensor = model.generate(ids, attention_mask=seen, **options)
-            return found
-
-        return generate
-
-    found = run_in_blocks(model, [work(ids, seen) for ids, seen in parts])
+    given = [name for name in ("cache", "past_key_values") if options.get(name) is not None]
+    if given:
+        raise ValueError(f"{given[0]}: each micro-batch has a cache of its own: leave it out")
+    named: list[dict[str, torch.Tensor]] = [{}] * micro_batches  # generate sees where it is padded
+    if attention_mask is not None:
+        named = [{"attention_mask": mask} for mask in attention_mask.tensor_split(micro_batches)]
+    works = [
+        partial(model.generate, ids, **masks, **options)
+        for ids, masks in zip(input_ids.tensor_split(micro_batches), named, strict=True)
+    ]
+    found: list[torch.Tensor] = run_in_blocks(model, works)
     longest = max(tokens.shape[1] for tokens in found)
     padding = _padding(model, options)
     rows = [

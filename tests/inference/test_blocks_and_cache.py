@@ -125,6 +125,27 @@ def test_there_is_no_such_division(count: int, tmp_path: Path, stream: Make) -> 
         generate_in_blocks(model, prompt(), micro_batches=count)
 
 
+def test_micro_batches_see_where_their_prompts_are_padded(tmp_path: Path, stream: Make) -> None:
+    """`generate` finds padding tokens, and was told that there are none."""
+    saved(llama, tmp_path)
+    whole, model = loaded(tmp_path), stream(tmp_path, resident_bytes=700_000)
+    ids = prompt(batch=4)
+    ids[1, :3] = ids[3, :2] = whole.config.pad_token_id
+    wanted = torch.cat([whole.generate(part, **GREEDY) for part in ids.tensor_split(2)])
+    for given in ({}, {"attention_mask": (ids != whole.config.pad_token_id).long()}):
+        assert generate_in_blocks(model, ids, micro_batches=2, **given, **GREEDY).equal(wanted)
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_micro_batches_share_no_cache(name: str, tmp_path: Path, stream: Make) -> None:
+    """Each went on behind the tokens of the others."""
+    saved(llama, tmp_path)
+    model = stream(tmp_path)
+    own: dict[str, Any] = {name: transformers.DynamicCache(config=model.config)}
+    with pytest.raises(ValueError, match=f"{name}: each micro-batch has a cache of its own"):
+        generate_in_blocks(model, prompt(batch=4), micro_batches=2, **own, **GREEDY)
+
+
 # Past keys and values
 
 
