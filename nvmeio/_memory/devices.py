@@ -492,13 +492,15 @@ def current(tensor: torch.Tensor) -> Iterator[None]:
 def as_here(work: Callable[[], Value]) -> Callable[[], Value]:
     """The same work for a new thread, which computes as the calling one does.
 
-    It has as many threads of torch's, so that results are the same to the last bit, and this
-    thread's CUDA device and stream: "cuda" means that device, and what is asked of it comes after
-    what this thread has asked.
+    It has as many threads of torch's, so that results are the same to the last bit, this thread's
+    autocast, and its CUDA device and stream: "cuda" means that device, and what is asked of it
+    comes after what this thread has asked.
     """
     cuda: Any = torch.cuda
     count = torch.get_num_threads()
     stream = cuda.current_stream() if cuda.is_initialized() else None  # else nobody chose a device
+    for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+        work = torch.autocast(kind, torch.get_autocast_dtype(kind))(work)
 
     def there() -> Value:
         # A new thread's matrix products know nothing of `set_num_threads` before it was asked.

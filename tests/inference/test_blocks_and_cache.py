@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from collections import Counter
@@ -144,6 +145,22 @@ def test_micro_batches_share_no_cache(name: str, tmp_path: Path, stream: Make) -
     own: dict[str, Any] = {name: transformers.DynamicCache(config=model.config)}
     with pytest.raises(ValueError, match=f"{name}: each micro-batch has a cache of its own"):
         generate_in_blocks(model, prompt(batch=4), micro_batches=2, **own, **GREEDY)
+
+
+def test_micro_batches_and_awaited_work_are_cast_as_their_caller_is(
+    tmp_path: Path, stream: Make
+) -> None:
+    """autocast belongs to a thread: theirs computed in float32."""
+    saved(llama, tmp_path)
+    model, ids = stream(tmp_path, resident_bytes=700_000), prompt()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        wanted = loaded(tmp_path)(ids).logits
+        batched = run_in_blocks(model, [lambda: model(ids).logits])
+        awaited = asyncio.run(model.weight_stream.run(model, ids)).logits
+    assert wanted.dtype is torch.bfloat16
+    assert batched[0].equal(wanted)
+    assert awaited.equal(wanted)
+    assert run_in_blocks(model, [lambda: model(ids).logits])[0].dtype is torch.float32
 
 
 # Past keys and values
