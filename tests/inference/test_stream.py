@@ -559,3 +559,20 @@ def test_an_embedding_that_scales_its_rows_is_streamed(tmp_path: Path, stream: M
     for _ in range(2):
         found, expected = model(torch.arange(40)), copy.deepcopy(whole)(torch.arange(40))
         assert all(map(torch.equal, found, expected))
+
+
+@torch.no_grad()
+def test_tensors_without_a_storage_go_through_a_streamed_layer(
+    tmp_path: Path, stream: Make
+) -> None:
+    """They were asked for the address of theirs."""
+    whole = saved_net(tmp_path / NAME)
+    net = stream(empty_net(), tmp_path / NAME, resident_bytes=200_000, window=2)
+    x = torch.randn(3, 5, 16)
+    assert torch.func.vmap(net)(x).equal(torch.func.vmap(whole)(x))
+    found, expected = (torch.func.jvp(each, (x[0],), (x[1],)) for each in (net, whole))
+    assert all(map(torch.equal, found, expected))
+    for each in (net, whole):
+        each.blocks[1].register_forward_hook(lambda _, __, out: out.to_sparse())
+        each.blocks[2].register_forward_pre_hook(lambda _, given: given[0].to_dense())
+    assert net(x[0]).equal(whole(x[0]))

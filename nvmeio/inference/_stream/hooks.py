@@ -183,8 +183,9 @@ def _own(stream: WeightStream, unit: Unit, output: Any) -> Any:
     # Weights of one unit lie in one mapping; converted ones in the room for conversions.
     storages = {t.untyped_storage().data_ptr() for t in shown if not stand_ins.is_meta(t)}
 
-    def is_view(value: torch.Tensor) -> bool:
-        return not value.is_meta and value.untyped_storage().data_ptr() in storages
+    def is_view(tensor: torch.Tensor) -> bool:
+        kept = not tensor.is_meta and torch._C._has_storage(tensor)  # sparse ones have none
+        return kept and tensor.untyped_storage().data_ptr() in storages
 
     def copied(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
