@@ -94,13 +94,10 @@ def generate_in_blocks(
 
 def _padding(model: Any, options: dict[str, Any]) -> int:
     config = options.get("generation_config") or model.generation_config
-    for name in ("pad_token_id", "eos_token_id"):
-        value = options.get(name, getattr(config, name, None))
-        if isinstance(value, (list, tuple)) and value:
-            value = value[0]
-        if isinstance(value, int):
-            return value
-    return 0
+    names = ("pad_token_id", "eos_token_id")
+    values = (options.get(name, getattr(config, name, None)) for name in names)
+    firsts = (value[0] if isinstance(value, (list, tuple)) and value else value for value in values)
+    return next((value for value in firsts if isinstance(value, int)), 0)
 
 
 class Abandoned(Exception):

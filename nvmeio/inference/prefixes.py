@@ -207,14 +207,8 @@ class PrefixCache:
             time.sleep(_PAUSE_S)
 
     def _store(self, handle: AioHandle, writer: bool) -> BlockStore:
-        return BlockStore(
-            self._directory,
-            _STORE,
-            _prefix_format.BLOCK_BYTES,
-            self._capacity,
-            writer=writer,
-            handle=handle,
-        )
+        place = (self._directory, _STORE, _prefix_format.BLOCK_BYTES, self._capacity)
+        return BlockStore(*place, writer=writer, handle=handle)
 
     # Loading
 

@@ -213,16 +213,10 @@ class Spiller(Closing):
                 record = self._record_of(parameter)
                 if record is None:
                     continue
-                part = part_of(checkpoint.tensors[record.name])
-                weights[id(parameter)] = Weight(
-                    record.name,
-                    part.dtype,
-                    tuple(parameter.shape),
-                    (part,),
-                    None,
-                    (record.name,),
-                    None if record.order is None else _inverse(record.order),
-                )
+                part, shape = part_of(checkpoint.tensors[record.name]), tuple(parameter.shape)
+                order = None if record.order is None else _inverse(record.order)
+                read = (part.dtype, shape, (part,), None, (record.name,), order)
+                weights[id(parameter)] = Weight(record.name, *read)
             parts = partition(root, weights, self._modules)
             for unit in (parts.fixed, *parts.units):
                 unit.plan(checkpoint, own_alignment=False)

@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from nvmeio._formats.safetensors_set import header_of
 from nvmeio.checkpoint.safetensors import read_header
 from nvmeio.errors import IntegrityError, ShortTransferError, TransferError
 from nvmeio.testing import FakeEngine
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # Reading ahead
 
@@ -268,6 +271,21 @@ def test_a_checkpoint_of_another_model_is_refused(
     changed_checkpoint(tmp_path, change)
     with pytest.raises(IntegrityError, match=message):
         stream(tmp_path)
+
+
+def test_tied_weights_with_values_of_their_own_are_refused(tmp_path: Path, stream: Make) -> None:
+    """transformers does not tie them then; the head was taken for the embedding."""
+    saved(partial(llama, tie_word_embeddings=True), tmp_path)
+    changed_checkpoint(tmp_path, lambda s: s.update({HEAD: s[EMBEDDING].clone()}))
+    model = stream(tmp_path)
+    assert logits(model, prompt()).equal(logits(loaded(tmp_path), prompt()))
+    changed_checkpoint(tmp_path, lambda s: s[HEAD][-1, -1:].add_(1))
+    with pytest.raises(IntegrityError, match=r"'lm_head.weight', which .* tie_word_embeddings=Fal"):
+        stream(tmp_path)
+    config = loaded(tmp_path).config
+    config.tie_word_embeddings = False
+    model = stream(config, tmp_path)
+    assert logits(model, prompt()).equal(logits(loaded(tmp_path), prompt()))
 
 
 def test_what_is_too_much_may_be_left_out(tmp_path: Path, stream: Make) -> None:

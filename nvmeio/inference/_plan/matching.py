@@ -8,10 +8,13 @@ import torch
 from torch import nn
 
 from nvmeio._formats.safetensors_set import SafetensorsSet
-from nvmeio.errors import IntegrityError, counted
+from nvmeio.errors import IntegrityError
+from nvmeio.files import read_buffered
 from nvmeio.inference._plan import packed_format, transformers
 from nvmeio.inference._plan.packed_format import FoundWeight, Packed
-from nvmeio.inference._plan.slot_layout import Weight, part_of
+from nvmeio.inference._plan.slot_layout import FileExtent, Weight, part_of
+
+_PIECE_BYTES = 1 << 20
 
 
 def match(
@@ -35,11 +38,17 @@ def match(
     used: set[str] = set()
     for tensor, names in tied.items():
         used.update(names)
-        there = next((name for name in names if name in found), None)
-        if there is None:
+        there = [name for name in names if name in found]
+        if not there:
             missing.append(names[0])
             continue
-        by_tensor[id(tensor)] = _weight(there, tensor, found[there], checkpoint)
+        for other in there[1:]:
+            if not _are_equal(found[there[0]], found[other], checkpoint):
+                what = f"{checkpoint.path} holds other values for {there[0]!r} than for {other!r}"
+                what += ", which are one tensor in the model: tie_word_embeddings=False in its "
+                what += "configuration unties an embedding and a head; else store one of them only"
+                raise IntegrityError(what, expected="the same values", found="others")
+        by_tensor[id(tensor)] = _weight(there[0], tensor, found[there[0]], checkpoint)
     if missing:
         raise IntegrityError(
             f"{checkpoint.path} lacks {_some(missing)}, which the model has: it belongs to another "
@@ -117,10 +126,22 @@ def _weight(
     return Weight(name, tensor.dtype, shape, found.parts, quantised, found.sources)
 
 
+def _are_equal(one: FoundWeight, other: FoundWeight, checkpoint: SafetensorsSet) -> bool:
+    """Whether two weights are of the same bytes; what is put together is taken for equal."""
+    part, twin = one.parts[0], other.parts[0]
+    if len(part.extents) != 1 or len(twin.extents) != 1:
+        return True
+
+    def bytes_of(extent: FileExtent, at: int) -> bytes:
+        count = min(_PIECE_BYTES, extent.nbytes - at)
+        return read_buffered(checkpoint.files[extent.file], extent.offset + at, count)
+
+    a, b = part.extents[0], twin.extents[0]
+    pieces = range(0, part.nbytes, _PIECE_BYTES)
+    are_alike = (part.dtype, part.shape) == (twin.dtype, twin.shape)
+    return are_alike and all(bytes_of(a, at) == bytes_of(b, at) for at in pieces)
+
+
 def _some(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:5])
-    return (
-        f"tensor {shown}"
-        if len(names) == 1
-        else (f"{counted(len(names), 'tensor')}, {shown}" + (", …" if len(names) > 5 else ""))
-    )
+    shown = ", ".join(map(repr, names[:5])) + (", …" if len(names) > 5 else "")
+    return f"{'tensor' if len(names) == 1 else f'{len(names)} tensors,'} {shown}"

@@ -148,11 +148,8 @@ def _class_of(transformers: Any, config: Any) -> Any:
 
 
 def _dtype_of(checkpoint: SafetensorsSet) -> torch.dtype:
-    for stored in checkpoint.tensors.values():
-        dtype = part_of(stored).dtype
-        if dtype.is_floating_point:
-            return dtype
-    return torch.get_default_dtype()
+    dtypes = (part_of(stored).dtype for stored in checkpoint.tensors.values())
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.get_default_dtype())
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
