@@ -25,6 +25,7 @@ from inference._models import (
     transformers,
 )
 from torch import nn
+from torch.nn.utils import prune
 
 import nvmeio
 from nvmeio.checkpoint.safetensors import load_safetensors, save_safetensors
@@ -566,3 +567,33 @@ def test_nvmeio_names_it() -> None:
         "tp_plan": None,
         "timeout_s": 120.0,
     }
+
+
+def doubled(embedding: Any) -> None:
+    embedding.forward = lambda ids: nn.functional.embedding(ids, embedding.weight) * 2
+
+
+def pruned(embedding: Any) -> None:
+    mask = torch.ones_like(embedding.weight)
+    prune.custom_from_mask(embedding, "weight", mask if mask.is_meta else mask.triu())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [doubled, pruned])
+def test_an_embedding_that_computes_in_its_own_way_goes_on_so(
+    change: Callable[[Any], None], tmp_path: Path, stream: Make
+) -> None:
+    """Its rows were looked up, whatever its forward did."""
+
+    def made() -> Any:
+        model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+        change(model[0])
+        return model
+
+    whole = made()
+    save_safetensors(whole.state_dict(), tmp_path / "m.safetensors")
+    with torch.device("meta"):
+        model = made()
+    model = stream(model, tmp_path / "m.safetensors", layers=["1", "2"], resident_bytes=40_000)
+    ids = torch.tensor([[1, 5, 63]])
+    assert model(ids).equal(whole(ids))

@@ -380,11 +380,11 @@ def _take(
 
 def _takes_rows(module: nn.Module) -> bool:
     """Whether a module needs the rows of its tokens only: the forward is an embedding's own."""
-    return (
-        isinstance(module, nn.Embedding)
-        and type(module).forward is nn.Embedding.forward
-        and module.max_norm is None
-    )
+    if not isinstance(module, nn.Embedding) or "forward" in module.__dict__:
+        return False
+    stock = type(module).forward is nn.Embedding.forward and module.max_norm is None
+    # A hook may need another parameter or buffer: pruning has two.
+    return stock and [name for name, _, _ in _tensors_of(module)] == ["weight"]
 
 
 def _experts(unit: Unit, layer: nn.Module) -> Experts | None:
