@@ -497,6 +497,45 @@ def test_a_weight_that_its_layers_own_call_changes_is_refused(
         assert net(x).equal(whole(x))
 
 
+BESIDE: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda norm: norm.running_mean.add_(1),
+    "an element": lambda norm: norm.running_var.__setitem__(0, 2.0),
+    "anew": lambda norm: norm.reset_running_stats(),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", BESIDE)
+def test_a_buffer_on_disk_that_is_changed_is_refused(
+    change: str, tmp_path: Path, stream: Make
+) -> None:
+    """The change was lost, without a word."""
+    whole = saved_net(tmp_path / NAME)
+    net = stream(empty_net(), tmp_path / NAME, resident_bytes=200_000, window=2)
+    x = torch.randn(5, 16)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a weight of a streamed model cannot be changed"):
+            BESIDE[change](net.blocks[1].norm)
+        assert net(x).equal(whole(x))
+
+
+@torch.no_grad()
+def test_a_buffer_on_disk_is_read_by_who_looks_at_it(tmp_path: Path, stream: Make) -> None:
+    """torch added nothing, and multiplied with what happened to lie in memory."""
+    whole = saved_net(tmp_path / NAME)
+    net = stream(empty_net(), tmp_path / NAME, resident_bytes=200_000, window=2)
+    x = torch.randn(5, 16)
+    found, expected = (torch.ones(48).add_(n.blocks[1].norm.running_mean) for n in (net, whole))
+    assert found.equal(expected)
+    hook = net.blocks[3].register_forward_pre_hook(
+        lambda _, given: torch.ones(3, 1) @ net.blocks[1].norm.running_mean[None]
+    )
+    with pytest.raises(RuntimeError, match="is used, and is on disk"):
+        net(x)
+    hook.remove()
+    assert net(x).equal(whole(x))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("place", ["streams", "stays, and is converted", "stays"])
 def test_a_layer_that_calls_another_one_is_refused_unless_both_stay(

@@ -75,7 +75,7 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
             source = WeightSource(stream, unit, target.weight)
             if target.is_buffer:
                 buffers.setdefault(target.module, {})[target.attribute] = source
-            elif isinstance(target.empty, stand_ins.Elsewhere):
+            if isinstance(target.empty, (stand_ins.Absent, stand_ins.Elsewhere)):
                 target.empty.source = source
         stand_ins.count_changes(unit.targets)
         for target in unit.targets:

@@ -79,7 +79,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     refuse_change()
 
 
-class _Absent(torch.Tensor):
+class Absent(torch.Tensor):
     """A weight that is on disk, or what was made of its shape.
 
     A product of memory and of a tensor on "meta" is no error everywhere in torch (2.13): its result
@@ -151,7 +151,7 @@ class Elsewhere(nn.Parameter):
     on_device = torch.device("meta")
     is_here = False  # and is shown, packed
     shown: type[nn.Parameter] = Shown  # in its place while it is there
-    __torch_function__ = _Absent.__torch_function__
+    __torch_function__ = Absent.__torch_function__
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -186,7 +186,7 @@ class FrozenElsewhere(Frozen, Elsewhere):
     """A frozen weight that is on disk."""
 
     shown = Frozen
-    __torch_function__ = _Absent.__torch_function__
+    __torch_function__ = Absent.__torch_function__
     __deepcopy__ = Elsewhere.__deepcopy__
     data = Elsewhere.data
 
@@ -198,7 +198,7 @@ class FrozenElsewhere(Frozen, Elsewhere):
 
 def _is_kept(value: object) -> bool:
     """Whether a change of it is refused at once; others are by `check_absent`."""
-    return isinstance(value, Frozen) or (isinstance(value, _Absent) and value.source is not None)
+    return isinstance(value, Frozen) or (isinstance(value, Absent) and value.source is not None)
 
 
 class _Unchanged(torch.Tensor):
@@ -238,7 +238,7 @@ class _Unchanged(torch.Tensor):
 
 def on_disk(value: object) -> bool:
     """Whether something stands for a weight that is on disk."""
-    return isinstance(value, (_Absent, Elsewhere))
+    return isinstance(value, (Absent, Elsewhere))
 
 
 def is_meta(tensor: torch.Tensor) -> bool:
@@ -248,7 +248,7 @@ def is_meta(tensor: torch.Tensor) -> bool:
 
 def _absent(value: Any) -> Any:
     if type(value) is torch.Tensor and value.is_meta:
-        return value.as_subclass(_Absent)
+        return value.as_subclass(Absent)
     return value
 
 
@@ -271,7 +271,7 @@ def _of_shapes(func: Any, args: Sequence[Any], kwargs: Any, leaves: Sequence[Any
     if weight is None:
         return tree_map(_absent, func(*args, **kwargs))
     if name == "detach":
-        found = func(*args, **kwargs).as_subclass(_Absent)
+        found = func(*args, **kwargs).as_subclass(Absent)
         found.source, found.on_device = weight.source, weight.on_device
         found.frozen = not weight.is_meta
         return found
@@ -401,19 +401,22 @@ def stand_in(unit: Unit, device: torch.device) -> None:
 
 
 def _replace(unit: Unit, device: torch.device, kind: type[Elsewhere]) -> None:
-    made: dict[int, Elsewhere] = {}
+    made: dict[int, Any] = {}
     for index, target in enumerate(unit.targets):
-        own = type(target.empty) is not nn.Parameter and not unit.row_modules
-        if target.is_buffer or (own and kind is Elsewhere):
+        own = type(target.empty) not in (nn.Parameter, torch.Tensor) and not unit.row_modules
+        own = own and (target.is_buffer or kind is Elsewhere)
+        if own or target.attribute == "num_batches_tracked":  # state dicts get that by batch norm
             continue
         if target.weight not in made:
             with torch.inference_mode(False):  # a model that was made in it is called outside, too
                 bare = target.empty.detach()
                 bare = bare.clone() if bare.is_inference() else bare
-                empty = kind(bare, target.empty.requires_grad)
+                wanted = target.empty.requires_grad
+                empty: Any = bare.as_subclass(Absent) if target.is_buffer else kind(bare, wanted)
             empty.on_device = device
             made[target.weight] = empty
-        target.module._parameters[target.attribute] = made[target.weight]
+        held: Any = target.module._buffers if target.is_buffer else target.module._parameters
+        held[target.attribute] = made[target.weight]
         unit.targets[index] = target._replace(empty=made[target.weight])
 
 
