@@ -45,6 +45,21 @@ def test_only_the_experts_that_a_token_needs_are_read(tmp_path: Path, stream: Ma
     assert stats.bytes_read < experts + 2 * others + (1 << 20)  # of 4 × experts
 
 
+def test_a_hook_may_route_to_other_experts(tmp_path: Path, stream: Make) -> None:
+    """Those that it was given were read, and others computed with: with no bytes of theirs."""
+    saved(lambda: mixtral(experts=8), tmp_path)
+    whole = loaded(tmp_path)
+    model = stream(tmp_path, resident_bytes=least(stream, tmp_path), window=1)
+    for each in (model, whole):
+        for layer in each.model.layers:
+            layer.mlp.experts.register_forward_pre_hook(
+                lambda _, given: (given[0], (given[1] + 1) % 8, *given[2:])
+            )
+    for length in (1, 2):
+        ids = prompt(batch=1, length=length)
+        assert logits(model, ids).equal(logits(whole, ids))
+
+
 def test_no_byte_of_an_expert_that_no_token_needs_is_read(tmp_path: Path, stream: Make) -> None:
     """Counted below the handle, block by block, beside what the loaded model routes to."""
     from nvmeio._formats.safetensors_set import header_of

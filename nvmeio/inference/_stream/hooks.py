@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Set
 from typing import Any
@@ -250,10 +251,9 @@ def _attach_rows(module: nn.Embedding, unit: Unit, stream: WeightStream) -> None
     """Have an embedding that is not in memory look its tokens up on the drive."""
     around = _with_weights(stream, unit)
 
-    def forward(input: torch.Tensor) -> torch.Tensor:
+    def forward(input: torch.Tensor) -> Any:
         if unit.resident:
-            found: torch.Tensor = around(nn.Embedding.forward, module, input)
-            return found
+            return around(nn.Embedding.forward, module, input)
         _check(unit, stream)
         rows, places = stream.rows(unit, input)
         return functional.embedding(places, rows)
@@ -322,12 +322,14 @@ def _check(unit: Unit, stream: WeightStream) -> None:
 
 
 def _attach_experts(module: nn.Module, unit: Unit, stream: WeightStream) -> None:
-    def around(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        routed = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-        stream.need_experts(unit, routed)
+    call = module.forward  # behind the hooks, which may route otherwise
+    place = list(inspect.signature(call).parameters).index("top_k_index")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        stream.need_experts(unit, kwargs["top_k_index"] if len(args) <= place else args[place])
         return call(*args, **kwargs)
 
-    calls.wrap(module, around)
+    module.forward = forward
 
 
 def _leave_out(module: nn.Module, names: Set[str]) -> None:
