@@ -40,7 +40,7 @@ test: $(STAMP) ## the tests; PYTEST_ARGS="-k report" goes to pytest
 	@$(BIN)/python -m pytest $(TEST_RUNS) $(PYTEST_ARGS)
 
 # By folders: what everything else stands on, and what lies in files.
-FAST_TESTS := tests/blocks tests/data tests/engines tests/formats tests/io tests/storage tests/threads $(wildcard tests/test_*.py)
+FAST_TESTS := tests/data tests/engines tests/formats tests/io tests/storage tests/threads $(wildcard tests/test_*.py)
 
 # They wait for little: more processes would only import torch once more each.
 test-fast: TEST_JOBS = 2
