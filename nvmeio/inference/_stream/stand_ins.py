@@ -530,8 +530,8 @@ def _replaced(targets: Sequence[Target], shown: Sequence[Any], changed: Any) -> 
 
 
 def _is_lost(shown: torch.Tensor, module: nn.Module) -> bool:
-    is_packed, is_scaled = on_disk(shown), getattr(module, "max_norm", None) is not None
-    return version_of(shown) != 0 and not (is_packed or is_scaled)
+    lost = version_of(shown) != 0 and not on_disk(shown)  # packed ones have other bytes
+    return lost and getattr(module, "max_norm", None) is None
 
 
 def _was_changed(shown: torch.Tensor, _: nn.Module | None = None) -> bool:
