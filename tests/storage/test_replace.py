@@ -279,9 +279,11 @@ def test_a_small_file_with_more_than_a_mode_goes_the_long_way(
     )
     monkeypatch.setattr(replace_module, "is_local", lambda path: True)
     path = tmp_path / "model.pt"
-    for _ in range(2):
+    for mode in (0o644, 0o640, 0o640):
         save(path)
-    assert not took
+        path.chmod(mode)
+    save(path)
+    assert not took and stat.S_IMODE(path.stat().st_mode) == 0o640
     set_or_skip(path, "user.origin", b"run 17")
     save(path)
     assert took == [str(path)] and os.getxattr(path, "user.origin") == b"run 17"

@@ -516,7 +516,7 @@ def check_as_read(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> N
         raise RuntimeError(
             f"{found.attribute!r} of {an(type(found.module).__name__)} was changed by its layer's "
             "own call, and the layer's bytes come from the checkpoint anew for each call: the "
-            "change would be lost. Of batch norm, eval() changes nothing"
+            "change would be lost. Batch norm changes its buffers in train(): call eval()"
         )
 
 
