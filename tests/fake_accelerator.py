@@ -532,7 +532,7 @@ def accelerator(
     patch.setattr(devices, "is_torchs", cuda.has)
     patch.setattr(devices, "device_of", cuda.device_of)
     patch.setattr(devices, "moved", moved)
-    patch.setattr(devices, "_begin_copy", cuda.begin_copy)
+    patch.setattr(devices, "begin_copy", cuda.begin_copy)
     patch.setattr(devices, "empty", empty)
     patch.setattr(devices, "part_of", part_of)
     fake_tensors.tell_device(patch, cuda)

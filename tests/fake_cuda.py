@@ -449,7 +449,7 @@ def begin_anew(patch: pytest.MonkeyPatch) -> None:
     """What nvmeio keeps of a device is this one's; a wait for it is no sleep."""
     patch.setattr(devices, "_side_streams", {})
     patch.setattr(devices, "_events", {})
-    patch.setattr(devices, "_pause", synchronized)
+    patch.setattr(devices, "pause_for", synchronized)
 
 
 def fake_cuda(patch: pytest.MonkeyPatch) -> FakeCuda:
@@ -474,7 +474,7 @@ def asynchronous(patch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     there = torch.device("cuda", 0)
     patch.setattr(devices, "is_device", cuda.has)
     patch.setattr(devices, "device_of", lambda t: there if cuda.has(t) else torch.device("cpu"))
-    patch.setattr(devices, "_begin_copy", cuda.begin_copy)
+    patch.setattr(devices, "begin_copy", cuda.begin_copy)
     try:
         yield cuda
     finally:

@@ -307,7 +307,7 @@ def watch_drives(patch: pytest.MonkeyPatch, order: Order) -> None:
         for name in ("prepare", "prepare_rows", "prepare_batch"):
             if name in vars(engine):
                 patch.setattr(engine, name, _watched(order, vars(engine)[name]))
-    for queue in (libaio._CompletionQueue, _queued.EventfdQueue):
+    for queue in (libaio.LibaioQueue, _queued.EventfdQueue):
         for name in ("peek", "reap", "peek_ends"):
             if name in vars(queue):
                 patch.setattr(queue, name, _noticing(order, vars(queue)[name]))

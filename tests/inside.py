@@ -61,6 +61,11 @@ def cufile_of(handle: nvmeio.GdsHandle) -> Any:
     return handle._gds
 
 
+def leave_host_memory(handle: nvmeio.GdsHandle) -> None:
+    """As with `cpu_tensors="bounce"`, which needs CUDA from the start."""
+    handle._host_too = False
+
+
 def record_of(operation: nvmeio.Operation) -> Any:
     """What the core keeps of an operation."""
     return operation._record

@@ -39,7 +39,7 @@ from nvmeio._threads.future import Future
 from nvmeio._threads.threads import Thread
 from nvmeio.errors import DeviceTimeoutError
 
-_PATIENCE_S = 1800.0
+PATIENCE_S = 1800.0
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 50e-6, 1e-3  # between two looks of who waits
 
 Value = TypeVar("Value")
@@ -113,7 +113,7 @@ class CudaCopier:
         self._entered = threading.local()
 
     def now(self, device: torch.device) -> Mark:
-        return _CudaMark(torch.cuda.current_stream(device))
+        return CudaMark(torch.cuda.current_stream(device))
 
     def page_locked(self, nbytes: int, device: torch.device) -> torch.Tensor:
         with torch.cuda.device(device):
@@ -143,7 +143,7 @@ class CudaCopier:
                 there, here = its.data_ptr() + start, chunk.data_ptr() + shift
                 target, source = (there, here) if is_up else (here, there)
                 prompt.copy(target, source, nbytes, kind, handle)
-        return _CudaMark(stream, prompt)
+        return CudaMark(stream, prompt)
 
     def finish(self, device: torch.device, step: Callable[[], None]) -> None:
         stream = side_stream(device, "ring up")
@@ -151,7 +151,7 @@ class CudaCopier:
         # way that makes a context there.
         with torch.cuda.device(device), torch.cuda.stream(stream):
             step()
-            _CudaMark(stream).wait()
+            CudaMark(stream).wait()
 
     def enter(self, device: torch.device) -> None:
         if getattr(self._entered, "device", None) == device:
@@ -204,7 +204,7 @@ class Beside:
         with on_stream(self._stream):
             _tolerate_captures()
             for target, source in copies:
-                _begin_copy(target, source)
+                begin_copy(target, source)
 
     def mark(self) -> Mark:
         """A mark behind what was begun so far."""
@@ -238,12 +238,12 @@ def _tolerate_captures() -> None:
             system.tolerate_captures()
 
 
-class _CudaMark:
+class CudaMark:
     def __init__(self, stream: Any, prompt: system.PromptRuntime | None = None) -> None:
         cuda: Any = torch.cuda
         self.device = stream.device
         check_answers(self.device)
-        self._until = time.monotonic() + _PATIENCE_S
+        self._until = time.monotonic() + PATIENCE_S
         # One that no mark has any more: the end of an event lets go of the GIL.
         free = _events.setdefault(self.device, [])
         try:
@@ -271,7 +271,7 @@ class _CudaMark:
     def wait(self) -> None:
         pause = _LEAST_PAUSE_S
         while not self.done():
-            _pause(pause, self)
+            pause_for(pause, self)
             pause = min(1.5 * pause, _MOST_PAUSE_S)
 
     # Streams that wait for its event wait for what was recorded when they were told to: it may be
@@ -282,7 +282,7 @@ class _CudaMark:
 _events: dict[torch.device, list[Any]] = {}  # that no mark has
 
 
-def _pause(seconds: float, mark: _CudaMark) -> None:
+def pause_for(seconds: float, mark: CudaMark) -> None:
     time.sleep(seconds)
 
 
@@ -290,7 +290,7 @@ def check_answers(device: torch.device) -> None:
     """Raise DeviceTimeoutError if this device, once in this process, did not answer in time."""
     if device in system.silent_devices:
         raise DeviceTimeoutError(
-            f"{device} has not done in {_PATIENCE_S:.0f} s what it was asked: a kernel does not "
+            f"{device} has not done in {PATIENCE_S:.0f} s what it was asked: a kernel does not "
             "end, a collective waits for a rank that is gone, or the device has failed (look at "
             "`nvidia-smi` and for Xid in `dmesg`). Nothing works with it in this process any more: "
             "end it, and go on from a checkpoint"
@@ -357,12 +357,12 @@ def on_stream(stream: Any) -> Iterator[None]:
 
 def now(device: torch.device) -> Mark:
     """All that the calling thread's stream of a device was asked so far."""
-    return _CudaMark(stream_here(device)) if device.type == "cuda" else _Reached()
+    return CudaMark(stream_here(device)) if device.type == "cuda" else _Reached()
 
 
 def asked_of(stream: Any) -> Mark:
     """All that a stream of `stream_here` was asked so far."""
-    return _Reached() if stream is None else _CudaMark(stream)
+    return _Reached() if stream is None else CudaMark(stream)
 
 
 def synchronize(device: torch.device) -> None:
@@ -377,7 +377,7 @@ def synchronize(device: torch.device) -> None:
             ended.fail(failed)
 
     Thread(wait, "nvmeio-synchronize").start()
-    if not ended.wait(_PATIENCE_S):
+    if not ended.wait(PATIENCE_S):
         system.silent_devices.add(device)
         check_answers(device)
     ended.result()
@@ -418,7 +418,7 @@ def is_expandable(tensor: torch.Tensor) -> bool:
 
 def come_after(stream: Any, mark: Mark) -> None:
     """Order the later work of a stream of `stream_here` behind a mark; nobody waits."""
-    if isinstance(mark, _CudaMark):
+    if isinstance(mark, CudaMark):
         with torch.cuda.device(mark.device):
             stream.wait_event(mark.event)
 
@@ -459,7 +459,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return moved(tensor, torch.device("cpu"))
 
 
-def _begin_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+def begin_copy(target: torch.Tensor, source: torch.Tensor) -> None:
     # Not within no_grad, which Ctrl-C may leave in force in a thread of the caller's.
     target.detach().copy_(source.detach(), non_blocking=True)
 

@@ -112,13 +112,13 @@ class LibaioEngine:
         cq = lib.nv_cq_new(self._engine)
         if cq == ffi.NULL:
             raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: no eventfd (ulimit -n)")
-        return _CompletionQueue(ffi.gc(cq, lib.nv_cq_free))
+        return LibaioQueue(ffi.gc(cq, lib.nv_cq_free))
 
     def prepare(
         self, cq: base.CompletionQueue, token: int, transfer: base.Transfer
     ) -> base.Request:
         """A request for one of the lanes."""
-        assert isinstance(cq, _CompletionQueue)
+        assert isinstance(cq, LibaioQueue)
         arguments = (_address(self._engine), _address(cq.raw), token, *transfer)
         request = _owned(_prepare, arguments)
         if not request:
@@ -143,7 +143,7 @@ class LibaioEngine:
         self, cq: base.CompletionQueue, token: int, transfer: base.Transfer, rows: base.Rows
     ) -> base.Request:
         """One request for all rows; the shim sorts them and cuts them into blocks."""
-        assert isinstance(cq, _CompletionQueue)
+        assert isinstance(cq, LibaioQueue)
         told = transfer.opcode, transfer.direct_fd, transfer.buffered_fd, transfer.address
         needs = transfer.offset_alignment, transfer.memory_alignment, transfer.foreign
         arguments = (self._engine, cq.raw, token, *told, *rows, *needs)
@@ -158,7 +158,7 @@ class LibaioEngine:
         self, cq: base.CompletionQueue, token: int, transfers: Sequence[base.Transfer]
     ) -> base.BatchRequest:
         """One request for all; the shim hands them to the lanes."""
-        assert isinstance(cq, _CompletionQueue)
+        assert isinstance(cq, LibaioQueue)
         number = len(transfers)
         raw = ffi.new("nv_transfer[]", transfers)
         request = _owned(lib.nv_prepare_batch, (self._engine, cq.raw, token, raw, number))
@@ -215,7 +215,7 @@ class _NativeRequest:
         return bool(lib.nv_wait(self._raw, timeout_s))
 
     def move(self, cq: base.CompletionQueue) -> None:
-        assert isinstance(cq, _CompletionQueue)
+        assert isinstance(cq, LibaioQueue)
         lib.nv_move(self._raw, cq.raw)
 
     def moved(self) -> int:
@@ -295,7 +295,9 @@ def _outcome(raw: Any) -> base.Outcome:
     )
 
 
-class _CompletionQueue:
+class LibaioQueue:
+    """Where the shim's lanes report what has ended."""
+
     __slots__ = ("raw",)
 
     def __init__(self, raw: Any) -> None:

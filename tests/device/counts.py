@@ -78,9 +78,9 @@ def cuda_calls(folder: Path) -> dict[str, float]:
 
     from nvmeio._memory import devices
 
-    pause = devices._pause  # the model's is a call of CUDA's
+    pause = devices.pause_for  # the model's is a call of CUDA's
     with pytest.MonkeyPatch.context() as patch, asynchronous(patch) as cuda:
-        patch.setattr(devices, "_pause", pause)
+        patch.setattr(devices, "pause_for", pause)
         events, new = Counter[str](), torch.cuda.Event
 
         def made(*args: Any, **options: Any) -> Any:

@@ -300,7 +300,7 @@ def test_cufile_is_opened_on_the_callers_device(
     seen: list[int] = []
     monkeypatch.setattr(driver, "preflight_problem", lambda: ("", "", ""))
     monkeypatch.setattr(driver.library, "load", Opened)
-    opened = driver._Driver()
+    opened = driver.Driver()
     opened.acquire(driver.DriverSettings())
     opened.release()
     assert seen == [2]
@@ -339,7 +339,7 @@ def test_loads_work_on_their_own_device(
     def on_host(*size: int, device: object = None, **others: Any) -> torch.Tensor:
         return empty(*size, **others)
 
-    monkeypatch.setattr(devices, "_begin_copy", begin_copy)
+    monkeypatch.setattr(devices, "begin_copy", begin_copy)
     monkeypatch.setattr(span_reads.torch, "empty", on_host)
     found: list[torch.Tensor] = []
     with nvmeio.AioHandle(engine="threads") as handle:

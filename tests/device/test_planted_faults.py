@@ -420,8 +420,9 @@ class Fault(NamedTuple):
 
 
 def forgets_its_source(pool: DevicePool, memory: torch.Tensor, source: torch.Tensor) -> Any:
-    pool._copies.copy(memory, source)
-    return pool._copies.mark()
+    beside = devices.Beside(pool.device, "parameters")
+    beside.copy(memory, source)
+    return beside.mark()
 
 
 @contextlib.contextmanager
@@ -434,9 +435,8 @@ def on_stream_alone(stream: Any) -> Iterator[None]:
 
 
 def waits_for_each(beside: devices.Beside, target: torch.Tensor, source: torch.Tensor) -> None:
-    with devices.on_stream(beside._stream):
-        devices._begin_copy(target, source)
-        torch.cuda.current_stream().synchronize()
+    beside.copy_all([(target, source)])
+    beside.mark().wait()
 
 
 def makes_a_stream(device: torch.device, purpose: str) -> Any:
@@ -445,10 +445,10 @@ def makes_a_stream(device: torch.device, purpose: str) -> Any:
 
 # Told by accesses without an order.
 ORDERS = [
-    Fault("nobody waits for a mark", devices._CudaMark, "wait", lambda mark: None, works.streams),
+    Fault("nobody waits for a mark", devices.CudaMark, "wait", lambda mark: None, works.streams),
     Fault(
         "a mark is taken to be reached",
-        devices._CudaMark,
+        devices.CudaMark,
         "done",
         lambda mark: True,
         works.gathers_and_scatters,
@@ -486,7 +486,7 @@ NUMBERS = [
     (Pace.LAZY, Pace.EAGER, devices.Beside, "follow", lambda *_: None, works.trains),
     (Pace.LAZY, Pace.EAGER, devices.Beside, "after", lambda *_: None, works.streams),
     (Pace.LAZY, Pace.LAZY, DevicePool, "upload", forgets_its_source, works.trains),
-    (Pace.LAZY, Pace.LAZY, devices._CudaMark, "wait", lambda mark: None, works.streams),
+    (Pace.LAZY, Pace.LAZY, devices.CudaMark, "wait", lambda mark: None, works.streams),
 ]
 
 

@@ -40,8 +40,8 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
 
 
 def stop(cuda: Accelerator, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(devices, "_PATIENCE_S", 0.3)
-    patch.setattr(devices, "_pause", lambda seconds, mark: time.sleep(seconds))
+    patch.setattr(devices, "PATIENCE_S", 0.3)
+    patch.setattr(devices, "pause_for", lambda seconds, mark: time.sleep(seconds))
     cuda.copies_pace = Pace.LAZY
     for stream in cuda._all_streams():
         stream.pace = Pace.LAZY

@@ -15,7 +15,7 @@ KIB, MIB = 1 << 10, 1 << 20
 kind, library, folder = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 if kind == "libaio":
     kernel = FaultyKernel(library)
-    engine = LibaioEngine(kernel._table)
+    engine = LibaioEngine(kernel.table)
     hold, let_go = kernel.close_gate, kernel.open_gate
 else:
     gate = threading.Event()

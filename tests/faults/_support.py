@@ -136,8 +136,8 @@ class FaultyKernel:
     """One copy of fakes/faulty_libaio.c: its switches and counters, and handles upon it."""
 
     def __init__(self, library: Path) -> None:
-        self._table = lib.nv_kaio_open(str(library).encode())
-        assert self._table != ffi.NULL, ffi.string(lib.nv_kaio_error())
+        self.table = lib.nv_kaio_open(str(library).encode())
+        assert self.table != ffi.NULL, ffi.string(lib.nv_kaio_error())
         self._library = ctypes.CDLL(str(library))
 
     def __getitem__(self, name: str) -> int:
@@ -165,7 +165,7 @@ class FaultyKernel:
     @contextmanager
     def handle(self, **parameters: Any) -> Iterator[nvmeio.AioHandle]:
         """A handle on this kernel; behaving again before it is closed, so that it can be."""
-        handle = nvmeio.AioHandle(engine=LibaioEngine(self._table), **parameters)
+        handle = nvmeio.AioHandle(engine=LibaioEngine(self.table), **parameters)
         try:
             yield handle
         except BaseException:

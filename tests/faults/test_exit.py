@@ -297,7 +297,7 @@ def test_handle_and_tensor_dropped_in_flight(faulty, tmp_path, monkeypatch, capl
     path = tmp_path / "file"
     wanted = bytes_of(noise(2 * MIB, seed=8))
     faulty.close_gate()
-    handle = nvmeio.AioHandle(64 * KIB, 4, engine=nvmeio.engines.libaio.LibaioEngine(faulty._table))
+    handle = nvmeio.AioHandle(64 * KIB, 4, engine=nvmeio.engines.libaio.LibaioEngine(faulty.table))
     handle.async_pwrite(misaligned(2 * MIB).copy_(noise(2 * MIB, seed=8)), path)
     assert eventually(lambda: faulty["events_held"] == 4)
     with pytest.warns(ResourceWarning, match="dropped with operations in flight"):
@@ -340,7 +340,7 @@ def test_operation_outlives_its_handle(faulty, tmp_path):
     path = make_file(tmp_path / "file", content)
     tensor = aligned(2 * MIB)
     faulty.close_gate()
-    handle = nvmeio.AioHandle(64 * KIB, 4, engine=nvmeio.engines.libaio.LibaioEngine(faulty._table))
+    handle = nvmeio.AioHandle(64 * KIB, 4, engine=nvmeio.engines.libaio.LibaioEngine(faulty.table))
     operation = handle.async_pread(tensor, path)
     with pytest.warns(ResourceWarning, match="dropped with operations in flight"):
         del handle

@@ -84,7 +84,7 @@ def fake_cufile(library: Path, folder: Path, patch: pytest.MonkeyPatch) -> Itera
     patch.setenv("NVMEIO_CUFILE", str(path))
     patch.setattr(driver, "MODULES", modules)
     patch.setattr(driver, "NVIDIA_FS", folder / "no-nvidia-fs")
-    patch.setattr(engine, "DRIVER", driver._Driver())
+    patch.setattr(engine, "DRIVER", driver.Driver())
     made = FakeCuFile(path)
     yield made
     made.hold = made.open_hold = made.close_hold = 0

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from fake_device import FakeDevice, fake_device
 from gds._support import FakeCuFile, compiled, fake_cufile
+from inside import leave_host_memory
 
 import nvmeio
 
@@ -72,5 +73,5 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
 def on_device(new_gds: Callable[..., nvmeio.GdsHandle], device: FakeDevice) -> nvmeio.GdsHandle:
     """A handle whose CPU tensors go the AIO way, and the fake device's through cuFile."""
     handle = new_gds()
-    handle._host_too = False
+    leave_host_memory(handle)
     return handle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import threading
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda import fake_cuda
 from fake_device import FakeDevice
 from gds._support import PAGE, TASK, FakeCuFile, room
-from inside import cufile_of, record_of
+from inside import cufile_of, leave_host_memory, record_of
 from support import (
     bytes_tensor,
     on_every_loop,
@@ -26,6 +28,8 @@ from support import (
 )
 
 import nvmeio
+from nvmeio._files.descriptors import Descriptors
+from nvmeio.engines.base import Options
 from nvmeio.engines.cufile import driver, engine, registry
 from nvmeio.engines.cufile import driver as driver_module
 from nvmeio.engines.cufile import library as library_module
@@ -74,16 +78,33 @@ def test_p2pdma_is_switched_on_where_nothing_speaks_against_it(
     asked: dict[int, bool] = {}
 
     class Loaded:
-        def set_flag(self, parameter: int, value: bool) -> int | None:
+        path, version, version_text = "libcufile", 1200, "1.20"
+
+        def set_flag(self, parameter: int, value: bool) -> int:
             asked[parameter] = value
             return 0
 
-    loaded: Any = Loaded()
-    driver.DRIVER._set_parameters(loaded, driver.DriverSettings(True, True, None))
+        def open_driver(self) -> tuple[int, int]:
+            return 0, 0
+
+        close_driver = open_driver
+
+        def properties(self) -> None:
+            return None
+
+        p2p_flags = properties
+
+    fake_cuda(monkeypatch)
+    monkeypatch.setattr(driver, "preflight_problem", lambda: ("", "", ""))
+    monkeypatch.setattr(library_module, "load", Loaded)
+    opened = driver.Driver()
+    opened.acquire(driver.DriverSettings(True, True, None))
     assert asked.get(library_module.USE_PCIP2PDMA) == (None if why_not else True)
+    opened.release()
     asked.clear()
-    driver.DRIVER._set_parameters(loaded, driver.DriverSettings(False, True, None))
-    assert library_module.USE_PCIP2PDMA not in asked  # of host memory
+    opened.acquire(driver.DriverSettings(False, True, None))
+    assert asked and library_module.USE_PCIP2PDMA not in asked  # of host memory
+    opened.release()
 
 
 def test_log_does_not_go_to_the_working_directory(
@@ -424,10 +445,17 @@ def test_waiting_for_one_stream_holds_up_no_other(
 
 @pytest.mark.parametrize(("offset", "direct"), [(0, 2 * TASK), (PAGE, 2 * TASK), (PAGE - 8, 0)])
 def test_only_aligned_tasks_count_as_direct(
-    on_device: nvmeio.GdsHandle, device: FakeDevice, direct_path: Path, offset: int, direct: int
+    new_gds: Callable[..., nvmeio.GdsHandle],
+    device: FakeDevice,
+    direct_path: Path,
+    offset: int,
+    direct: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a file offset that is none of a page's, no task is aligned in file and memory at once."""
-    cufile_of(on_device)._workers[0]._mover.mode = "gds"
+    monkeypatch.setattr(driver.Driver, "mode", lambda *_: "gds")
+    on_device = new_gds()
+    leave_host_memory(on_device)
     tensor = device.take(nvmeio.empty_aligned(2 * TASK, dtype=torch.uint8))
     writing = on_device.async_pwrite(tensor, direct_path, offset)
     writing.result()
@@ -476,12 +504,17 @@ def test_call_that_hangs_is_timed_out(
     # All threads are lost: nothing is left to wait for.
     with pytest.raises(nvmeio.CuFileError, match="an earlier call"):
         gds.sync_pread(room(8), path)
-    cufile_of(gds)._call_limit_s = 200.0  # from now on a busy machine is no call that hangs
+    cufile_of(gds).call_limit_s = 200.0  # from now on a busy machine is no call that hangs
     fake.hold = 0
     spin_until(lambda: fake.files == 0)
-    spin_until(lambda: not cufile_of(gds)._all_lost())
+
+    def answers() -> bool:
+        with contextlib.suppress(nvmeio.CuFileError):
+            return gds.sync_pread(room(8), path) == 8
+        return False
+
+    spin_until(answers)
     gds.unpin_device_tensor(tensor)
-    assert gds.sync_pread(room(8), path) == 8
 
 
 def test_one_thread_that_hangs_leaves_the_others_at_work(
@@ -495,7 +528,7 @@ def test_one_thread_that_hangs_leaves_the_others_at_work(
     spin_until(lambda: fake.together == 1)
     assert isinstance(stuck.exception(), TimeoutError)
     assert not memory.resizable()  # the call may still write to it
-    cufile_of(gds)._call_limit_s = 200.0  # from now on a busy machine is no call that hangs
+    cufile_of(gds).call_limit_s = 200.0  # from now on a busy machine is no call that hangs
     # Whoever comes now would wait with it, were it not for the other thread.
     beside = gds.async_pread(room(TASK), path)
     spin_until(lambda: fake.together == 2)
@@ -512,7 +545,7 @@ def test_call_given_up_that_returns_ends_its_transfer_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gds = new_gds(intra_op_parallelism=2)
-    gds._host_too = False
+    leave_host_memory(gds)
     cufile_of(gds)._workers[0]._mover._needs_cuda = True
     path.write_bytes(bytes(9 * TASK))
     let_in = threading.Event()
@@ -535,7 +568,7 @@ def test_call_given_up_that_returns_ends_its_transfer_once(
     assert fake.closes == 1
 
 
-def _workers_on(gds: nvmeio.GdsHandle, operation: nvmeio.Operation) -> list[engine._Worker]:
+def _workers_on(gds: nvmeio.GdsHandle, operation: nvmeio.Operation) -> list[Any]:
     return [
         worker
         for worker in cufile_of(gds)._workers
@@ -625,7 +658,7 @@ def test_process_exits_whatever_hangs(fake_library: Path, tmp_path: Path, what: 
 
 def test_engine_serves_one_handle(gds: nvmeio.GdsHandle) -> None:
     with pytest.raises(RuntimeError, match="one engine serves one handle"):
-        cufile_of(gds).start(gds._options)
+        cufile_of(gds).start(Options())
     assert isinstance(cufile_of(gds), engine.CuFileEngine)
 
 
@@ -646,21 +679,23 @@ def test_a_file_that_the_collector_lets_go_while_another_is_registered(
     for name in ("dropped", "kept"):
         (tmp_path / name).write_bytes(bytes(PAGE))
     dropped, kept = (nvmeio.open(tmp_path / name) for name in ("dropped", "kept"))
-    files, new = registry.Files(), registry._File
-    number = dropped._descriptors.any_fd()
-    files.handle(library, dropped._descriptors, number)
+    files, going, staying = registry.Files(), dropped.acquire(False), kept.acquire(False)
+    number = going.any_fd()
+    files.handle(library, going, number)
+    going.release()
+    before_close = Descriptors.before_close
 
-    def collecting() -> registry._File:
+    def collecting(descriptors: Descriptors, *work: Any) -> None:
         dropped.close()
-        return new()
+        before_close(descriptors, *work)
 
-    monkeypatch.setattr(registry, "_File", collecting)
-    descriptors = kept._descriptors
+    monkeypatch.setattr(Descriptors, "before_close", collecting)
     registering = threading.Thread(
-        target=files.handle, args=(library, descriptors, descriptors.any_fd()), daemon=True
+        target=files.handle, args=(library, staying, staying.any_fd()), daemon=True
     )
     registering.start()
     spin_until(lambda: not registering.is_alive())
     assert gone == [number]
+    staying.release()
     kept.close()
     assert len(gone) == 2

@@ -66,8 +66,8 @@ typedef unsigned long long CUdeviceptr;
 def test_symbols_are_there() -> None:
     loaded = library.Library(real_library(), "the test")
     for name in ("cuFileDriverOpen", "cuFileBufRegister", "cuFileDriverGetProperties"):
-        assert loaded._has(name)
-    assert not loaded._has("cuFileNoSuchCall")
+        assert loaded.has(name)
+    assert not loaded.has("cuFileNoSuchCall")
     assert loaded.version >= library.OLDEST
     major, minor = loaded.version_text.split(".")
     assert int(major) * 1000 + int(minor) * 10 == loaded.version

@@ -124,7 +124,7 @@ def test_a_missing_wait_shows(
         elif missing == "copies do not wait for compute":
             patch.setattr(devices.Beside, "follow", lambda self, stream=None: None)
         else:
-            patch.setattr(devices._CudaMark, "wait", lambda self: None)
+            patch.setattr(devices.CudaMark, "wait", lambda self: None)
         model = streamed(path)
         try:
             assert not same(cuda, trained(model, cuda.tensor, plain, 2), wanted)

@@ -73,7 +73,7 @@ def test_a_missing_wait_shows(
         elif missing == "copies do not wait for compute":
             patch.setattr(devices.Beside, "after", lambda self, mark: None)
         else:
-            patch.setattr(devices._CudaMark, "wait", lambda self: None)
+            patch.setattr(devices.CudaMark, "wait", lambda self: None)
         found = computed(tmp_path / "base.safetensors", cuda, torch.float32, 2)
         assert cuda.forgive()
     assert not all(map(torch.equal, found, wanted))

@@ -27,7 +27,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     collect()
     made = fake_cuda(monkeypatch)
     made.set_device(1)
-    monkeypatch.setattr(devices, "_begin_copy", lambda target, source: target.copy_(source))
+    monkeypatch.setattr(devices, "begin_copy", lambda target, source: target.copy_(source))
     yield made
     collect()
     page_locked.forget()

@@ -112,7 +112,7 @@ def test_a_missing_wait_shows(
         elif missing == "copies do not wait for compute":
             patch.setattr(devices.Beside, "follow", lambda self, stream=None: None)
         else:
-            patch.setattr(devices._CudaMark, "done", lambda self: True)
+            patch.setattr(devices.CudaMark, "done", lambda self: True)
         with window(tmp_path, checksum=False) as swapped:
             assert step(cuda, swapped, wanted)
         assert cuda.forgive()

@@ -165,12 +165,12 @@ def test_a_whole_manifest_with_other_content_is_named(change: Any, tmp_path: Pat
         train(made, optimizer, 2)
     path = tmp_path / "optimizer" / manifests.NAMES[3 % 2]
     data = path.read_bytes()
-    header, body = data[: manifests._HEADER_BYTES], data[manifests._HEADER_BYTES :]
-    length = int(header[manifests._DURABLE_AT + 1 :].split()[0], 16)
+    header, body = data[: manifests.HEADER_BYTES], data[manifests.HEADER_BYTES :]
+    length = int(header[manifests.DURABLE_AT + 1 :].split()[0], 16)
     told = json.loads(body[:length])
     change(told)
     body = json.dumps(told).encode()
-    start = header[: manifests._DURABLE_AT + 1]
+    start = header[: manifests.DURABLE_AT + 1]
     path.write_bytes(start + f" {len(body):07x} {zlib.crc32(body):08x}".encode() + body)
     with pytest.raises(nvmeio.IntegrityError, match=r"manifest\.1"):
         resumed(model(), tmp_path)

@@ -145,8 +145,9 @@ def test_a_missing_wait_shows(
     losses, _ = in_memory()
 
     def forgets(pool: DevicePool, memory: torch.Tensor, source: torch.Tensor) -> Any:
-        pool._copies.copy(memory, source)
-        return pool._copies.mark()
+        beside = devices.Beside(pool.device, "parameters")
+        beside.copy(memory, source)
+        return beside.mark()
 
     with monkeypatch.context() as patch, accelerator(patch, compute, copies) as cuda:
         if missing == "compute does not wait for copies":

@@ -237,9 +237,9 @@ def test_parameters_that_stay_on_the_device_are_not_copied_there(
                     to["up" if cuda.has(target) else "down"] += source.nbytes
                     cuda.begin_copy(target, source)
 
-                patch.setattr(devices, "_begin_copy", count)
+                patch.setattr(devices, "begin_copy", count)
                 stepped(made, optimizer, cuda.tensor, first=STEPS)
-                patch.setattr(devices, "_begin_copy", cuda.begin_copy)
+                patch.setattr(devices, "begin_copy", cuda.begin_copy)
                 bytes_of = sum(p.nbytes for p in made.parameters()) * STEPS // 4
                 # Up to 4 more for the gaps that align them.
                 assert 8 <= moved["up"] / bytes_of < 12
@@ -489,7 +489,7 @@ def test_a_missing_wait_shows(
             elif missing == "what goes down does not wait for compute":
                 patch.setattr(devices.Beside, "follow", lambda self, stream=None: None)
             else:
-                patch.setattr(devices._CudaMark, "wait", lambda self: None)
+                patch.setattr(devices.CudaMark, "wait", lambda self: None)
             stepped(made, optimizer, cuda.tensor)
             found = made.state_dict()
             assert not all(torch.equal(cuda.value(found[n]), t) for n, t in wanted.items())

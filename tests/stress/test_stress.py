@@ -505,7 +505,7 @@ def test_close_while_another_thread_is_about_to_reap(tmp_path, monkeypatch, engi
     monkeypatch.setattr(libaio, "lib", _KnowsFreedQueues(libaio.lib))
     about_to, closed = threading.Event(), threading.Event()
     deadline = time.monotonic() + 60
-    cq = libaio._CompletionQueue if engine == "libaio" else EventfdQueue
+    cq = libaio.LibaioQueue if engine == "libaio" else EventfdQueue
     name = "peek_ends" if hasattr(cq, "peek_ends") else "peek"
     peek = getattr(cq, name)
 

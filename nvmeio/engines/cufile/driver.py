@@ -137,7 +137,9 @@ class DriverSettings:
     max_direct_io_bytes: int | None = None
 
 
-class _Driver:
+class Driver:
+    """The driver of this process: opened for the first handle, closed behind the last one."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
@@ -341,7 +343,7 @@ def _refused(reason: str, remedy: str) -> BackendUnavailableError:
     )
 
 
-DRIVER = _Driver()
+DRIVER = Driver()
 
 
 def _after_fork_in_child() -> None:

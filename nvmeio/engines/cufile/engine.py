@@ -236,7 +236,7 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
         self._copier = copier
         self.settings = settings
         self.task_bytes = task_bytes
-        self._call_limit_s = call_limit_s
+        self.call_limit_s = call_limit_s
         self._driver = DRIVER
         self._library: Library | None = None
         self._turns: deque[CuFileRequest] = deque()
@@ -429,13 +429,13 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
     def hurry(self) -> None:
         """The interpreter exits: what runs now has little time left."""
         with self.condition:
-            self._call_limit_s = min(self._call_limit_s, EXIT_LIMIT_S)
+            self.call_limit_s = min(self.call_limit_s, EXIT_LIMIT_S)
 
     def _watch_calls(self) -> None:
         """Run until the engine is stopped and all is done; then give everything back."""
         while True:
             self._busy.wait()
-            if self._over.wait(min(_WATCH_S, self._call_limit_s / 4)):
+            if self._over.wait(min(_WATCH_S, self.call_limit_s / 4)):
                 break
             with self.condition:
                 if self._all_lost():
@@ -449,7 +449,7 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
                     continue
                 now = time.monotonic()
                 for worker in self._workers:
-                    if worker.overdue(now - self._call_limit_s):
+                    if worker.overdue(now - self.call_limit_s):
                         self._give_up(worker)
                 if self._all_lost():
                     self._fail_queued()
@@ -460,13 +460,13 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
         assert task is not None
         request = task.request
         worker.lost = True
-        self._driver.hangs(f"a cuFile call has not returned within {self._call_limit_s} s")
+        self._driver.hangs(f"a cuFile call has not returned within {self.call_limit_s} s")
         logger.error(
             "a cuFile call on %s has not returned within %s s: its thread is given up",
             request.transfer.opened.path,
-            self._call_limit_s,
+            self.call_limit_s,
         )
-        request.fail(errno.ETIMEDOUT, _hanging("the call", self._call_limit_s))
+        request.fail(errno.ETIMEDOUT, _hanging("the call", self.call_limit_s))
         if not request.lost:
             request.lost = True
             # The operation ends its hold on the memory, which the call may still change.

@@ -316,7 +316,7 @@ class Library:
             self._lib: Any = self.ffi.dlopen(path, os.RTLD_NOW | os.RTLD_LOCAL)
         except OSError as failed:
             raise _unusable(path, source, str(failed)) from failed
-        missing = [name for name in NEEDED if not self._has(name)]
+        missing = [name for name in NEEDED if not self.has(name)]
         if missing:
             raise _unusable(path, source, f"it has no {', '.join(missing)}: too old")
         self.version = self._version()
@@ -325,7 +325,8 @@ class Library:
                 path, source, f"version {self.version_text} is too old: {_text(OLDEST)} is needed"
             )
 
-    def _has(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
+        """Whether this libcufile has a function."""
         return hasattr(self._lib, name)
 
     def _version(self) -> int:
@@ -356,13 +357,13 @@ class Library:
 
     def set_flag(self, parameter: int, value: bool) -> int | None:
         """A switch, before the open; the status, or None where this version has no parameters."""
-        if not self._has("cuFileSetParameterBool"):
+        if not self.has("cuFileSetParameterBool"):
             return None
         return self._answer(self._lib.cuFileSetParameterBool(parameter, value))[0]
 
     def p2p_flags(self) -> int | None:
         """Ways of direct DMA for NVMe (CUfileP2PFlags_t, as bits); None where it does not say."""
-        if not self._has("cuFileDriverGetP2PFlags"):
+        if not self.has("cuFileDriverGetP2PFlags"):
             return None
         flags = self.ffi.new("int *")
         return None if self._lib.cuFileDriverGetP2PFlags(_NVME, flags).err else int(flags[0])

@@ -30,11 +30,11 @@ from nvmeio._threads.closing import opened
 from nvmeio.errors import IntegrityError, counted, naming, transfer_error
 
 _MAGIC = b"nvmeio-swap 2\n"
-_DURABLE_AT = len(_MAGIC)  # one byte, outside of what the checksum covers
+DURABLE_AT = len(_MAGIC)  # one byte, outside of what the checksum covers
 _DURABLE, _VOLATILE = b"D", b"-"
-_HEADER_BYTES = len(_MAGIC) + 2 + 16
+HEADER_BYTES = len(_MAGIC) + 2 + 16
 _NUMBER = re.compile(rb'"generation": (\d{1,15}),')  # near the beginning of the body
-_NUMBER_WITHIN = _HEADER_BYTES + 64
+_NUMBER_WITHIN = HEADER_BYTES + 64
 NAMES = ("manifest.0", "manifest.1")
 _MOST_BYTES = 2 << 30  # most of one are sums and what pieces have outside of the files
 
@@ -115,7 +115,7 @@ def mark_durable(directory: str, manifest: Manifest) -> None:
     """
     path = place(directory, manifest.generation)
     _write(path, b"", 0, durable=True)  # its body first
-    _write(path, _DURABLE, _DURABLE_AT, durable=True)
+    _write(path, _DURABLE, DURABLE_AT, durable=True)
     manifest.durable = True
 
 
@@ -286,12 +286,12 @@ def _decode(data: bytes, path: str) -> Manifest | None:
     """The manifest in a file's bytes; None if it is torn."""
     if not data.startswith(_MAGIC):
         return None
-    mark = data[_DURABLE_AT : _DURABLE_AT + 1]
+    mark = data[DURABLE_AT : DURABLE_AT + 1]
     try:
-        length, crc = (int(each, 16) for each in data[_DURABLE_AT + 1 : _HEADER_BYTES].split())
+        length, crc = (int(each, 16) for each in data[DURABLE_AT + 1 : HEADER_BYTES].split())
     except ValueError:
         return None
-    body = data[_HEADER_BYTES : _HEADER_BYTES + length]
+    body = data[HEADER_BYTES : HEADER_BYTES + length]
     if len(body) != length or zlib.crc32(body) != crc:
         return None
     try:
