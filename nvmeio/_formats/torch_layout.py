@@ -383,7 +383,7 @@ class TorchRecords:
     def skeleton(self) -> Skeleton:
         """All of them, as torch writes them; 1 us a record, 5 for new sizes, 10 for new names."""
         crc32_options = getattr(torch.serialization, "get_crc32_options", bool)
-        if not _agrees(crc32_options(), self.alignment):
+        if not agrees(crc32_options(), self.alignment):
             return self.written()
         return _laid_out(self)
 
@@ -539,7 +539,7 @@ def _number_of_names(names: tuple[str, ...]) -> bytes:
 
 
 @functools.cache
-def _agrees(sums: bool, alignment: int) -> bool:
+def agrees(sums: bool, alignment: int) -> bool:
     """Whether this torch's writer makes what `_laid_out` does, of records of each kind.
 
     `sums` says whether torch makes CRCs; its number of an archive is made of them.

@@ -132,7 +132,7 @@ class FrozenState(Generic[State]):
                 for (record, _, _), each in zip(spans, copies, strict=True):
                     each.copy_(tensor_of(record))
                 spans = []
-            self._copying = begun(lambda: _fill(protected, spans, copies), "nvmeio-snapshot")
+            self._copying = begun(lambda: fill(protected, spans, copies), "nvmeio-snapshot")
         except BaseException:
             protected.end()
             raise
@@ -270,7 +270,8 @@ def _nested_copy(nested: torch.Tensor) -> torch.Tensor:
     return nested.detach().clone().requires_grad_(nested.requires_grad)
 
 
-def _fill(protected: Protected, spans: list[RecordSpan], copies: list[torch.Tensor]) -> None:
+def fill(protected: Protected, spans: list[RecordSpan], copies: list[torch.Tensor]) -> None:
+    """Copy what is protected, and give its memory back."""
     try:
         for span, to in zip(spans, copies, strict=False):
             data = ProtectedBytes(protected, span[0], ())

@@ -22,6 +22,7 @@ from nvmeio import AioHandle
 from nvmeio._kv_blocks import catalog
 from nvmeio._kv_blocks.store import BlockStore
 from nvmeio._kv_blocks.table import Table
+from nvmeio._kv_blocks.transfers import StoreWorker
 from nvmeio.errors import ClosedError
 
 pytestmark = [
@@ -142,19 +143,16 @@ def test_whoever_begins_something_while_it_is_closed_is_answered(
 ) -> None:
     """Behind the end of its thread nobody answered, and a server waited for ever."""
     store = opened(tmp_path, handle)
-    check, closing = store._check_open, threading.Event()
+    post = StoreWorker.post
 
-    def close_meanwhile() -> None:
-        check()
-        if not closing.is_set():
-            closing.set()
-            closer.start()
-            closer.join(0.3)  # for as long as it can, which it must not be able to
+    def close_meanwhile(worker: StoreWorker, *given: Any) -> None:
+        closer.start()
+        closer.join(0.3)  # for as long as it can, which it must not be able to
+        post(worker, *given)
 
     closer = threading.Thread(target=store.close)
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_check", lambda *_: None)
-        patch.setattr(store, "_check_open", close_meanwhile)
+        patch.setattr(StoreWorker, "post", close_meanwhile)
         answers: list[list[bool]] = []
         store.begin_load(["1"], [torch.zeros(BLOCK, dtype=torch.uint8)], answers.append)
         closer.join()

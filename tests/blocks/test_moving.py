@@ -16,9 +16,11 @@ from support import PATIENCE_S, HeldEngine, spin_until, thread
 from torch.overrides import TorchFunctionMode
 
 from nvmeio import AioHandle, buffers
+from nvmeio._core.core import totals
 from nvmeio._kv_blocks import transfers
 from nvmeio._kv_blocks.store import BlockStore
 from nvmeio._kv_blocks.table import Table
+from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import ClosedError
 from nvmeio.testing import FakeEngine
 
@@ -120,22 +122,30 @@ def test_of_a_run_that_fails_only_what_failed_is_missing(
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Iterator[BlockStore]:
+def own(tmp_path: Path, direct_path: Path) -> Iterator[BlockStore]:
     """A store with a handle of its own."""
     with BlockStore(tmp_path, "kv", PAGE, 600 * PAGE) as made:
-        if made._reads._file._descriptors.direct_fd < 0:
-            pytest.skip("no direct I/O here")
         yield made
 
 
-def operations(store: BlockStore) -> int:
-    return store._reads._handle.stats.operations
+@pytest.fixture
+def operations(own: BlockStore) -> Callable[[], int]:
+    """How many were made since the store was opened."""
+
+    def count() -> int:
+        return totals()[0].operations
+
+    before = count()
+    return lambda: count() - before
 
 
 @pytest.mark.parametrize("run", [in_a_thread, lambda work: work()], ids=["thread", "main"])
 @pytest.mark.parametrize("number", [1, 16])
 def test_a_few_slots_in_a_row_need_no_operation(
-    number: int, run: Callable[[Callable[[], Any]], Any], own: BlockStore
+    number: int,
+    run: Callable[[Callable[[], Any]], Any],
+    own: BlockStore,
+    operations: Callable[[], int],
 ) -> None:
     given = rows(number)
     found = [torch.zeros(PAGE + 1, dtype=torch.uint8)[1:] for _ in range(number)]  # not aligned
@@ -143,19 +153,23 @@ def test_a_few_slots_in_a_row_need_no_operation(
     assert run(lambda: own.load(names(number), found)) == [True] * number
     assert all(one.equal(other) for one, other in zip(given, found, strict=True))
     assert found[0]._version >= 1  # autograd is told, as of any transfer
-    assert operations(own) == 0
+    assert operations() == 0
 
 
-def test_a_block_of_any_length_is_moved_in_place(own: BlockStore) -> None:
+def test_a_block_of_any_length_is_moved_in_place(
+    own: BlockStore, operations: Callable[[], int]
+) -> None:
     for nbytes in (1, 77, PAGE - 1):
         given, found = rows(1, nbytes)[0], torch.zeros(nbytes, dtype=torch.uint8)
         assert own.store([str(nbytes)], [given]) == [True]
         assert own.load([str(nbytes)], [found]) == [True]
         assert found.equal(given)
-    assert operations(own) == 0
+    assert operations() == 0
 
 
-def test_memory_that_is_not_aligned_is_copied_by_whoever_asks(own: BlockStore) -> None:
+def test_memory_that_is_not_aligned_is_copied_by_whoever_asks(
+    own: BlockStore, operations: Callable[[], int]
+) -> None:
     """torch's copy is one of several threads from 32 KiB on: with no core idle it took 15 ms, for
     what takes 10 us."""
     given = [torch.full((PAGE + 1,), n, dtype=torch.uint8)[1:] for n in range(3)]
@@ -178,17 +192,19 @@ def test_memory_that_is_not_aligned_is_copied_by_whoever_asks(own: BlockStore) -
     assert all(one.equal(other) for one, other in zip(given, found, strict=True))
     assert "data_ptr" in asked
     assert not {"copy_", "clone", "__setitem__"}.intersection(asked)
-    assert operations(own) == 0
+    assert operations() == 0
 
 
-def test_long_runs_and_scattered_blocks_are_the_engines(own: BlockStore) -> None:
+def test_long_runs_and_scattered_blocks_are_the_engines(
+    own: BlockStore, operations: Callable[[], int]
+) -> None:
     number = transfers.IN_PLACE_BYTES // PAGE + 1
     given, found = rows(number), rows(number)
     assert all(own.store(names(number), list(given)))
-    assert operations(own) > 0
-    before = operations(own)
+    assert operations() > 0
+    before = operations()
     assert own.load(["0", "7"], [found[0], found[7]]) == [True, True]
-    assert operations(own) > before
+    assert operations() > before
     assert found[0].equal(given[0])
     assert found[7].equal(given[7])
 
@@ -242,7 +258,7 @@ def test_closing_waits_for_what_a_callers_thread_reads(tmp_path: Path) -> None:
         second.start()
         closing = threading.Thread(target=store.close)
         closing.start()
-        spin_until(lambda: store._closed)
+        spin_until(lambda: "closed" in repr(store))
         assert [True] not in answers
         engine.gate.set()
         for each in (first, second, closing):
@@ -257,19 +273,19 @@ def test_draining_asks_no_thread_that_was_given_nothing(
 ) -> None:
     """That was two switches of thread for nothing, each of them as long as a small read."""
     with AioHandle(engine="threads") as handle, opened(tmp_path, handle) as store:
-        asked: list[str] = []
-        for worker in (store._loads, store._stores):
-            real = worker.owner.call
+        asked: list[object] = []
+        real = OwnerThread.call
 
-            def call(*args: Any, real: Any = real, worker: Any = worker, **how: Any) -> Any:
-                asked.append(worker.owner._state.closed)
-                return real(*args, **how)
+        def call(owner: OwnerThread, work: Any, *args: Any, **how: Any) -> Any:
+            asked.append(work)
+            return real(owner, work, *args, **how)
 
-            monkeypatch.setattr(worker.owner, "call", call)
+        monkeypatch.setattr(OwnerThread, "call", call)
         store.drain()
         in_a_thread(lambda: store.load(["1"], [torch.zeros(100, dtype=torch.uint8)]))
         store.drain()
         assert not asked
+        monkeypatch.undo()
 
 
 # The table
@@ -278,11 +294,11 @@ def test_draining_asks_no_thread_that_was_given_nothing(
 def test_a_batch_is_announced_once(
     store: BlockStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    announced: list[int] = []
+    announced: list[Table] = []
     announce = Table.announce
 
     def note(table: Table) -> None:
-        announced.append(table._latest)
+        announced.append(table)
         announce(table)
 
     monkeypatch.setattr(Table, "announce", note)

@@ -467,14 +467,14 @@ def test_a_slot_that_is_overwritten_under_a_readers_hands_is_a_miss(
     with opened(tmp_path, handle, 1) as store:
         put(store, [1])
         with opened(tmp_path, handle, 1, writer=False) as reader:
-            find = reader._catalog.pin
+            find = catalog.Catalog.pin
 
-            def found(digests: list[bytes]) -> Any:
-                answer = find(digests)
+            def found(read: catalog.Catalog, digests: list[bytes]) -> Any:
+                answer = find(read, digests)
                 put(store, [2])
                 return answer
 
-            monkeypatch.setattr(reader._catalog, "pin", found)
+            monkeypatch.setattr(catalog.Catalog, "pin", found)
             assert loaded(reader, [1]) == [False]
 
 

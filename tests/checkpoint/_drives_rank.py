@@ -35,7 +35,7 @@ from inside import saver_of
 import nvmeio
 from nvmeio._distributed import messages as messages_module
 from nvmeio._storage import locks
-from nvmeio.checkpoint._manager import job_parts, restoring
+from nvmeio.checkpoint._manager import restoring
 from nvmeio.checkpoint._multi_rank import part_ranks
 
 
@@ -181,7 +181,7 @@ def early(me: Rank, shared: bool) -> None:
 def leave(me: Rank) -> bool | None:
     """Rank 0, which serves the store, ends its process when it has told what there is."""
     with_drives(me, "leave", "one")
-    part_ranks._PARTING_S = PATIENCE_S
+    part_ranks.PARTING_S = PATIENCE_S
     return _failing_rank.leave(me)
 
 
@@ -269,29 +269,32 @@ def lost(me: Rank) -> None:
 
 def not_named(me: Rank) -> None:
     """A rank that fails after all have said "durable": the others take their names back."""
-    rename, wait_for_parts = os.rename, job_parts.PartOfEachRank._wait_for_parts
+    rename, tell_all = os.rename, messages_module.Messages.tell_all
 
     def rename_or_fail(old: Any, new: Any) -> None:
         if os.path.basename(new).startswith("step-00000002"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         rename(old, new)
 
-    def fail_waiting(job: Any) -> None:
-        wait_for_parts(job)
-        if job.step == 2:
+    def tell_and_fail(messages: Any, name: str, told: Any) -> list[Any]:
+        answers = tell_all(messages, name, told)
+        if name == "durable":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return answers
 
     for writers in ("all", 1):
         with_drives(me, f"not-named-{writers}", "one")
         if me.rank == 1:
             os.rename = rename_or_fail if writers == "all" else rename  # type: ignore[assignment]
-            job_parts.PartOfEachRank._wait_for_parts = fail_waiting  # type: ignore[assignment, method-assign]
         with me.new(writers=writers) as checkpointer:
             me.saved(checkpointer, 1)
             me.meet_others()
+            if me.rank == 1 and writers == 1:  # which has no part to name
+                messages_module.Messages.tell_all = tell_and_fail  # type: ignore[assignment, method-assign]
             with me.raises(OSError) as raised:
                 checkpointer.save_sync(me.state(2), 2)
                 checkpointer.wait_sync(PATIENCE_S)
+            messages_module.Messages.tell_all = tell_all  # type: ignore[method-assign]
             # ECANCELED where rank 1 is too slow to say why
             assert raised[0].errno in (errno.EIO, errno.ECANCELED), raised
             me.meet_others()
@@ -300,7 +303,6 @@ def not_named(me: Rank) -> None:
             assert same(checkpointer.restore(), me.state(1))
             me.meet_others()
     os.rename = rename
-    job_parts.PartOfEachRank._wait_for_parts = wait_for_parts  # type: ignore[method-assign]
 
 
 # Killed

@@ -32,11 +32,11 @@ import nvmeio
 import nvmeio.checkpoint
 from nvmeio._distributed import messages as ranks_module
 from nvmeio._distributed import rank_store as rank_store_module
+from nvmeio._memory import mappings
 from nvmeio._threads import interruptible
 from nvmeio.checkpoint import checkpointer as checkpointer_module
 from nvmeio.checkpoint._manager import job
 from nvmeio.checkpoint._manager import saver as saver_module
-from nvmeio.checkpoint._snapshot import copies
 from nvmeio.testing import FakeEngine
 
 
@@ -65,14 +65,14 @@ def fail(me: Rank) -> None:
             with me.raises(Exception, "pickle"):
                 checkpointer.save_sync(state, at)
             # No memory
-            new_arena = copies._new_arena
+            populate = mappings.Mapping.populate
             if me.rank == victim:
                 saver_of(checkpointer).setup.snapshots.release()
-                copies._new_arena = no_memory  # type: ignore[assignment]
+                mappings.Mapping.populate = no_memory  # type: ignore[assignment, method-assign]
             with me.raises((MemoryError, nvmeio.TransferError), "no memory"):
                 checkpointer.save_sync(me.state(at), at)
                 checkpointer.wait_sync(PATIENCE_S)
-            copies._new_arena = new_arena
+            mappings.Mapping.populate = populate  # type: ignore[method-assign]
             me.meet_others()
             assert checkpointer.latest_step() == 2
             assert set(checkpointer.steps()) <= set(steps) and len(checkpointer.steps()) >= 2
@@ -92,7 +92,7 @@ def fail(me: Rank) -> None:
         assert not left, left
 
 
-def no_memory(nbytes: int) -> Any:
+def no_memory(mapping: mappings.Mapping) -> None:
     raise MemoryError("there is no memory")
 
 
@@ -461,7 +461,7 @@ def resume(me: Rank) -> None:
 
 def leave(me: Rank) -> bool:
     """Rank 0, which serves the store, ends its process right after it has closed."""
-    job._PARTING_S = PATIENCE_S  # it waits as long as the others need to see that it is over
+    job.PARTING_S = PATIENCE_S  # it waits as long as the others need to see that it is over
     if me.rank:
         rank_store_module.FIRST_PAUSE_S = rank_store_module.MOST_PAUSE_S = (
             0.5  # who asks late learns late

@@ -31,7 +31,7 @@ from checkpoint._rank_program import (
     sync_nothing,
 )
 from inside import saver_of
-from support import nvmeio_threads, spin_until, spin_until_collected
+from support import nvmeio_threads, spin_until_collected
 
 import nvmeio
 from nvmeio._distributed import messages as messages_module
@@ -169,18 +169,17 @@ def chunks(me: Rank) -> None:
     state = few(2, 3 * MIB)
     path = written(me, "state.pt", state)
     made: list[int] = []
+    new = shared_spans.Stagings
 
-    def on_device(*arguments: Any) -> Any:
-        found = new_places(*arguments)
+    def chunks_of(*arguments: Any) -> Any:
         made.append(1)
-        return found
+        return new(*arguments)
 
-    new_places = shared_spans._OnDevice
+    shared_spans.Stagings = chunks_of  # type: ignore[assignment, misc]
     if me.rank != 1:  # one of them on the host
         shared_spans.on_host = lambda device: False
-        shared_spans._OnDevice = on_device  # type: ignore[assignment, misc]
     assert same(load(path), state)
-    assert made == [1] * (me.rank != 1)
+    assert made == [1, 1] * (me.rank != 1)  # of what it reads, and of what others send
 
 
 def fail(me: Rank) -> None:
@@ -372,10 +371,10 @@ def interrupted(me: Rank) -> None:
     path = written(me, "state.pt", state)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     handle = handle_of(me)
-    loads = watched_loads()
+    stopped = cancelled_loads()
     if me.rank == 0:
         me.read_gate = threading.Event()
-        pressing = threading.Thread(target=press_when_reading, args=(me, loads))
+        pressing = threading.Thread(target=press_when_reading, args=(me, stopped))
         pressing.start()
     with me.raises(KeyboardInterrupt if me.rank == 0 else nvmeio.TransferError) as raised:
         load(path, handle=handle)
@@ -436,24 +435,24 @@ def cancelled(*_: Any) -> None:
     raise Cancelled
 
 
-def watched_loads() -> list[Any]:
-    """What can cancel the loads of this process, from now on."""
-    found: list[Any] = []
-    new = loading_ranks.LoadingRanks.__init__
+def cancelled_loads() -> threading.Event:
+    """Is set when a load of this process, from now on, has been cancelled on all that it does."""
+    found = threading.Event()
+    listen = loading_ranks.LoadingRanks.listen
 
-    def note(ranks: Any, store: Any, number: int, timeout_s: float) -> None:
-        new(ranks, store, number, timeout_s)
-        found.append(ranks._stop)
+    def note(ranks: Any, call: Any) -> None:
+        listen(ranks, call)
+        call.then(found.set)
 
-    loading_ranks.LoadingRanks.__init__ = note  # type: ignore[assignment, method-assign]
+    loading_ranks.LoadingRanks.listen = note  # type: ignore[assignment, method-assign]
     return found
 
 
-def press_when_reading(me: Rank, loads: list[Any]) -> None:
+def press_when_reading(me: Rank, cancelled: threading.Event) -> None:
     """The reads go on when the interrupt was seen: so it comes in their middle."""
     assert me.reading.wait(PATIENCE_S)
     os.kill(os.getpid(), signal.SIGINT)
-    spin_until(lambda: loads[-1].cancelled)
+    assert cancelled.wait(PATIENCE_S)
     assert me.read_gate is not None
     me.read_gate.set()
 

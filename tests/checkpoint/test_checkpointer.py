@@ -25,6 +25,7 @@ from checkpoint._checkpointers import (
     state_of,
 )
 from checkpoint._objects import SAFE, UNSAFE, assert_same, assert_tied
+from contract.operating import threads_in
 from faults._support import MIB
 from inside import saver_of
 from support import PATIENCE_S, HeldEngine, on_every_loop, spin_until, thread, until
@@ -264,13 +265,13 @@ async def test_waiting_is_for_what_was_saved_before(
 ) -> None:
     """`wait` blocked the event loop until the next save was durable, had one begun by then."""
     await held.save(state_of(1), 1)
-    first = saver_of(held)._job
+    first = saver_of(held).last
     waiting = asyncio.create_task(held.wait())
     saving = asyncio.create_task(held.save(state_of(2), 2))
-    await until(lambda: saver_of(held)._turn.locked())
+    await until(lambda: threads_in("save") > 0)
     assert first is not None
     engine_held.gate.set()
-    spin_until(lambda: saver_of(held)._job is not first)  # the loop comes to the end of it later
+    spin_until(lambda: saver_of(held).last is not first)  # the loop comes to the end of it later
     report = await waiting
     assert report is not None and report.step == 1
     await saving

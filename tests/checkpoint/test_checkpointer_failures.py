@@ -26,11 +26,13 @@ from checkpoint._checkpointers import (
     state_of,
 )
 from checkpoint._objects import assert_same, noise
+from contract.operating import threads_in
 from faults._support import MIB
 from inside import saver_of
 from support import HeldEngine, spin_until, thread, until
 
 import nvmeio
+from nvmeio._memory import mappings
 from nvmeio._storage.locks import become_writer, lock_directory, unlock
 from nvmeio.checkpoint import SaveReport
 from nvmeio.checkpoint._manager import saver
@@ -284,17 +286,15 @@ def test_a_state_that_cannot_be_pickled(new: Any, directory: Path) -> None:
 
 
 def test_no_memory(new: Any, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nvmeio.checkpoint._snapshot import copies
-
     checkpointer = new(snapshot="copy")
     checkpointer.save_sync(state_of(0), 0)
     checkpointer.wait_sync()
 
-    def refuse(nbytes: int) -> torch.Tensor:
+    def refuse(mapping: mappings.Mapping) -> None:
         raise MemoryError("there is none")
 
     with monkeypatch.context() as broken:
-        broken.setattr(copies, "_new_arena", refuse)
+        broken.setattr(mappings.Mapping, "populate", refuse)
         with pytest.raises(MemoryError, match="there is none"):
             checkpointer.save_sync(state_of(1, 500_000), 1)
     assert checkpointer.steps() == [0] and len(names(directory)) == 2
@@ -383,7 +383,7 @@ async def test_cancelling_a_save_that_waits(
 ) -> None:
     await held.save(state_of(0), 0)
     second = asyncio.create_task(held.save(state_of(1), 1))
-    await until(lambda: saver_of(held)._turn.locked())
+    await until(lambda: threads_in("save") > 0)
     second.cancel()
     with pytest.raises(asyncio.CancelledError):
         await second

@@ -633,7 +633,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(
     checkpointer = new(layout="per_rank")
     checkpointer.save_sync(state_of(1, 100), 1)
     checkpointer.wait_sync()
-    real = restoring._files_of
+    real = restoring.files_of
     times = [1]
 
     def replace(path: str) -> list[str]:
@@ -644,7 +644,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(
             checkpointer.wait_sync()
         return found
 
-    monkeypatch.setattr(restoring, "_files_of", replace)
+    monkeypatch.setattr(restoring, "files_of", replace)
     assert_same(checkpointer.restore(), state_of(1, 200))
     times[0] = 1000
     with pytest.raises(nvmeio.TransferError, match="replaced while it was being read"):

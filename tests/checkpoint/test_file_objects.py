@@ -89,14 +89,14 @@ def test_a_save_that_fails_between_its_storages(
 ) -> None:
     nvmeio.save({"old": 1}, path)
     writer = nvmeio.FastFileWriter(path)
-    take = writer._stream.write
+    take = WriteBehind.write
 
-    def fail_late(data: Any) -> int:
-        if writer._stream.position > 100_000:
+    def fail_late(stream: WriteBehind, data: Any) -> int:
+        if stream.position > 100_000:
             raise RuntimeError("interrupted")
-        return take(data)
+        return take(stream, data)
 
-    monkeypatch.setattr(writer._stream, "write", fail_late)
+    monkeypatch.setattr(WriteBehind, "write", fail_late)
     # Ending the archive fails too, and torch raises what failed last.
     with pytest.raises(RuntimeError, match=r"interrupted|unexpected pos"):
         torch.save({"a": noise(30_000), "b": noise(30_000, seed=1)}, writer)
@@ -109,14 +109,14 @@ def test_torch_save_raises_what_the_drive_said(path: Path, monkeypatch: pytest.M
     """Not torch's own error of an archive that could not be ended."""
     torch.save({"old": 1}, path)
     writer = nvmeio.FastFileWriter(path)
-    take = writer._stream.write
+    take = WriteBehind.write
 
-    def full(data: Any) -> int:
-        if writer._stream.position > 100_000:
+    def full(stream: WriteBehind, data: Any) -> int:
+        if stream.position > 100_000:
             raise nvmeio.TransferError(errno.ENOSPC, operation="pwrite", path=str(path))
-        return take(data)
+        return take(stream, data)
 
-    monkeypatch.setattr(writer._stream, "write", full)
+    monkeypatch.setattr(WriteBehind, "write", full)
     with pytest.raises(nvmeio.TransferError, match="ENOSPC"):
         torch.save({"a": noise(30_000), "b": noise(30_000, seed=1)}, writer)
     assert writer.closed
@@ -127,10 +127,10 @@ def test_torch_save_raises_what_the_drive_said(path: Path, monkeypatch: pytest.M
 def test_other_writers_are_told_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = nvmeio.FastFileWriter(path)
 
-    def full(data: Any) -> int:
+    def full(stream: WriteBehind, data: Any) -> int:
         raise nvmeio.TransferError(errno.ENOSPC, operation="pwrite", path=str(path))
 
-    monkeypatch.setattr(writer._stream, "write", full)
+    monkeypatch.setattr(WriteBehind, "write", full)
     for _ in range(2):
         with pytest.raises(nvmeio.TransferError, match="ENOSPC"):
             writer.write(b"text")

@@ -35,6 +35,7 @@ from support import HeldEngine, on_every_loop, run_python, until
 import nvmeio
 from nvmeio._formats import torch_layout, torch_pickler
 from nvmeio._io.long_call import LongCall
+from nvmeio._storage import crc32
 from nvmeio._threads.interruptible import Cancelled
 from nvmeio.checkpoint import saving as saving_module
 
@@ -569,10 +570,11 @@ def test_cancelled_between_the_last_write_and_the_rename(
         truncate(self, nbytes)
         stop.cancel()
 
+    monkeypatch.setattr(saving_module, "LongCall", lambda *_: stop)
     monkeypatch.setattr(saving_module.Replacement, "truncate", late)
     large = {"a": noise(saving_module.SMALL_BYTES + 1, dtype=torch.uint8)}
     with pytest.raises(Cancelled):
-        saving_module._save(large, path, (pickle, 2), True, None, stop)
+        nvmeio.save(large, path)
     assert names_in(path.parent) == []
 
 
@@ -580,15 +582,16 @@ def test_cancelled_before_a_small_file_is_written(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop = LongCall("save", path)
-    in_order = saving_module._in_order
+    of_bytes = crc32.of_bytes
 
-    def late(*arguments: Any) -> Any:
+    def late(memory: memoryview) -> int:
         stop.cancel()
-        return in_order(*arguments)
+        return of_bytes(memory)
 
-    monkeypatch.setattr(saving_module, "_in_order", late)
+    monkeypatch.setattr(saving_module, "LongCall", lambda *_: stop)
+    monkeypatch.setattr(crc32, "of_bytes", late)
     with pytest.raises(Cancelled):
-        saving_module._save({"a": noise(10)}, path, (pickle, 2), True, None, stop)
+        nvmeio.save({"a": noise(10)}, path)
     assert names_in(path.parent) == []
 
 

@@ -22,10 +22,18 @@ from checkpoint._checkpointers import file_of, large_state, names
 from checkpoint._snapshot_training import OPTIMIZERS, SIDE, Model, Training, averages_in, check
 from faults._support import MIB, mounted
 from inside import saver_of
-from support import PATIENCE_S, HeldEngine, needs_protection, run_python, thread
+from support import (
+    PATIENCE_S,
+    HeldEngine,
+    needs_protection,
+    open_descriptors,
+    run_python,
+    thread,
+)
 
 import nvmeio
 from nvmeio.checkpoint._snapshot import protected, state_snapshot
+from nvmeio.checkpoint._snapshot.copies import SnapshotMemory
 from nvmeio.checkpoint._snapshot.protected import ProtectedBytes
 from nvmeio.offload import SwappedOptimizer
 
@@ -454,21 +462,25 @@ def test_a_forked_child(
 
 @pytest.mark.parametrize("memory_bytes", [1, 3 * MIB, None])
 def test_what_finds_no_memory_goes_into_a_file(
-    memory_bytes: int | None, new: Any, new_handle: Any, engine_held: HeldEngine, directory: Path
+    memory_bytes: int | None,
+    new: Any,
+    new_handle: Any,
+    engine_held: HeldEngine,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody waits for the drive's turn, and nothing is left of the file."""
     held = new(handle=new_handle(engine_held, block_size=MIB), memory_bytes=memory_bytes)
     state = {str(i): torch.full((MIB,), float(i)) for i in range(80)}
-    if memory_bytes is not None:
-        saver_of(
-            held
-        ).setup.snapshots.copies._budget = memory_bytes  # less than the least of a user's
+    if memory_bytes is not None:  # less than the least of a user's
+        monkeypatch.setattr(SnapshotMemory, "budget_bytes", memory_bytes)
     wanted = copy.deepcopy(state)
     held.save_sync(state, 1)
     for tensor in state.values():
         tensor.zero_()
-    protection = saver_of(held).last.snapshot._protected._protection
-    assert (protection.spilled_bytes > 0) == (memory_bytes is not None)
+    nameless = [name for name in open_descriptors().values() if name.endswith(" (deleted)")]
+    spilled = [name for name in nameless if name.startswith(f"{directory}/")]
+    assert len(spilled) == (memory_bytes is not None)
     engine_held.gate.set()
     held.wait_sync()
     check(held, 1, wanted)

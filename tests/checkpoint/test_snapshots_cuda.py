@@ -338,10 +338,8 @@ def test_a_save_that_is_called_off_waits_for_what_is_on_the_bus(new: Any, cuda: 
         checkpointer.save_sync(training.state(), 1)
         job = saver_of(checkpointer).last
         assert job is not None and job.snapshot is not None
-        device = job.snapshot._device
-        assert device is not None
         job.cancel()
-        with thread(device.over) as ended:
+        with thread(job.snapshot.over) as ended:
             spin_until(lambda: len(cuda.copies) > 0)
             assert not ended and not job.done()
             release()

@@ -16,7 +16,7 @@ from interrupting import everywhere
 from support import PATIENCE_S, HeldEngine, on_every_loop, raw, spin_until, thread, until
 
 import nvmeio
-from nvmeio.data import Records
+from nvmeio.data import Prefetch, Records
 
 ROWS = torch.arange(200 * 5, dtype=torch.int64).view(200, 5)
 ORDER = [[number * 37 % 200 for number in range(at, at + 10)] for at in range(0, 200, 10)]
@@ -44,6 +44,24 @@ def held(file: Path, handle_held: nvmeio.AioHandle) -> Iterator[Records]:
 
 def is_idle(handle: nvmeio.AioHandle) -> bool:
     return handle.stats.in_flight == 0
+
+
+def with_six_held(records: Records, handle: nvmeio.AioHandle, engine: HeldEngine) -> Prefetch:
+    """Six batches were handed out, and the six behind them are on their way."""
+
+    def asked() -> Iterator[list[int]]:
+        yield from ORDER[:6]
+        assert handle.wait(PATIENCE_S) == 6
+        engine.gate.clear()
+        engine.begun = 0
+        yield from ORDER[6:]
+
+    engine.gate.set()
+    batches = records.prefetch(asked(), depth=6)
+    for _ in range(6):
+        next(batches)
+    assert handle.stats.in_flight == 6
+    return batches
 
 
 # In order
@@ -209,9 +227,7 @@ def test_an_iterable_that_asks_the_prefetch_is_told(records: Records) -> None:
 def test_a_dropped_prefetch_cancels_what_has_not_begun(
     held: Records, handle_held: nvmeio.AioHandle, engine_held: HeldEngine
 ) -> None:
-    batches = held.prefetch(ORDER, depth=6)
-    batches._fill()
-    assert handle_held.stats.in_flight == 6
+    batches = with_six_held(held, handle_held, engine_held)
     del batches
     spin_until(lambda: bool(threading_named("nvmeio-prefetch")))
     engine_held.gate.set()
@@ -227,8 +243,7 @@ def threading_named(name: str) -> list[threading.Thread]:
 def test_closing_waits_for_what_is_in_flight(
     held: Records, handle_held: nvmeio.AioHandle, engine_held: HeldEngine
 ) -> None:
-    batches = held.prefetch(ORDER, depth=6)
-    batches._fill()
+    batches = with_six_held(held, handle_held, engine_held)
     engine_held.wait_until_begun()
     with thread(batches.close) as closed:
         spin_until(lambda: batches.closed)
@@ -244,8 +259,7 @@ def test_closing_waits_for_what_is_in_flight(
 async def test_closing_on_a_loop_waits_however_often_it_is_cancelled(
     held: Records, handle_held: nvmeio.AioHandle, engine_held: HeldEngine
 ) -> None:
-    batches = held.prefetch(ORDER, depth=6)
-    batches._fill()
+    batches = with_six_held(held, handle_held, engine_held)
     closing = asyncio.ensure_future(batches.aclose())
     for _ in range(3):
         await asyncio.sleep(0)

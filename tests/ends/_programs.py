@@ -29,11 +29,13 @@ from nvmeio.testing import FakeEngine
 LIMIT_S = 300
 Again = Callable[[], object]  # what a daemon thread goes on doing
 Begin = Callable[[Path, nvmeio.AioHandle, list[Any]], Again]
+_failing: dict[str, int] = {}  # what the drive does no more
 
 
 def slow_handle() -> nvmeio.AioHandle:
     """So slow that a save is under way for a tenth of a second and more."""
-    return nvmeio.AioHandle(block_size=16384, queue_depth=2, engine=FakeEngine(delay_s=0.001))
+    engine = FakeEngine(delay_s=0.001, fail=lambda kind, *_: _failing.get(kind, 0))
+    return nvmeio.AioHandle(block_size=16384, queue_depth=2, engine=engine)
 
 
 # What each system is at when the program ends
@@ -129,7 +131,7 @@ def lost_save(folder: Path, handle: nvmeio.AioHandle, keep: list[Any]) -> Again:
     """A save that fails, and nobody waits for."""
     again = checkpointer(folder, handle, keep)
     keep[-1].wait_sync()
-    _no_more_writes()
+    _failing["pwrite"] = errno.EIO
     again()
     return again
 
@@ -153,15 +155,6 @@ def lost_step(folder: Path, handle: nvmeio.AioHandle, keep: list[Any]) -> Again:
     _no_more_syncs()
     made()
     return made
-
-
-def _no_more_writes() -> None:
-    engine = FakeEngine._error_of
-
-    def error_of(self: FakeEngine, kind: str, block: Any) -> int:
-        return errno.EIO if kind == "pwrite" else engine(self, kind, block)
-
-    FakeEngine._error_of = error_of  # type: ignore[method-assign]
 
 
 def _no_more_syncs() -> None:

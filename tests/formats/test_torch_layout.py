@@ -39,7 +39,7 @@ def planned(state: object) -> bytes:
 def written(state: object) -> bytes:
     """The same by torch's own writer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_layout_module, "_agrees", lambda *options: False)
+        patch.setattr(torch_layout_module, "agrees", lambda *options: False)
         return planned(state)
 
 
@@ -181,7 +181,7 @@ def test_each_change_is_seen(change: str) -> None:
 
 
 def test_torchs_writer_is_asked_of_a_few_records_once(asked: list[int]) -> None:
-    torch_layout_module._agrees.cache_clear()
+    torch_layout_module.agrees.cache_clear()
     for _ in range(3):
         planned(Training(0).state())
     assert asked == [10]
@@ -193,12 +193,12 @@ def test_a_writer_that_writes_otherwise_is_asked_itself(
     """As of another torch: what is put together here is not believed."""
     state = Training(0).state()
     usual = planned(state)
-    torch_layout_module._agrees.cache_clear()
+    torch_layout_module.agrees.cache_clear()
     monkeypatch.setattr(torch_layout_module, "_VERSION", b"4\n")
     try:
         assert planned(state) == usual
     finally:
-        torch_layout_module._agrees.cache_clear()
+        torch_layout_module.agrees.cache_clear()
     assert len(asked) == 2
 
 

@@ -52,10 +52,12 @@ def test_the_pickle_is_torchs(kind: str) -> None:
 def test_this_torch_is_known(counted: list[object]) -> None:
     """Were it not, all would be right, and only be slow."""
     assert torch_pickler.agrees()
-    assert len(torch_pickler._KINDS) > 8
-    state = {"a": torch.ones(3), "b": torch.nn.Parameter(torch.ones(2))}
+    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    others = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    state: list[Any] = [torch.ones(3, dtype=dtype) for dtype in floats + others]
+    state.append(torch.nn.Parameter(torch.ones(2)))
     assert pickled(state) == by_torch(state)
-    assert len(counted) == 2
+    assert len(counted) == 11
 
 
 def with_attribute() -> torch.Tensor:

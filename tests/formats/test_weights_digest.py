@@ -21,8 +21,13 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with each file that is read; what is found of one is remembered at once."""
     monkeypatch.setattr(weights_digest, "_SETTLED_NS", -(10**10))
     calls: list[int] = []
-    whole = weights_digest._whole
-    monkeypatch.setattr(weights_digest, "_whole", lambda fd: calls.append(fd) or whole(fd))
+    advise = os.posix_fadvise  # once for each file that is read whole
+
+    def note(fd: int, *what: int) -> None:
+        calls.append(fd)
+        advise(fd, *what)
+
+    monkeypatch.setattr(os, "posix_fadvise", note)
     return calls
 
 
@@ -102,14 +107,12 @@ def test_samples_lie_from_the_first_byte_to_the_last() -> None:
 
 def test_what_is_being_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = kv_weights.made(tmp_path / "model")
-    whole = weights_digest._whole
 
-    def meanwhile(fd: int) -> str:
+    def meanwhile(*_: int) -> None:
         with (model / kv_weights.NAME).open("ab") as file:
             file.write(b"more")
-        return whole(fd)
 
-    monkeypatch.setattr(weights_digest, "_whole", meanwhile)
+    monkeypatch.setattr(os, "posix_fadvise", meanwhile)
     with pytest.raises(ChangingError, match="was written to while it was read"):
         look_at(model)
 

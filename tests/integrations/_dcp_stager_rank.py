@@ -25,13 +25,13 @@ def save_staged(folder: Path, world: int) -> None:
     made, optimizer = model(world)
     train(made, optimizer)
     gate = threading.Event()
-    fill: Any = frozen._fill
+    fill: Any = frozen.fill
 
     def late(*arguments: Any) -> None:
         assert gate.wait(500)
         fill(*arguments)
 
-    frozen._fill = late  # type: ignore[assignment]
+    frozen.fill = late  # type: ignore[assignment]
     try:
         future = dcp.async_save(
             fsdp_state(made, optimizer),

@@ -109,14 +109,14 @@ class Copying:
         self.moved.append(protected.aside_bytes)
 
 
-true_fill = frozen._fill
+true_fill = frozen.fill
 
 
 @pytest.fixture
 def copying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copying]:
     """Nothing that is protected is copied until its gate is set."""
     made = Copying()
-    monkeypatch.setattr(frozen, "_fill", made.fill)
+    monkeypatch.setattr(frozen, "fill", made.fill)
     yield made
     made.gate.set()
 
@@ -556,13 +556,13 @@ def test_whoever_looks_waits_for_the_bytes(
     look: Callable[[Any], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several ways to a value did not wait, and had zeros."""
-    began, gate, fill = threading.Event(), threading.Event(), frozen._fill
+    began, gate, fill = threading.Event(), threading.Event(), frozen.fill
 
     def late(*given: Any) -> None:
         assert gate.wait(PATIENCE_S)
         fill(*given)
 
-    monkeypatch.setattr(frozen, "_fill", late)
+    monkeypatch.setattr(frozen, "fill", late)
     tensor = torch.ones(SIDE, SIDE)
     staged = SnapshotStager().stage({"a": tensor})
 

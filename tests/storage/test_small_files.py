@@ -117,7 +117,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any], type[Exception]]] = {
     "an index of shards": ("i.json", lambda p: safetensors_shards.read_index(p), OSError),
     "an index of ranks": (
         retention.INDEX,
-        lambda p: restoring._files_of(str(p.parent)),
+        lambda p: restoring.files_of(str(p.parent)),
         TransferError,
     ),
     "a manifest": (manifests.NAMES[0], lambda p: manifests.read(str(p.parent)), TransferError),

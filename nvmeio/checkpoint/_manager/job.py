@@ -51,7 +51,7 @@ logger = logging.getLogger("nvmeio")
 
 # The rank with the store may end its process once all know that the save is over: they ask for it
 # every 20 ms. One that died meanwhile is not waited for any longer than this.
-_PARTING_S = 5.0
+PARTING_S = 5.0
 
 # `save` returns first: the writing would keep the GIL for 5 ms (`sys.getswitchinterval`) while the
 # caller is told that the snapshot is taken. Its return took 1 ms at the median, where it was 3.
@@ -486,7 +486,7 @@ class SaveJob(ABC):
     def part_from_others(self) -> None:
         """Wait a limited time until the others know what this rank has committed; never raises."""
         if self.messages.rank == 0 and self.done() and self.over.error is None:
-            self.messages.wait_for_others("seen", _PARTING_S)
+            self.messages.wait_for_others("seen", PARTING_S)
 
 
 def _warn_of_waiting(report: SaveReport) -> None:

@@ -174,7 +174,7 @@ def _load_directory(path: str, loading: _Loading) -> Loaded:
 
 
 def _load_ranks(path: str, loading: _Loading) -> Loaded:
-    wanted, names = loading.wanted, _files_of(path)
+    wanted, names = loading.wanted, files_of(path)
     rank = wanted.rank
     if rank is None and wanted.size == len(names):
         return loading.load_own(os.path.join(path, names[wanted.own]))
@@ -187,7 +187,7 @@ def _load_ranks(path: str, loading: _Loading) -> Loaded:
     return loading.load(os.path.join(path, names[rank]))
 
 
-def _files_of(path: str) -> list[str]:
+def files_of(path: str) -> list[str]:
     """The files of a directory of ranks, by rank; IntegrityError if its index is wrong."""
     index_path = os.path.join(path, retention.INDEX)
     try:

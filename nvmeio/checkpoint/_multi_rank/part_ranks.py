@@ -40,7 +40,7 @@ _FEW = 16
 
 
 # Rank 0 waits for others no longer than this, until they have read what it has told.
-_PARTING_S = 5.0
+PARTING_S = 5.0
 
 
 class OpenPart(NamedTuple):
@@ -77,7 +77,7 @@ class PartRanks(LoadingRanks):
             with contextlib.suppress(TransferError):  # it did not wait for us
                 self._messages.put("there", b"")
         else:  # it may have the store, and end its process next
-            self._messages.wait_for_others("there", _PARTING_S)
+            self._messages.wait_for_others("there", PARTING_S)
         for rank, each in enumerate(told):
             if each["wanted"] != told[0]["wanted"]:
                 raise ValueError(
