@@ -59,7 +59,7 @@ _MARK = (
 )
 
 # Models of which a layer reads weights of the one behind it.
-_READ_AHEAD = tuple(
+READ_AHEAD = tuple(
     f"sglang.srt.models.{name}"
     for name in ("beam", "deepseek_v4", "hunyuan_v4", "kimi_k3", "muse_spark", "qwen4_exp")
 )
@@ -67,7 +67,7 @@ _READ_AHEAD = tuple(
 _GRAPHS = "a CUDA graph replays without Python, and would compute with what lies in the window"
 # What does not work with layers on the drive, and why: where SGLang has it (a function of its
 # context, and attributes of what that returns), and as what it is off.
-_REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
+REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     _GRAPHS: {
         "get_exec graph.cuda_graph_config.decode.backend": ("disabled",),
         "get_exec graph.cuda_graph_config.prefill.backend": ("disabled",),
@@ -300,7 +300,7 @@ def check_server(hooked: Sequence[str]) -> None:
         if resolved(f"{module}.{name}") is None
     ]
     context = importlib.import_module(_CONTEXT)
-    for why, places in _REFUSED.items():
+    for why, places in REFUSED.items():
         for place, off in places.items():
             function, _, at = place.partition(" ")
             try:
@@ -325,7 +325,7 @@ def check_server(hooked: Sequence[str]) -> None:
 def check_layer(layer: nn.Module) -> None:
     """Refuse (ValueError) a layer that needs more of the model than itself."""
     for kind in type(layer).__mro__:
-        if kind.__module__ in _READ_AHEAD:
+        if kind.__module__ in READ_AHEAD:
             raise ValueError(
                 f"{an(type(layer).__name__)} ({kind.__module__}) reads weights of the layer behind "
                 f"it, which is on the drive then: serve this model without {VARIABLE}"

@@ -78,9 +78,9 @@ def test_quantised_layers_are_converted_once_for_all(
     alone = torch.cat([tokens(model, part) for part in ids.tensor_split(4)])
     from nvmeio.inference._stream import slots
 
-    calls = []
-    convert = slots._convert
-    monkeypatch.setattr(slots, "_convert", lambda *a: (calls.append(a[0].name), convert(*a)))
+    calls: list[torch.Tensor] = []
+    widen = slots.dequantise
+    monkeypatch.setattr(slots, "dequantise", lambda *a: (calls.append(a[2]), widen(*a)))
     counts = []
     for count in (1, 4):
         calls.clear()

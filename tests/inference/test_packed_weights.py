@@ -196,16 +196,15 @@ def test_batches_and_beams(
 def _widening_threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the threads that widen weights; prompts are given parts that are widened."""
     threads: list[str] = []
-    stock = quantization._run
 
-    def run(parts: Any, setting: Any, out: Any, inputs: Any = None, *rest: Any) -> None:
-        if inputs is None:
-            threads.append(threading.current_thread().name)
-        stock(parts, setting, out, inputs, *rest)
+    def widen(*given: Any) -> None:
+        threads.append(threading.current_thread().name)
+        quantization.dequantise(*given)
 
-    monkeypatch.setattr(quantization, "_run", run)
-    monkeypatch.setattr(packed_weights, "_CHOICES", packed_weights._Choices())
-    monkeypatch.setattr(packed_weights, "_is_faster", lambda *_: False)
+    monkeypatch.setattr(slots, "dequantise", widen)
+    monkeypatch.setattr(packed_weights, "dequantise", widen)
+    second = SimpleNamespace(made=lambda ways, *given: ways[1](*given))
+    monkeypatch.setattr(packed_weights, "CHOICES", second)
     return threads
 
 
@@ -254,15 +253,15 @@ def test_what_an_interrupt_left_packed_is_widened_by_the_next_pass(
     ids = prompt(batch=4)
     options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
     wanted = stream(path, compute="packed").generate(ids, **options)
-    stock, left = slots._convert, [0]
+    left = [0]
 
     def interrupted(*given: Any) -> None:
         left[0] -= 1
         if left[0] == 0:
             raise KeyboardInterrupt
-        stock(*given)
+        quantization.dequantise(*given)
 
-    monkeypatch.setattr(slots, "_convert", interrupted)
+    monkeypatch.setattr(slots, "dequantise", interrupted)
     for at in (1, 2, 9, 20):
         left[0] = at
         with pytest.raises(KeyboardInterrupt):
@@ -311,11 +310,26 @@ def test_linear_layers_compute_in_the_dtype_of_the_model_unless_another_is_asked
     assert len(seen_layers) == 2 * (4 * 7 + 1)
 
 
+class Noting(packed_weights.Choices):
+    """Nothing is chosen yet; notes each product whose weight is widened, in a trial as well."""
+
+    def __init__(self, note: Callable[[packed_weights.Packed], object]) -> None:
+        super().__init__()
+        self._note = note
+
+    def made(self, ways: Any, inputs: torch.Tensor, what: packed_weights.Packed, bias: Any) -> Any:
+        def widened(inputs: torch.Tensor, what: packed_weights.Packed, bias: Any) -> Any:
+            self._note(what)
+            return ways[1](inputs, what, bias)
+
+        return super().made((ways[0], widened), inputs, what, bias)
+
+
 def test_the_first_product_has_the_bits_of_later_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first call of many rows gave the loops' product, and those after it torch's."""
-    monkeypatch.setattr(packed_weights, "_CHOICES", packed_weights._Choices())
+    monkeypatch.setattr(packed_weights, "CHOICES", packed_weights.Choices())
     setting = Quantised(4, 64)
     weight = torch.randn(512, 512).bfloat16()
     what = packed_weights.Packed(quantise(weight, setting), setting, weight.dtype, "auto")
@@ -329,12 +343,8 @@ def test_the_first_product_has_the_bits_of_later_ones(
 def test_the_choice_is_remembered_and_measured_once(
     tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_weights, "_CHOICES", packed_weights._Choices())
-    measured: list[int] = []
-    stock = packed_weights._in_parts
-    monkeypatch.setattr(
-        packed_weights, "_in_parts", lambda *given: measured.append(len(given[0])) or stock(*given)
-    )
+    measured: list[packed_weights.Packed] = []
+    monkeypatch.setattr(packed_weights, "CHOICES", Noting(measured.append))
     model = stream(packed(tmp_path))
     one = torch.tensor([[5]])
     logits(model, one)
@@ -346,7 +356,11 @@ def test_the_choice_is_remembered_and_measured_once(
 
 
 def _seen_to_cost(
-    monkeypatch: pytest.MonkeyPatch, loops: Sequence[int], parts: int, preempted: int = 0
+    monkeypatch: pytest.MonkeyPatch,
+    loops: Sequence[int],
+    parts: int,
+    preempted: int = 0,
+    sizes: list[int] | None = None,
 ) -> list[str]:
     """Clocks that say what a product costs: CPU time, and waiting for other programs on top.
 
@@ -355,28 +369,28 @@ def _seen_to_cost(
         loops: What calls of the loops take, in turn; the last for all later ones.
         parts: What widening takes.
         preempted: How much longer the loops take by the clock.
+        sizes: Gets the rows of each weight that is widened.
 
     Returns:
         Who was called, in order.
     """
     calls: list[str] = []
     cpu, clock = [0], [0]
-    stock = packed_weights.multiply, packed_weights._in_parts
 
     def multiplied(*given: Any, **options: Any) -> torch.Tensor:
         cpu[0] += loops[min(calls.count("loops"), len(loops) - 1)]
         clock[0] += preempted
         calls.append("loops")
-        return stock[0](*given, **options)
+        return quantization.multiply(*given, **options)
 
-    def in_parts(*given: Any) -> torch.Tensor:
+    def widened(what: packed_weights.Packed) -> None:
         cpu[0] += parts
         calls.append("parts")
-        return stock[1](*given)
+        if sizes is not None:
+            sizes.append(len(what.parts[0]))
 
-    monkeypatch.setattr(packed_weights, "_CHOICES", packed_weights._Choices())
+    monkeypatch.setattr(packed_weights, "CHOICES", Noting(widened))
     monkeypatch.setattr(packed_weights, "multiply", multiplied)
-    monkeypatch.setattr(packed_weights, "_in_parts", in_parts)
     both = SimpleNamespace(thread_time=lambda: cpu[0], perf_counter=lambda: cpu[0] + clock[0])
     monkeypatch.setattr(packed_weights, "time", both)
     return calls
@@ -408,20 +422,14 @@ def test_what_other_programs_take_does_not_decide(
 
 def test_a_trial_takes_a_part_of_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large matrix with a long prompt was multiplied six times before the first output."""
-    monkeypatch.setattr(packed_weights, "_PART_BYTES", 128 * 128 * 4)
-    _seen_to_cost(monkeypatch, (3,), 2)
+    monkeypatch.setattr(packed_weights, "PART_BYTES", 128 * 128 * 4)
     sizes: list[int] = []
-    stock = packed_weights._in_parts
-    monkeypatch.setattr(
-        packed_weights,
-        "_in_parts",
-        lambda x, what, bias: sizes.append(len(what.parts[0])) or stock(x, what, bias),
-    )
+    _seen_to_cost(monkeypatch, (3,), 2, sizes=sizes)
     what = _weight(torch.float32, rows=1000)
     x, bias = torch.randn(16, 128), torch.randn(1000)
     found = what.product(x, bias)
     assert torch.allclose(found, functional.linear(x, what.widened(), bias), atol=1e-4)
-    assert sizes == packed_weights._TRIALS * [128] + [1000]
+    assert sizes == packed_weights.TRIALS * [128] + [1000]
 
 
 def test_where_tile_registers_multiply_nothing_is_widened(
@@ -530,28 +538,25 @@ def test_cuda_multiplies_with_four_bits_where_its_kernel_is_faster(
     works: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chosen once, on the stand-in; a kernel that is absent or wrong is not used."""
-    monkeypatch.setattr(packed_weights, "_CHOICES", packed_weights._Choices())
     clock = [0]  # of its own: what widens takes two, the kernel one or three
     monkeypatch.setattr(packed_weights, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    stock = packed_weights._whole
 
-    def whole(*given: Any) -> torch.Tensor:
+    def widened(_: packed_weights.Packed) -> None:
         clock[0] += 2
-        return stock(*given)
 
-    monkeypatch.setattr(packed_weights, "_whole", whole)
+    monkeypatch.setattr(packed_weights, "CHOICES", Noting(widened))
     setting = Quantised(4, 64)
     weight = torch.randn(64, 256).bfloat16()
     here = packed_weights.Packed(quantise(weight, setting), setting, weight.dtype, "auto")
     x, bias = torch.randn(5, 256).bfloat16(), torch.randn(64).bfloat16()
-    wanted = stock(x, here, bias).float()
+    wanted = functional.linear(x, here.widened(), bias).float()
     with _int4_kernel(clock, works) as calls, accelerator(monkeypatch) as cuda:
         there = here._replace(parts=tuple(cuda.tensor(part) for part in here.parts))
         on_device = cuda.tensor(x), cuda.tensor(bias)
         for _ in range(3):
             found = cuda.value(there.product(*on_device)).float()
             assert float((found - wanted).abs().max()) < 0.02 * float(wanted.abs().max())
-    tried = packed_weights._TRIALS
+    tried = packed_weights.TRIALS
     used = {"fast": tried + 3, "slow": tried, "wrong": tried, "absent": 0}[works]
     assert calls == used * [5]  # in the trial, and then where it was the faster
 

@@ -12,7 +12,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +23,8 @@ from support import needs_protection, run_python, spin_until
 
 import nvmeio
 from nvmeio._formats import torch_writing
+from nvmeio.checkpoint import background
+from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots
 from nvmeio.integrations import lightning as plugins
 from nvmeio.integrations.lightning import AsyncNvmeCheckpointIO, NvmeCheckpointIO
 
@@ -188,7 +190,7 @@ def fit_wide(
 def callbacks_of(pl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`NvmeModelCheckpoint` is that of the package under test."""
     package = pl.__name__.partition(".")[0]
-    monkeypatch.setattr(plugins, "_CALLBACKS", {package: plugins._CALLBACKS[package]})
+    monkeypatch.setattr(plugins, "lightning_modules", lambda places: [places[package]])
     vars(plugins).pop("NvmeModelCheckpoint", None)
     yield
     vars(plugins).pop("NvmeModelCheckpoint", None)
@@ -332,17 +334,32 @@ def test_what_saves_before_training_goes_on_is_told(
     assert f"{beside}: SimpleNamespace writes sharded checkpoints" in caplog.text
 
 
-def test_strategies_that_write_checkpoints_themselves_are_known(pl: ModuleType) -> None:
+def test_strategies_that_write_checkpoints_themselves_are_known(
+    pl: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
     found = importlib.import_module(f"{pl.__name__}.strategies")
+
+    class Training:
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            pass
+
+    class Saving(plugins.NvmeModelCheckpointMixin, Training):
+        pass
+
+    def warned(strategy: Any) -> str:
+        caplog.clear()
+        Saving().on_train_start(SimpleNamespace(strategy=strategy, is_global_zero=True), None)
+        ours = isinstance(strategy.checkpoint_io, AsyncNvmeCheckpointIO)
+        assert ours == (not caplog.text)
+        return caplog.text
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sharded = found.FSDPStrategy(state_dict_type="sharded")
-        assert "sharded checkpoints" in (plugins._writes_itself(sharded) or "")
-        distributed = found.ModelParallelStrategy()
-        assert "distributed checkpoints" in (plugins._writes_itself(distributed) or "")
+        assert "sharded checkpoints" in warned(found.FSDPStrategy(state_dict_type="sharded"))
+        assert "distributed checkpoints" in warned(found.ModelParallelStrategy())
         for other in (found.FSDPStrategy(state_dict_type="full"), found.DDPStrategy()):
-            assert plugins._writes_itself(other) is None
-        assert plugins._writes_itself(found.SingleDeviceStrategy("cpu")) is None
+            assert not warned(other)
+        assert not warned(found.SingleDeviceStrategy("cpu"))
 
 
 @needs_protection
@@ -616,25 +633,38 @@ def test_every_call_raises_what_failed(
     held.failing = True
     held.gate.set()
     held_plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
-    for future in held_plugin._saver._pending:
-        future.exception()  # done by now
     arguments = [tmp_path / "a.ckpt"] if call.endswith("checkpoint") else []
-    with pytest.raises(nvmeio.TransferError):
-        getattr(held_plugin, call)(*arguments)
+    raised: list[int | None] = []
+
+    def raises() -> bool:
+        """Once the save is over: `remove_checkpoint` does not wait for that."""
+        try:
+            getattr(held_plugin, call)(*arguments)
+        except nvmeio.TransferError as failed:
+            raised.append(failed.errno)
+        return bool(raised)
+
+    spin_until(raises)
+    assert raised == [errno.EIO]
 
 
 def test_memory_is_used_again_and_given_back(
-    async_plugin: AsyncNvmeCheckpointIO, tmp_path: Path
+    async_plugin: AsyncNvmeCheckpointIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    made: list[Snapshots] = []
+
+    def new(memory_bytes: int | None, way: str, directory: str) -> Snapshots:
+        made.append(Snapshots(memory_bytes, "copy", directory))
+        return made[-1]
+
+    monkeypatch.setattr(background, "Snapshots", new)
     async_plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
-    snapshots = async_plugin._saver._snapshots
-    assert snapshots is not None
-    snapshots.way, memory = "copy", snapshots.copies
-    first = memory._arena
+    memory = made[0].copies
+    first = memory.arena(1)
     async_plugin.save_checkpoint(state(1), tmp_path / "b.ckpt")
-    assert memory._arena is first
+    assert memory.arena(1) is first
     async_plugin.save_checkpoint(state(2, 1 << 20), tmp_path / "c.ckpt")
-    assert memory._arena is not first
+    assert memory.arena(1) is not first
     async_plugin.teardown()
     assert memory.nbytes == 0
     for number, name in enumerate("ab"):

@@ -437,7 +437,7 @@ def test_sglang_that_is_missing_is_told(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_every_refusal_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    for why, places in _sglang_settings._REFUSED.items():
+    for why, places in _sglang_settings.REFUSED.items():
         for place in places:
             function, _, attributes = place.partition(" ")
             value: Any = "on"
@@ -446,7 +446,7 @@ def test_every_refusal_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
             context = SimpleNamespace(
                 **{function: partial(getattr, SimpleNamespace(of=value), "of")}
             )
-            monkeypatch.setitem(sys.modules, _sglang_settings._CONTEXT, context)
+            monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
             with pytest.raises(ValueError, match=rf"{re.escape(why)}\. Start it with .*--\w") as no:
                 _sglang_settings.check_server(())
             assert f"{attributes} is 'on'" in str(no.value)

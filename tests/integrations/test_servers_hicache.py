@@ -18,6 +18,9 @@ from integrations import _sglang_stand_in, kv_weights
 from interrupting import at_places, at_random_times
 from support import thread
 
+from nvmeio import buffers
+from nvmeio._kv_blocks import transfers
+from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import BackendUnavailableError, TransferError
 from nvmeio.integrations import _kv_identity, sglang_hicache
 
@@ -25,6 +28,10 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 MODULE = "sglang.srt.mem_cache.hicache_storage"
 PAGE = 4  # tokens
+
+
+CONTEXT = "sglang.srt.runtime_context"
+HOOKS = "sglang.srt.plugins.hook_registry"
 
 
 def double() -> ModuleType:
@@ -184,7 +191,10 @@ class PageFirst(Pool):
         raise AssertionError("it was read into the pool already")
 
 
-def test_pages_that_lie_whole_in_the_pool_are_read_into_it(opened: Callable[..., Any]) -> None:
+def test_pages_that_lie_whole_in_the_pool_are_read_into_it(
+    opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "empty_aligned", lambda *_, **__: pytest.fail("by way of more"))
     pool, other = PageFirst(), PageFirst()
     pool.kv_buffer.normal_()
     backend = opened(pool)
@@ -195,7 +205,6 @@ def test_pages_that_lie_whole_in_the_pool_are_read_into_it(opened: Callable[...,
     for page, source in ((0, 7), (2, 1), (4, 3)):
         assert other.get_data_page(page * PAGE).equal(pool.get_data_page(source * PAGE))
     assert not other.get_data_page(PAGE).any()
-    assert not backend._stagings
 
 
 def test_memory_that_pages_share_is_not_taken_for_the_pool(opened: Callable[..., Any]) -> None:
@@ -286,12 +295,20 @@ def test_what_a_read_that_failed_left_behind_touches_no_other_read(
             super().set_from_flat_data_page(index, page)
 
     monkeypatch.setattr(sglang_hicache, "STAGING_BYTES", 768)  # a page a part
+    owners: dict[str, OwnerThread] = {}
+
+    class Noted(OwnerThread):
+        def __init__(self, name: str, closed: str) -> None:
+            super().__init__(name, closed)
+            owners[name] = self
+
+    monkeypatch.setattr(transfers, "OwnerThread", Noted)
     pool = Hooked()
     pool.kv_buffer.copy_(filled().kv_buffer)
     expected = pool.get_data_page(3 * PAGE).clone()
     backend = opened(pool)
     assert backend.batch_set_v1(list("abcd"), indices(0, 1, 2, 3)) == [True] * 4
-    loads = backend._stores["kv"]._loads.owner
+    loads = owners["nvmeio-blocks-loads"]
     gate = threading.Event()
 
     def fail() -> None:
@@ -516,15 +533,15 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             if above:
                 monkeypatch.setattr(sys.modules[above], name, sys.modules[parent], raising=False)
         monkeypatch.setattr(sys.modules[module], kind, made, raising=False)
-    hooks: Any = ModuleType(sglang_hicache._HOOKS)
+    hooks: Any = ModuleType(HOOKS)
     hooks.HookRegistry, hooks.HookType = _sglang_stand_in.HookRegistry, _sglang_stand_in.HookType
     monkeypatch.setattr(hooks.HookRegistry, "hooks", {}, raising=False)
-    monkeypatch.setitem(sys.modules, sglang_hicache._HOOKS, hooks)
-    context: Any = ModuleType(sglang_hicache._CONTEXT)
+    monkeypatch.setitem(sys.modules, HOOKS, hooks)
+    context: Any = ModuleType(CONTEXT)
     context.args = None
     context.get_server_args = lambda: context.args
     context.get_parallel = lambda: SimpleNamespace(dp_rank=None)
-    monkeypatch.setitem(sys.modules, sglang_hicache._CONTEXT, context)
+    monkeypatch.setitem(sys.modules, CONTEXT, context)
     monkeypatch.setattr(sglang_hicache, "_hooked", [])
     return classes | {"context": context}
 
@@ -563,7 +580,7 @@ def test_an_sglang_without_hooks_is_told_of_once(
     opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sglang_hicache, "_hooked", [])
-    monkeypatch.setitem(sys.modules, sglang_hicache._HOOKS, None)
+    monkeypatch.setitem(sys.modules, HOOKS, None)
     for _ in range(2):
         opened()
     (said,) = caplog.messages

@@ -21,6 +21,7 @@ from inside import store_of
 from integrations import kv_weights
 from interrupting import at_places, at_random_times, everywhere
 
+from nvmeio._kv_blocks.table import Table
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.integrations import _kv_identity, vllm_tier
 
@@ -337,7 +338,7 @@ def test_a_drive_that_fails_the_table_as_well_ends_every_job(
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "the drive failed")
 
-    monkeypatch.setattr(store_of(tier)._catalog._table, "empty", fail)
+    monkeypatch.setattr(Table, "empty", fail)
     tier.submit_load(job(2, [b"a"], [4]))
     assert ended(tier) == [(2, False, None)]
     assert tier.lookup(b"a", None) is interface.MISS

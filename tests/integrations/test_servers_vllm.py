@@ -16,6 +16,7 @@ from support import aged, nvmeio_threads, spin_until
 
 import nvmeio
 from nvmeio._files import system
+from nvmeio._threads.interruptible import Job
 from nvmeio.errors import BackendUnavailableError, IntegrityError
 from nvmeio.integrations import vllm as for_vllm
 
@@ -42,14 +43,18 @@ def test_reads_run_ahead_and_are_bounded(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(for_vllm, "GROUP_BYTES", 40_000)
     monkeypatch.setattr(for_vllm, "MEMORY_BYTES", 120_000)
     started: list[int] = []
-    begin = for_vllm._Reading.start
 
-    def start(reading: Any) -> None:
-        assert reading.nbytes <= for_vllm.GROUP_BYTES
-        started.append(reading.nbytes)
-        begin(reading)
+    class Noting(Job[Any]):
+        def __init__(self, read: Any, name: str) -> None:
+            super().__init__(read, name)
+            self.nbytes = read.__self__.nbytes
 
-    monkeypatch.setattr(for_vllm._Reading, "start", start)
+        def start(self) -> None:
+            assert self.nbytes <= for_vllm.GROUP_BYTES
+            started.append(self.nbytes)
+            super().start()
+
+    monkeypatch.setattr(for_vllm, "Job", Noting)
     ahead, taken = [], 0
     for _, tensor in for_vllm.iterate_weights(tmp_path):
         ahead.append(sum(started) - taken)

@@ -44,10 +44,18 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[File]:
         yield file
 
 
+class ReaderOf(Reader):
+    """With the handle that moves the bytes."""
+
+    def __init__(self, handle: nvmeio.AioHandle) -> None:
+        super().__init__(handle)
+        self.handle = handle
+
+
 @pytest.fixture
-def reader() -> Iterator[Reader]:
+def reader() -> Iterator[ReaderOf]:
     with nvmeio.AioHandle(queue_depth=4, block_size=PIECE) as handle:
-        reader = Reader(handle)
+        reader = ReaderOf(handle)
         yield reader
         reader.stop()
 
@@ -66,7 +74,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return starts
 
 
-def bring(reader: Reader, file: File, nbytes: int = NBYTES) -> tuple[Fill, torch.Tensor]:
+def bring(reader: ReaderOf, file: File, nbytes: int = NBYTES) -> tuple[Fill, torch.Tensor]:
     memory = torch.zeros(nbytes, dtype=torch.uint8)
     fill = Fill([WantedBytes(file, 0, memory, 0)])
     reader.submit(fill)
@@ -77,9 +85,9 @@ def bring(reader: Reader, file: File, nbytes: int = NBYTES) -> tuple[Fill, torch
     return fill, memory
 
 
-def slow_drive(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+def slow_drive(reader: ReaderOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads are done only after the page cache has brought what it could."""
-    pread = reader._handle.async_pread
+    pread = reader.handle.async_pread
 
     class Late:
         def __init__(self, *arguments: Any) -> None:
@@ -94,11 +102,11 @@ def slow_drive(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
         def cancel(self) -> None:
             pass
 
-    monkeypatch.setattr(reader._handle, "async_pread", Late)
+    monkeypatch.setattr(reader.handle, "async_pread", Late)
 
 
 def test_what_is_cached_is_copied_beside_the_drive(
-    reader: Reader, weights: File, copies: list[int], monkeypatch: pytest.MonkeyPatch
+    reader: ReaderOf, weights: File, copies: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_drive(reader, monkeypatch)
     fill, memory = bring(reader, weights)
@@ -108,7 +116,7 @@ def test_what_is_cached_is_copied_beside_the_drive(
 
 
 def test_what_is_not_cached_comes_from_the_drive(
-    reader: Reader, weights: File, copies: list[int], monkeypatch: pytest.MonkeyPatch
+    reader: ReaderOf, weights: File, copies: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = weights.acquire(False)
     fd = opened.any_fd()
@@ -128,7 +136,7 @@ def test_what_is_not_cached_comes_from_the_drive(
 
 
 def test_a_copy_that_fails_is_read_instead(
-    reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
+    reader: ReaderOf, weights: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_drive(reader, monkeypatch)
     monkeypatch.setattr(system, "copy_cached", lambda fd, start, memory: False)
@@ -138,7 +146,7 @@ def test_a_copy_that_fails_is_read_instead(
 
 
 def test_a_file_that_ends_early_is_an_error(
-    reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
+    reader: ReaderOf, weights: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_drive(reader, monkeypatch)
     monkeypatch.setattr(system, "is_cached", lambda fd, start, nbytes: True)
@@ -149,14 +157,14 @@ def test_a_file_that_ends_early_is_an_error(
     assert memory.numpy().tobytes() == BYTES
 
 
-def test_a_closed_file_is_an_error(reader: Reader, weights: File) -> None:
+def test_a_closed_file_is_an_error(reader: ReaderOf, weights: File) -> None:
     weights.close()
     fill, _ = bring(reader, weights)
     assert isinstance(fill.error, nvmeio.ClosedError)
 
 
 def test_a_cancelled_job_is_done_only_when_its_copy_is(
-    reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
+    reader: ReaderOf, weights: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_drive(reader, monkeypatch)
     copying, go_on = threading.Event(), threading.Event()
@@ -185,7 +193,7 @@ def test_a_cancelled_job_is_done_only_when_its_copy_is(
 
 
 def test_chunks_that_were_copied_are_announced_too(
-    reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
+    reader: ReaderOf, weights: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_drive(reader, monkeypatch)
     memory = torch.zeros(len(BYTES), dtype=torch.uint8)
@@ -224,14 +232,14 @@ class Held:
         pass
 
 
-def held_reads(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> list[Held]:
+def held_reads(reader: ReaderOf, monkeypatch: pytest.MonkeyPatch) -> list[Held]:
     begun: list[Held] = []
 
     def begin(*arguments: Any) -> Held:
         begun.append(Held(*arguments))
         return begun[-1]
 
-    monkeypatch.setattr(reader._handle, "async_pread", begin)
+    monkeypatch.setattr(reader.handle, "async_pread", begin)
     return begun
 
 
@@ -240,7 +248,7 @@ def fill_of(file: File, nbytes: int = PIECE) -> Fill:
 
 
 def test_a_fill_of_which_a_read_is_under_way_is_not_whole(
-    reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
+    reader: ReaderOf, weights: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader_module, "CACHED_FLIGHT_BYTES", 1 << 30)
     begun = held_reads(reader, monkeypatch)
@@ -255,7 +263,7 @@ def test_a_fill_of_which_a_read_is_under_way_is_not_whole(
 
 
 def test_who_waits_for_a_fill_lands_it_without_the_thread(
-    reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
+    reader: ReaderOf, weights: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = held_reads(reader, monkeypatch)
     fill = fill_of(weights)
@@ -267,7 +275,7 @@ def test_who_waits_for_a_fill_lands_it_without_the_thread(
 
 
 def test_two_that_wait_are_both_told(
-    reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
+    reader: ReaderOf, weights: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second one's fill is landed by the thread where the first one has gone by then."""
     monkeypatch.setattr(reader_module, "CACHED_FLIGHT_BYTES", 1 << 30)
@@ -286,7 +294,7 @@ def test_two_that_wait_are_both_told(
 
 
 def test_a_fill_that_nobody_waited_for_is_cancelled(
-    reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
+    reader: ReaderOf, weights: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = held_reads(reader, monkeypatch)
     fill = fill_of(weights)
@@ -320,7 +328,7 @@ class Refusing(deque[Any]):
 
 @pytest.mark.parametrize("noted_in", ["operations", "_flying"])
 def test_a_read_that_there_is_no_memory_to_note_is_waited_for(
-    noted_in: str, reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
+    noted_in: str, reader: ReaderOf, weights: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread ended, and whoever waited then waited for ever."""
     monkeypatch.setattr(system, "is_cached", lambda *_: False)
@@ -335,14 +343,13 @@ def test_a_read_that_there_is_no_memory_to_note_is_waited_for(
     reader.submit(fill)
     assert ended.wait(LIMIT_S)
     assert isinstance(fill.error, MemoryError) and not fill.whole
-    handle: Any = reader._handle
-    assert handle.stats.in_flight == 0
+    assert reader.handle.stats.in_flight == 0
     fill, memory = bring(reader, weights)
     assert fill.error is None and memory.numpy().tobytes() == BYTES
 
 
 def test_a_thread_without_memory_fails_what_it_lands_and_goes_on(
-    reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
+    reader: ReaderOf, weights: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(system, "is_cached", lambda *_: False)
     refusing = Refusing()

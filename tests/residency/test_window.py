@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import PATIENCE_S, HeldEngine
+from support import PATIENCE_S, HeldEngine, spin_until
 
 import nvmeio
 from nvmeio._residency.order import Cyclic
@@ -72,7 +72,9 @@ def test_what_was_read_ahead_without_memory_is_read_anew_when_it_is_needed(
             reader.stop()
 
 
-def test_a_read_that_somebody_cancelled_is_not_taken_for_the_bytes(tmp_path: Path) -> None:
+def test_a_read_that_somebody_cancelled_is_not_taken_for_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whose handle it is may close it meanwhile."""
     (tmp_path / "units").write_bytes(b"\x07" * (128 << 10))
     engine = HeldEngine()
@@ -81,11 +83,19 @@ def test_a_read_that_somebody_cancelled_is_not_taken_for_the_bytes(tmp_path: Pat
         nvmeio.open(tmp_path / "units") as file,
         concurrent.futures.ThreadPoolExecutor(1) as other,
     ):
+        pread, begun = handle.async_pread, []
+
+        def noted(*given: Any) -> nvmeio.Operation:
+            begun.append(pread(*given))
+            return begun[-1]
+
+        monkeypatch.setattr(handle, "async_pread", noted)
         reader, keeper = Reader(handle), Units(file)
         window = Window(reader, keeper, Cyclic([0, 1]))
         needing = other.submit(window.need, 0)
         engine.wait_until_begun()
-        reader._flying[0][0].cancel()
+        spin_until(lambda: bool(begun))
+        begun[0].cancel()
         engine.gate.set()
         with pytest.raises(nvmeio.ClosedError, match="a read was cancelled"):
             needing.result(PATIENCE_S)

@@ -28,9 +28,9 @@ from nvmeio.inference._plan.slot_layout import Weight
 from nvmeio.inference._stream.stand_ins import FrozenElsewhere, Shown
 
 # Of a widened part: stays in a core's second-level cache, or nearly, and is enough for a product.
-_PART_BYTES = 4 << 20
+PART_BYTES = 4 << 20
 _FIRST_TRIAL = 8  # rows from which on the other way may be faster, where the CPU has fast loops
-_TRIALS = 5  # of each way, by turns; the least counts
+TRIALS = 5  # of each way, by turns; the least counts
 _MOST_OFF = 0.05  # of the largest output: two ways are that far apart where one of them is wrong
 
 
@@ -270,13 +270,13 @@ def _multiplied(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -
     if devices.device_of(what.parts[0]).type != "cpu":
         if not _has_kernel(what):
             return _whole(inputs, what, bias)
-        return _CHOICES.made((_by_kernel, _whole), inputs, what, bias)
+        return CHOICES.made((_by_kernel, _whole), inputs, what, bias)
     if what.turned:
         return _in_parts(inputs, what, bias)
     rows = len(inputs)
     if what.compute == "packed" or rows < _FIRST_TRIAL or in_halves(rows, what.setting, what.dtype):
         return _by_loops(inputs, what, bias)
-    return _CHOICES.made((_by_loops, _in_parts), inputs, what, bias)
+    return CHOICES.made((_by_loops, _in_parts), inputs, what, bias)
 
 
 def _by_loops(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> torch.Tensor:
@@ -318,7 +318,7 @@ def _in_parts(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> 
     """Multiply with torch in parts: rows of the weight, or columns of the transposed."""
     (rows, groups), size = what.parts[1].shape, what.setting.group_size
     count, unit, other = (groups, size, rows) if what.turned else (rows, 1, groups * size)
-    step = _PART_BYTES // (unit * other * inputs.dtype.itemsize)
+    step = PART_BYTES // (unit * other * inputs.dtype.itemsize)
     step = max(step, 64 // min(unit, 64)) if what.turned else _rows_of_a_part(inputs)
     out = inputs.new_empty(len(inputs), count * unit)
     memory = inputs.new_empty(min(step, count) * unit * other)
@@ -338,10 +338,10 @@ def _in_parts(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> 
 
 
 def _rows_of_a_part(inputs: torch.Tensor) -> int:
-    return max(_PART_BYTES // (inputs.shape[1] * inputs.dtype.itemsize) // 64 * 64, 64)
+    return max(PART_BYTES // (inputs.shape[1] * inputs.dtype.itemsize) // 64 * 64, 64)
 
 
-class _Choices:
+class Choices:
     """Which way was faster, by kind of weight, class of its size, and number of rows.
 
     It is settled before the first product is given: in a process, a product has the same bits.
@@ -384,7 +384,7 @@ def _is_faster(
         ways = (lambda x, *_: multiply(x, share.parts, share.setting, None, threads=1), ways[1])
     times = [float("inf"), float("inf")]
     outputs = [inputs, inputs]
-    for _ in range(_TRIALS):
+    for _ in range(TRIALS):
         for number, way in enumerate(ways):
             began = clock()
             try:
@@ -400,4 +400,4 @@ def _is_faster(
     return times[0] <= times[1] and bool(off <= _MOST_OFF * wanted.abs().max())
 
 
-_CHOICES = _Choices()
+CHOICES = Choices()
