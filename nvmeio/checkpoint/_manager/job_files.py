@@ -18,6 +18,7 @@ import stat
 import struct
 
 from nvmeio import files
+from nvmeio._files.descriptors import open_error
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_writing import Crc, finish, padded_nbytes, unfinished_pages
 from nvmeio._storage import durable
@@ -27,7 +28,7 @@ from nvmeio._storage.untrusted import create
 from nvmeio._threads.closing import on_error, unlink
 from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.job import SaveJob
-from nvmeio.errors import TransferError, transfer_error
+from nvmeio.errors import TransferError, naming
 from nvmeio.files import File
 
 _CRC = struct.Struct("<QQQI")
@@ -127,16 +128,12 @@ class FileOfEachRank(SaveJob):
 
     def _make_directory(self) -> str:
         """An old directory under a temporary name, or a new one."""
-        if os.path.isdir(self.path) and not os.path.exists(
-            os.path.join(self.path, retention.INDEX)
-        ):
-            raise TransferError(
-                errno.EEXIST,
-                operation="open",
-                path=self.path,
-                detail="there is a directory of this name that no Checkpointer has written: move "
-                "it away",
+        index = os.path.join(self.path, retention.INDEX)
+        if os.path.isdir(self.path) and not os.path.exists(index):
+            detail = (
+                "there is a directory of this name that no Checkpointer has written: move it away"
             )
+            raise open_error(errno.EEXIST, self.path, detail)
         old = _make_room(self)
         taken = None if old is None else retention.take_directory(old)
         if taken is not None:
@@ -144,10 +141,8 @@ class FileOfEachRank(SaveJob):
                 os.unlink(os.path.join(taken, retention.INDEX))
             return taken
         temporary = temporary_name(*os.path.split(self.path))
-        try:
+        with naming("open", self.path):
             os.mkdir(temporary)
-        except OSError as failed:
-            raise self._error(failed, "open") from failed
         return temporary
 
     def _write_file(self, directory: str) -> bool:
@@ -155,24 +150,18 @@ class FileOfEachRank(SaveJob):
         layout = self.layout()
         recycled = _clear_way(path)
         with files.open(path, "rw") as file:
-            try:
-                with files.in_use(file, True) as opened:
-                    durable.allocate(opened.any_fd(), padded_nbytes(layout), path)
-                    self.write_bytes(file, 0, padded_nbytes(layout))
-                    os.ftruncate(opened.any_fd(), layout.nbytes)
-            except OSError as failed:
-                raise self._error(failed, "truncate") from failed
+            with naming("truncate", self.path), files.in_use(file, True) as opened:
+                durable.allocate(opened.any_fd(), padded_nbytes(layout), path)
+                self.write_bytes(file, 0, padded_nbytes(layout))
+                os.ftruncate(opened.any_fd(), layout.nbytes)
             durable.sync_data(file)
-        try:
-            durable.sync_directory(directory)
-        except OSError as failed:
-            raise self._error(failed, "fsync") from failed
+        durable.sync_directory(directory)
         self.messages.put("part", str(layout.nbytes).encode())
         return recycled
 
     def _commit(self, temporary: str, sizes: dict[str, int]) -> None:
         """Write the index, make all names durable, and give the directory its own."""
-        try:
+        with naming("rename", self.path):
             for name in set(os.listdir(temporary)) - set(sizes):
                 os.unlink(os.path.join(temporary, name))  # of more ranks, once
             index = {"format": 1, "step": self.step, "files": sizes}
@@ -186,8 +175,6 @@ class FileOfEachRank(SaveJob):
                 shutil.rmtree(temporary, ignore_errors=True)
             else:
                 durable.rename(temporary, self.path)
-        except OSError as failed:
-            raise self._error(failed, "rename") from failed
 
     def _stamp_and_sync(self, fd: int) -> None:
         """Give it a time later than every other checkpoint's, and make it durable."""
@@ -209,11 +196,6 @@ class FileOfEachRank(SaveJob):
                 "another step",
             ) from refused
 
-    def _error(self, failed: OSError, operation: str) -> OSError:
-        if isinstance(failed, TransferError):
-            return failed
-        return transfer_error(failed, operation, self.path)
-
 
 def _rank_name(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
@@ -224,14 +206,12 @@ def _place_of_first(job: SaveJob) -> str:
     path = os.path.join(job.setup.directory, job.messages.get("place", 0).decode())
     if os.path.exists(path):
         return path
-    raise TransferError(
-        errno.ENOENT,
-        operation="open",
-        path=path,
-        detail=f"rank 0 has made it, and rank {job.messages.rank} does not see it there: they have "
-        "not the same directory. Where each rank has a drive of its own, all make their "
-        "Checkpointers with shared=False",
+    detail = (
+        f"rank 0 has made it, and rank {job.messages.rank} does not see it there: they have not "
+        "the same directory. Where each rank has a drive of its own, all make their Checkpointers "
+        "with shared=False"
     )
+    raise open_error(errno.ENOENT, path, detail)
 
 
 def _wait_for_end(job: SaveJob) -> None:
@@ -269,12 +249,11 @@ def _trim(job: SaveJob) -> None:
 
 def _clear_way(path: str) -> bool:
     """Whether an old file may be overwritten; one that somebody else uses is unlinked."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    except OSError as failed:
-        raise transfer_error(failed, "open", path) from failed
+    with naming("open", path):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
     try:
         facts = os.fstat(fd)
         if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1 and lock_alone(fd):

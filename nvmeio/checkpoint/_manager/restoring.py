@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic
 
+from nvmeio._files.descriptors import open_error
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.long_call import LongCall
 from nvmeio._storage.locks import leads_to, reading
@@ -76,14 +77,14 @@ class _Loading:
 
     def __init__(self, wanted: Wanted[LoadingRanks], how: HowToLoad) -> None:
         self.wanted = wanted
-        self._how = how
+        self.how = how
         self._ranks: LoadingRanks = ALONE
         self._path = ""  # what was found
 
     def found(self) -> Loaded:
         ranks = self._ranks = self.wanted.new_ranks()
         self._path = ""
-        ranks.listen(self._how.call)
+        ranks.listen(self.how.call)
         with ranks.telling():
             generation = ranks.choose(partial(_find, self.wanted), self.wanted.directory)
             self._path = path = generation.path
@@ -104,35 +105,23 @@ class _Loading:
         ranks = self._ranks
         if ranks.is_over and not ranks.is_alone:  # of a file before
             ranks = self.wanted.new_ranks()
-        return load_file(path, self._how, ranks)
-
-    def load_own(self, path: str) -> Loaded:
-        """Load a file that no other rank wants."""
-        return load_file(path, self._how)
+        return load_file(path, self.how, ranks)
 
 
 def _find(wanted: Wanted[LoadingRanks]) -> Generation:
     if wanted.step is None:
         newest = retention.newest(wanted.directory)
         if newest is None:
-            raise TransferError(
-                errno.ENOENT,
-                operation="open",
-                path=wanted.directory,
-                detail=f"there is no complete checkpoint yet{_parts_there(wanted.directory)}",
-            )
+            detail = f"there is no complete checkpoint yet{_parts_there(wanted.directory)}"
+            raise open_error(errno.ENOENT, wanted.directory, detail)
         return newest
     there = retention.generations(wanted.directory)
     found = [each for each in there if each.step == wanted.step]
     if not found:
         steps = ", ".join(str(step) for step in sorted({each.step for each in there}))
-        raise TransferError(
-            errno.ENOENT,
-            operation="open",
-            path=retention.file_path(wanted.directory, wanted.step),
-            detail=f"there is no step {wanted.step}; there is {steps or 'none at all'}"
-            f"{_parts_there(wanted.directory)}",
-        )
+        detail = f"there is no step {wanted.step}; there is {steps or 'none at all'}"
+        path = retention.file_path(wanted.directory, wanted.step)
+        raise open_error(errno.ENOENT, path, detail + _parts_there(wanted.directory))
     return found[-1]
 
 
@@ -165,19 +154,14 @@ def _load_directory(path: str, loading: _Loading) -> Loaded:
                     return found
     finally:
         os.close(fd)
-    raise TransferError(
-        errno.ESTALE,
-        operation="open",
-        path=path,
-        detail="the checkpoint was replaced while it was being read",
-    )
+    raise open_error(errno.ESTALE, path, "the checkpoint was replaced while it was being read")
 
 
 def _load_ranks(path: str, loading: _Loading) -> Loaded:
     wanted, names = loading.wanted, files_of(path)
     rank = wanted.rank
     if rank is None and wanted.size == len(names):
-        return loading.load_own(os.path.join(path, names[wanted.own]))
+        return load_file(os.path.join(path, names[wanted.own]), loading.how)  # nobody else wants it
     if rank is None:
         return Loaded.of_all([loading.load(os.path.join(path, name)) for name in names])
     if rank >= len(names):
@@ -276,12 +260,10 @@ class _LoadingParts:
         except TransferError as failed:
             if failed.errno != errno.ESTALE:
                 raise
-            raise TransferError(  # no other rank knows, to look once more
-                errno.ENOENT,
-                operation="open",
-                path=os.path.join(self.wanted.directory, save.name),
-                detail=f"step {save.step} was recycled while it was restored; restore a newer one",
-            ) from failed
+            path = os.path.join(self.wanted.directory, save.name)
+            detail = f"step {save.step} was recycled while it was restored; restore a newer one"
+            # No other rank knows, to look once more.
+            raise open_error(errno.ENOENT, path, detail) from failed
 
     def _load(self, save: Save, number: int | None, ranks: PartRanks) -> Loaded:
         """One archive; all of its parts, or the one that it has."""

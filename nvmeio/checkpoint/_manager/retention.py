@@ -24,13 +24,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from nvmeio import _checks
+from nvmeio._files.descriptors import open_error
 from nvmeio._formats.sniff import STEP
 from nvmeio._storage.durable import check_above, rename, write_small
 from nvmeio._storage.locks import lock_alone
 from nvmeio._storage.replace import SUFFIX, remove_leftovers, temporary_name
 from nvmeio._storage.untrusted import create
-from nvmeio._threads.closing import opened, unlink
-from nvmeio.errors import TransferError, transfer_error
+from nvmeio._threads.closing import on_error, opened, unlink
+from nvmeio.errors import TransferError, naming
 
 logger = logging.getLogger("nvmeio")
 
@@ -99,22 +100,21 @@ def ranks_path(directory: str, step: int) -> str:
 def generations(directory: str) -> list[Generation]:
     """All complete checkpoints of a directory, the oldest first; [] if there is no directory."""
     found: list[Generation] = []
-    try:
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                if not (match := STEP.fullmatch(entry.name)):
-                    continue
-                of_ranks = match[2] is None
-                try:
-                    facts = os.stat(os.path.join(entry.path, INDEX) if of_ranks else entry.path)
-                except OSError:
-                    continue  # renamed meanwhile, a dangling link, or no checkpoint
-                if stat.S_ISREG(facts.st_mode):
-                    found.append(Generation(facts.st_mtime_ns, int(match[1]), entry.path, of_ranks))
-    except FileNotFoundError:
-        return []
-    except OSError as failed:
-        raise transfer_error(failed, "open", directory) from failed
+    with (
+        naming("open", directory),
+        contextlib.suppress(FileNotFoundError),
+        os.scandir(directory) as entries,
+    ):
+        for entry in entries:
+            if not (match := STEP.fullmatch(entry.name)):
+                continue
+            of_ranks = match[2] is None
+            try:
+                facts = os.stat(os.path.join(entry.path, INDEX) if of_ranks else entry.path)
+            except OSError:
+                continue  # renamed meanwhile, a dangling link, or no checkpoint
+            if stat.S_ISREG(facts.st_mode):
+                found.append(Generation(facts.st_mtime_ns, int(match[1]), entry.path, of_ranks))
     return sorted(found)
 
 
@@ -214,7 +214,7 @@ def set_latest(directory: str, name: str) -> None:
     """Let the pointer lead to a checkpoint, atomically and durably; an error changes nothing."""
     pointer = os.path.join(directory, LATEST)
     temporary = temporary_name(directory, LATEST)
-    try:
+    with naming("rename", pointer), on_error(unlink, temporary):
         try:
             os.symlink(name, temporary)
         except OSError as refused:
@@ -223,9 +223,6 @@ def set_latest(directory: str, name: str) -> None:
             # A file system without symbolic links.
             write_small(create(temporary, 0o666), name.encode(), os.fsync)
         rename(temporary, pointer)
-    except OSError as failed:
-        unlink(temporary)
-        raise transfer_error(failed, "rename", pointer) from failed
 
 
 def _pointer(directory: str) -> str:
@@ -261,11 +258,6 @@ def _checked_directory(directory: str | os.PathLike[str]) -> str:
         raise ValueError(f"directory must be the path of a directory, not {path!r}")
     path = os.path.abspath(path)  # os.chdir must not move it between two saves
     if os.path.exists(path) and not os.path.isdir(path):
-        raise TransferError(
-            errno.ENOTDIR,
-            operation="open",
-            path=path,
-            detail="a Checkpointer needs a directory, not a file",
-        )
+        raise open_error(errno.ENOTDIR, path, "a Checkpointer needs a directory, not a file")
     check_above(path)
     return path

@@ -26,12 +26,13 @@ from nvmeio._distributed.exchange import Exchange
 from nvmeio._distributed.messages import Messages
 from nvmeio._distributed.rank_store import Calls, RankStore
 from nvmeio._distributed.shared_spans import RankSpan, read_together
+from nvmeio._files.descriptors import open_error
 from nvmeio._formats.torch_file import TorchFile
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Span
 from nvmeio._threads.interruptible import Cancellation
 from nvmeio.checkpoint._manager.retention import Generation
-from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.errors import IntegrityError
 from nvmeio.files import File, read_buffered
 from nvmeio.handle import AioHandle
 
@@ -58,7 +59,7 @@ class LoadingRanks:
         self._stop = Cancellation()
         self._messages = Messages(store, number, timeout_s)
         self._exchange: Exchange | None = None
-        self._is_over = store.alone
+        self.is_over = store.alone  # no rank waits for another one any more
         if not store.alone:
             self._stop.then(self._messages.stop)
 
@@ -72,11 +73,6 @@ class LoadingRanks:
     def is_alone(self) -> bool:
         return self._store.alone
 
-    @property
-    def is_over(self) -> bool:
-        """Whether no rank waits for another one any more."""
-        return self._is_over
-
     def choose(self, find: Callable[[], Generation], directory: str) -> Generation:
         """The checkpoint that rank 0 finds, as this rank sees it in its own directory."""
         if self.is_alone:
@@ -89,14 +85,12 @@ class LoadingRanks:
         path = os.path.join(directory, os.path.basename(told["path"]))
         there = self._messages.agree("there", os.path.exists(path))
         if not all(there):
-            self._is_over = True  # all ranks find that
-            raise TransferError(
-                errno.ESTALE,
-                operation="open",
-                path=path,
-                detail=f"rank 0 has found this checkpoint, and rank {there.index(False)} does not "
-                "find it: it was replaced meanwhile, or that rank does not see the same directory",
+            self.is_over = True  # all ranks find that
+            detail = (
+                f"rank 0 has found this checkpoint, and rank {there.index(False)} does not find "
+                "it: it was replaced meanwhile, or that rank does not see the same directory"
             )
+            raise open_error(errno.ESTALE, path, detail)
         return Generation(0, told["step"], path, told["of_ranks"])
 
     @property
@@ -109,7 +103,7 @@ class LoadingRanks:
         try:
             yield
         except BaseException as failed:
-            if not self._is_over:
+            if not self.is_over:
                 self._messages.fail(failed)
             raise
 
@@ -135,7 +129,7 @@ class LoadingRanks:
             ValueError: Some can read it together, others cannot.
             TransferError: A rank has failed, or did not come.
         """
-        if self._is_over:
+        if self.is_over:
             return
         nbytes = file.size()
         tail = min(nbytes, _TAIL_BYTES)
@@ -145,7 +139,7 @@ class LoadingRanks:
         self._forget_last()
         self._compare(file.path, told)
         if not together:
-            self._is_over = True
+            self.is_over = True
             return
         self._exchange = self._messages.exchange(self._stop)
 
@@ -158,7 +152,7 @@ class LoadingRanks:
         for rank, each in enumerate(told):
             if each["nbytes"] == told[0]["nbytes"] and each["tail"] == told[0]["tail"]:
                 continue
-            self._is_over = True
+            self.is_over = True
             what = f"{each['nbytes']} bytes, where rank 0 has {told[0]['nbytes']}"
             if each["nbytes"] == told[0]["nbytes"]:
                 what = "as many bytes, and other records"
@@ -169,7 +163,7 @@ class LoadingRanks:
                 found=each["tail"],
             )
         if any(each["together"] != told[0]["together"] for each in told):
-            self._is_over = True
+            self.is_over = True
             raise ValueError(
                 f"{path}: some ranks want all of it on the meta device, or mapped (mmap=True), and "
                 "others do not: ranks that load together all read it, or none"
@@ -218,7 +212,7 @@ class LoadingRanks:
 
     def part(self) -> None:
         """Note that all ranks have all bytes: from here on nobody needs another one."""
-        self._is_over = True
+        self.is_over = True
         self._end(True)
 
     def _end(self, well: bool) -> None:
