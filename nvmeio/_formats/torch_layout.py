@@ -97,6 +97,18 @@ class KnownBytes(NamedTuple):
         return self.offset + len(self.data)
 
 
+Content = KnownBytes | tuple[int, StorageRecord]
+"""What lies in a file: known bytes, or a record with its index."""
+
+
+def start_of(content: Content) -> int:
+    return content.offset if isinstance(content, KnownBytes) else content[1].offset
+
+
+def end_of(content: Content) -> int:
+    return content.end if isinstance(content, KnownBytes) else content[1].end
+
+
 class FileLayout(NamedTuple):
     """A checkpoint file before it is written.
 
@@ -111,6 +123,22 @@ class FileLayout(NamedTuple):
     @property
     def data_nbytes(self) -> int:
         return sum(record.nbytes for record in self.records)
+
+    def contents(self) -> list[Content]:
+        """Pieces and records, in the order of the file."""
+        return sorted([*self.pieces, *enumerate(self.records)], key=start_of)
+
+    def with_crcs(self, crcs: Sequence[int]) -> FileLayout:
+        """The same, with these CRCs of all records among the bytes that are known."""
+        starts = [piece.offset for piece in self.pieces]
+        known = [bytearray(piece.data) for piece in self.pieces]
+        for record, crc in zip(self.records, crcs, strict=True):
+            for at in record.crc_at:
+                number = bisect_right(starts, at) - 1
+                struct.pack_into("<I", known[number], at - starts[number], crc)
+        pieces = [KnownBytes(at, bytes(data)) for at, data in zip(starts, known, strict=True)]
+        records = [record._replace(crc_at=()) for record in self.records]
+        return FileLayout(self.nbytes, pieces, records)
 
     def crc_places(self) -> list[tuple[int, int]]:
         """Where CRCs stand: (offset in the file, index of the record), in the file's order."""

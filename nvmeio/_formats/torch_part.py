@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import struct
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from nvmeio._formats.sniff import PART_MAGIC
-from nvmeio._formats.torch_layout import FileLayout
+from nvmeio._formats.torch_layout import FileLayout, KnownBytes, end_of, start_of
 from nvmeio._formats.torch_writing import Crc
 from nvmeio._pages import PAGE_BYTES
 from nvmeio._storage import crc32
@@ -103,45 +102,17 @@ def sum_of(
     `start` is on a page. `mine` has the CRC of each piece of a record in it (`write_part`),
     `joined` that of each record whose CRC's place lies in it, by the record's index.
     """
-    pieces = {each.record: each for each in mine}
-    gaps = _Gaps(layout, joined)
+    crcs = {each.record: each.crc for each in mine}
     total, position = 0, start
-    for index, record in enumerate(layout.records):
-        low, high = max(record.offset, start), min(record.end, end)
+    for content in layout.with_crcs(joined).contents():
+        low, high = max(start_of(content), start), min(end_of(content), end)
         if low >= high:
             continue
-        total = crc32.of_bytes(gaps.read(position, low), total)
-        total = crc32.combine(total, pieces[index].crc, high - low)
+        total = crc32.of_bytes(bytes(low - position), total)
+        if isinstance(content, KnownBytes):
+            part = content.data[low - content.offset : high - content.offset]
+            total = crc32.of_bytes(part, total)
+        else:
+            total = crc32.combine(total, crcs[content[0]], high - low)
         position = high
-    return crc32.of_bytes(gaps.read(position, end), total)
-
-
-class _Gaps:
-    """The bytes between the records, with the CRCs in their places."""
-
-    def __init__(self, layout: FileLayout, joined: Sequence[int]) -> None:
-        self._pieces = layout.pieces
-        self._starts = [piece.offset for piece in layout.pieces]
-        self._joined = joined
-        self._places = layout.crc_places()
-        self._records = len(layout.records)
-
-    def read(self, start: int, end: int) -> bytearray:
-        found = bytearray(end - start)
-        for number in range(max(bisect_right(self._starts, start) - 1, 0), len(self._pieces)):
-            piece = self._pieces[number]
-            if piece.offset >= end:
-                break
-            low, high = max(piece.offset, start), min(piece.end, end)
-            if low < high:
-                found[low - start : high - start] = piece.data[
-                    low - piece.offset : high - piece.offset
-                ]
-        first = bisect_right(self._places, (start - 4, self._records))
-        for at, index in self._places[first:]:
-            if at >= end:
-                break
-            low, high = max(at, start), min(at + 4, end)
-            value = struct.pack("<I", self._joined[index])[low - at : high - at]
-            found[low - start : high - start] = value
-        return found
+    return crc32.of_bytes(bytes(end - position), total)

@@ -32,7 +32,15 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._formats.torch_layout import FileLayout, KnownBytes, ReadOnce, StorageRecord, resized
+from nvmeio._formats.torch_layout import (
+    FileLayout,
+    KnownBytes,
+    ReadOnce,
+    StorageRecord,
+    end_of,
+    resized,
+    start_of,
+)
 from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._memory import holds, mappings
 from nvmeio._pages import PAGE_BYTES, round_down, round_up
@@ -156,7 +164,7 @@ def finish(
     if not joined:
         return
     with InFlight() as flight:
-        writer = _Writer(handle, file, layout, flight, False, shift, known=joined)
+        writer = _Writer(handle, file, layout.with_crcs(joined), flight, False, shift)
         for page in unfinished_pages(layout, parts, own):
             writer.write_gathered(page, page + PAGE_BYTES)
 
@@ -215,15 +223,12 @@ class _Writer:
     checksum: bool
     shift: int
     another: Callable[[], AioHandle] | None = None
-    known: Sequence[int] = ()  # the CRCs of all records, where they are known before
 
     def __post_init__(self) -> None:
         layout = self.layout
-        self._contents: list[KnownBytes | tuple[int, StorageRecord]] = sorted(
-            [*layout.pieces, *enumerate(layout.records)], key=_start_of
-        )
-        self._starts = [_start_of(content) for content in self._contents]
-        self._ends = [_end_of(content) for content in self._contents]
+        self._contents = layout.contents()
+        self._starts = [start_of(content) for content in self._contents]
+        self._ends = [end_of(content) for content in self._contents]
         self._places = layout.crc_places()
         self._crcs: dict[int, Crc] = {}  # by record: of the piece from this part's start on
         self.stagings: dict[int, Stagings] = {}  # by size
@@ -381,8 +386,6 @@ class _Writer:
 
     def _crc_of(self, index: int) -> int:
         """The CRC of a whole record, or 0 if this part does not know it."""
-        if self.known:
-            return self.known[index]
         piece = self._crcs.get(index)
         whole = piece is not None and piece.nbytes == self.layout.records[index].nbytes
         return piece.crc if piece is not None and whole else 0
@@ -413,14 +416,6 @@ class _Writer:
         if nbytes not in self.stagings:
             self.stagings[nbytes] = Stagings(nbytes, number, device)
         return self.stagings[nbytes].take(self.flight)
-
-
-def _start_of(content: KnownBytes | tuple[int, StorageRecord]) -> int:
-    return content.offset if isinstance(content, KnownBytes) else content[1].offset
-
-
-def _end_of(content: KnownBytes | tuple[int, StorageRecord]) -> int:
-    return content.end if isinstance(content, KnownBytes) else content[1].end
 
 
 @contextmanager

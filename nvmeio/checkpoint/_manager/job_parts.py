@@ -158,8 +158,7 @@ class PartOfEachRank(SaveJob):
             self._never_name(failed)
             raise
         self._wait_until_named()
-        decision = self._decided
-        for save in decision.replaced:
+        for save in self._decided.replaced:
             self._drives.remove(save)
         return recycled
 
@@ -223,19 +222,8 @@ class PartOfEachRank(SaveJob):
         return taken
 
     def _head(self, layout: FileLayout, start: int, end: int) -> PartHead:
-        save = self._decided.save
         assert self._number is not None
-        return PartHead(
-            save.step,
-            save.token,
-            save.kind,
-            self._number,
-            save.parts,
-            layout.nbytes,
-            start,
-            end,
-            None,
-        )
+        return PartHead(*self._decided.save.part(self._number), layout.nbytes, start, end, None)
 
     def _packed(self, crcs: Sequence[Crc]) -> bytes:
         return b"".join(_CRC.pack(*crc) for crc in crcs)
@@ -273,13 +261,11 @@ class PartOfEachRank(SaveJob):
             self.messages.beat()
             if time.monotonic() > until:
                 break
-        raise TransferError(
-            errno.ECANCELED,
-            operation="save",
-            path=self.path,
-            detail="another rank could not name its part, and did not say why; older checkpoints "
-            "are as they were",
+        detail = (
+            "another rank could not name its part, and did not say why; older checkpoints are as "
+            "they were"
         )
+        raise TransferError(errno.ECANCELED, operation="save", path=self.path, detail=detail)
 
 
 class OwnFileOfEachRank(PartOfEachRank):

@@ -13,19 +13,21 @@ the same conclusions from it: which is the newest, which is one too many.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from nvmeio._files.descriptors import open_error
 from nvmeio._storage.durable import make_directory
 from nvmeio._storage.locks import become_writer
 from nvmeio._storage.replace import temporary_name
 from nvmeio._storage.untrusted import create
 from nvmeio._threads.closing import unlink
 from nvmeio.checkpoint._manager import retention
-from nvmeio.errors import TransferError, counted, errno_of, naming
+from nvmeio.errors import counted, naming
 
 _PART = re.compile(
     r"step-([0-9]{8,})\.([0-9]{8,})-([0-9a-f]{16})\.(part|rank)-([0-9]{5,})-of-([0-9]{5,})"
@@ -53,6 +55,10 @@ class Save(NamedTuple):
         """The beginning of its parts' names."""
         return f"step-{self.step:08d}.{self.order:08d}-{self.token}"
 
+    def part(self, number: int) -> tuple[int, str, str, int, int]:
+        """What the head of one of its parts says first."""
+        return self.step, self.token, self.kind, number, self.parts
+
     def part_name(self, number: int) -> str:
         return f"{self.name}.{self.kind}-{number:05d}-of-{self.parts:05d}"
 
@@ -71,14 +77,12 @@ def parts_in(directories: Iterable[str]) -> list[str]:
     """The paths of all parts; a directory that is missing has none."""
     found: list[str] = []
     for directory in directories:
-        try:
-            with os.scandir(directory) as entries:
-                found += [each.path for each in entries if parsed(each.name) and each.is_file()]
-        except FileNotFoundError:
-            continue
-        except OSError as failed:
-            code = errno_of(failed)
-            raise TransferError(code, operation="open", path=directory) from failed
+        with (
+            naming("open", directory),
+            contextlib.suppress(FileNotFoundError),
+            os.scandir(directory) as entries,
+        ):
+            found += [each.path for each in entries if parsed(each.name) and each.is_file()]
     return sorted(found)
 
 
@@ -117,13 +121,10 @@ class DriveMark:
     def __init__(self, directory: str) -> None:
         make_directory(directory)
         self._path = temporary_name(directory, _MARK)
+        self.name = os.path.basename(self._path)
         with naming("open", self._path):
             self._fd = create(self._path, 0o600)
         become_writer(self._fd)  # nobody who removes leftovers takes it for one
-
-    @property
-    def name(self) -> str:
-        return os.path.basename(self._path)
 
     def remove(self) -> None:
         fd, self._fd = self._fd, -1
@@ -193,7 +194,7 @@ class Survey:
             what += "; but checkpoints that ranks with one directory have saved: a Checkpointer "
             what += "without shared=False restores these"
         where = self._where[0] if len(self._where) == 1 else f"{self._where[0]} (of rank 0)"
-        raise TransferError(errno.ENOENT, operation="open", path=where, detail=what)
+        raise open_error(errno.ENOENT, where, what)
 
     def missing(self, save: Save) -> str:
         """Say which parts are on no drive, and which ranks have none of them."""

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from nvmeio._distributed.exchange import NoExchange
 from nvmeio._distributed.rank_store import RankStore
 from nvmeio._distributed.shared_spans import RankSpan
+from nvmeio._files.descriptors import open_error
 from nvmeio._formats import torch_zip
 from nvmeio._formats.sniff import open_checkpoint
 from nvmeio._formats.torch_file import is_asked_for
@@ -72,7 +73,7 @@ class PartRanks(LoadingRanks):
     def survey(self, drives: OwnDrives, **wanted: Any) -> Survey:
         """The parts that all ranks have; ValueError if the ranks want different things."""
         told = self._agree("which", drives.has() | {"wanted": wanted})
-        self._is_over = True  # from here to `resume`, all ranks find the same
+        self.is_over = True  # from here to `resume`, all ranks find the same
         if self._messages.rank:
             with contextlib.suppress(TransferError):  # it did not wait for us
                 self._messages.put("there", b"")
@@ -88,7 +89,7 @@ class PartRanks(LoadingRanks):
 
     def resume(self) -> None:
         """Wait for each other again, because all ranks have found that they can go on."""
-        self._is_over = self.is_alone
+        self.is_over = self.is_alone
 
     def _agree(self, name: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
         told = self._messages.agree(name, mine)
@@ -104,7 +105,7 @@ class PartRanks(LoadingRanks):
         others do.
         """
         told = self._agree("file", {"heads": [part.head for part in mine], "nothing": nothing})
-        self._is_over = True
+        self.is_over = True
         if any(each["nothing"] != told[0]["nothing"] for each in told):
             raise ValueError(
                 f"{path}: some ranks want all of it on the meta device, and others do not: ranks "
@@ -253,14 +254,10 @@ def open_part(path: str, save: Save, number: int, opened: contextlib.ExitStack) 
     try:
         file = opened.enter_context(open_checkpoint(path))
     except FileNotFoundError as gone:
-        raise TransferError(
-            errno.ESTALE,
-            operation="open",
-            path=path,
-            detail="it was recycled or deleted while ranks looked for it",
-        ) from gone
+        detail = "it was recycled or deleted while ranks looked for it"
+        raise open_error(errno.ESTALE, path, detail) from gone
     head = head_of(file)
-    named = (save.step, save.token, save.kind, number, save.parts)
+    named = save.part(number)
     if head[: len(named)] != named:  # parts of two saves may fit together, and must not be put so
         raise IntegrityError(
             f"{path} holds {head.what}, of save {head.save}, and its name says step {save.step}, "

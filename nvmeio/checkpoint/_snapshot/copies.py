@@ -73,7 +73,7 @@ class SnapshotMemory:
     """
 
     def __init__(self, budget_bytes: int | None) -> None:
-        self._budget = None if budget_bytes is None else max(budget_bytes, LEAST_BYTES)
+        self.budget_bytes = None if budget_bytes is None else max(budget_bytes, LEAST_BYTES)
         self._arena: torch.Tensor | None = None
         self._mapping: mappings.Mapping | None = None  # of a GPU's, as long as it is not locked
 
@@ -115,18 +115,13 @@ class SnapshotMemory:
         held = 0 if self._arena is None else self._arena.nbytes
         if nbytes <= max(held, LEAST_BYTES):
             return nbytes
-        budget = self._budget
+        budget = self.budget_bytes
         if budget is None:
             # What is held already counts as available: it would be given back first.
             available = system.available_bytes()
             budget = nbytes if available is None else max((available + held) // 2, held)
         budget = max(round_down(budget, PAGE_BYTES), LEAST_BYTES)
         return min(nbytes, budget)
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """What it may take at most; None for what the machine allows."""
-        return self._budget
 
     @property
     def nbytes(self) -> int:
