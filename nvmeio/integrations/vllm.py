@@ -22,6 +22,7 @@ import contextlib
 import copy
 import importlib
 import logging
+import math
 import os
 import types
 from collections import deque
@@ -35,6 +36,7 @@ from nvmeio._distributed.rank_store import several
 from nvmeio._files import system as system_module
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor, tensor_on
 from nvmeio._io.handles import handle_for
+from nvmeio._io.inflight import in_groups
 from nvmeio._io.spans import Load, Span
 from nvmeio._memory import system
 from nvmeio._threads.interruptible import Job
@@ -121,15 +123,7 @@ def _groups(
         checkpoint = SafetensorsSet(path)
         wanted = [stored for stored in checkpoint.tensors.values() if not skip(stored.name)]
         wanted.sort(key=lambda stored: (stored.file, stored.entry.start))
-        group: list[StoredTensor] = []
-        nbytes = 0
-        for stored in wanted:
-            if group and nbytes + stored.entry.nbytes > GROUP_BYTES:
-                yield _Reading(checkpoint, group, handle)
-                group, nbytes = [], 0
-            group.append(stored)
-            nbytes += stored.entry.nbytes
-        if group:
+        for group in in_groups(wanted, lambda each: each.entry.nbytes, GROUP_BYTES, math.inf):
             yield _Reading(checkpoint, group, handle)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from nvmeio import files
-from nvmeio._io.inflight import InFlight, Stagings
+from nvmeio._io.inflight import InFlight, Stagings, in_groups
 from nvmeio._io.spans import Span
 from nvmeio._io.spans import read as read_spans
 from nvmeio._memory.tensors import extent
@@ -120,7 +121,7 @@ def read_items(
                 items += _items(file, by_path[path])
             with flight:
                 reader = _Reader(handle, planner, extension_registry, flight)
-                for these in _rounds(items):
+                for these in in_groups(items, _nbytes_at_once, ROUND_BYTES, math.inf):
                     reader.read(these)
 
 
@@ -152,17 +153,8 @@ def _items(file: File, wanted: Sequence[tuple[ReadItem, Any]]) -> list[Item]:
     return [found[key] for key in sorted(found)]
 
 
-def _rounds(items: Sequence[Item]) -> Iterator[list[Item]]:
-    these: list[Item] = []
-    nbytes = 0
-    for item in items:
-        these.append(item)
-        nbytes += item.nbytes if item.whole else 2 * EDGE_BYTES
-        if nbytes >= ROUND_BYTES:
-            yield these
-            these, nbytes = [], 0
-    if these:
-        yield these
+def _nbytes_at_once(item: Item) -> int:
+    return item.nbytes if item.whole else 2 * EDGE_BYTES
 
 
 class _PendingRead:
