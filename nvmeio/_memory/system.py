@@ -27,7 +27,6 @@ libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 libc.mlock2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
-libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import itertools
-import mmap
 import os
 import resource
 import shutil
@@ -105,27 +104,15 @@ def drop_from_cache(path: Path) -> None:
 
 def cached_fraction(path: Path) -> float | None:
     """How much of a file lies in the page cache, from 0 to 1; None where nobody can tell."""
-    with suppress(OSError), path.open("rb") as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        return _resident_fraction(file.fileno(), nbytes) if nbytes else None
-    return None
-
-
-def _resident_fraction(descriptor: int, nbytes: int) -> float | None:
-    # Python's mmap gives no address of a read-only mapping, and mincore(2) wants one.
-    libc = system.libc
-    address = libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
-    if address == ctypes.c_void_p(-1).value:
-        return None
-    try:
+    with suppress(OSError, RuntimeError):
+        nbytes = path.stat().st_size
+        mapped = torch.from_file(str(path), size=nbytes, dtype=torch.uint8)
         pages = -(-nbytes // PAGE_BYTES)
         resident = ctypes.create_string_buffer(pages)
-        if libc.mincore(address, nbytes, resident):
-            return None
-        # The lowest bit says resident, the others are reserved (man 2 mincore).
-        return (pages - resident.raw.count(b"\0")) / pages
-    finally:
-        libc.munmap(address, nbytes)
+        if nbytes and not system.libc.mincore(mapped.data_ptr(), nbytes, resident):
+            # The lowest bit says resident, the others are reserved (man 2 mincore).
+            return (pages - resident.raw.count(b"\0")) / pages
+    return None
 
 
 # Directories
