@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import NamedTuple
 from _measure import Sample
 
 from nvmeio.cli.measure import peers
+from nvmeio.cli.measure.worker import Failed
 
 BLOCK_SIZE = 1 << 20
 SMALLEST = 4 << 10
+
+Written = Callable[[], int]
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,36 @@ def overwrite(path: Path, nbytes: int, setting: Setting) -> Sample:
 
 
 @contextmanager
-def overwriting(path: Path, nbytes: int, per_s: float) -> Iterator[peers.Written]:
+def beside(path: Path, options: Sequence[str], timeout_s: float = 60.0) -> Iterator[Written]:
+    """Fio at work on a file while the body runs; it is there with all its bytes.
+
+    Yields:
+        Tells what it has written so far: some, already.
+
+    Raises:
+        Failed: It did not begin, or came to an end before the body did; with its own words.
+    """
+    process = peers.start_fio([path], ["--thread", *options])  # the bytes are that process's own
+
+    def written() -> int:
+        if process.poll() is not None:
+            raise peers.fio_failed(process, *process.communicate())
+        return peers.written_by(process.pid)
+
+    try:
+        until = time.monotonic() + timeout_s
+        while not written():
+            if time.monotonic() > until:
+                raise Failed(f"fio: nothing was written in {timeout_s:g} s")
+            time.sleep(0.01)
+        yield written
+        written()
+    finally:
+        peers.kill(process)
+
+
+@contextmanager
+def overwriting(path: Path, nbytes: int, per_s: float) -> Iterator[Written]:
     """Overwrites the file again and again while the body runs, so many bytes a second.
 
     Each pass is made durable. Over the memory of 32 blocks.
@@ -108,7 +141,7 @@ def overwriting(path: Path, nbytes: int, per_s: float) -> Iterator[peers.Written
         f"--mem={setting.memory}",
         "--scramble_buffers=0",
     ]
-    with peers.fio_beside(path, options) as written:
+    with beside(path, options) as written:
         yield written
 
 

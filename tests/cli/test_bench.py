@@ -592,35 +592,6 @@ def test_fio_takes_its_turns(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_fio_beside_other_work(ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has begun when the body does, and is gone behind it; one that fails says why."""
-    program = tmp_path / "fio"
-    program.write_text(
-        "#!/bin/sh\n" + ("echo bad option >&2; exit 1" if ends else "exec sleep 600")
-    )
-    program.chmod(0o755)
-    monkeypatch.setattr(shutil, "which", lambda _: str(program))
-    pids: list[int] = []
-
-    def written_by(pid: int) -> int:
-        pids.append(pid)
-        return 0 if ends else len(pids)
-
-    monkeypatch.setattr(peers, "written_by", written_by)
-    if ends:
-        with (
-            pytest.raises(Failed, match="fio: bad option"),
-            peers.fio_beside(tmp_path / "file", []),
-        ):
-            raise AssertionError("it has written nothing")
-        return
-    with peers.fio_beside(tmp_path / "file", []) as written:
-        assert written() > 0
-    with pytest.raises(ProcessLookupError):  # waited for, too
-        os.kill(pids[0], 0)
-
-
 def test_process_that_is_gone_has_written_nothing() -> None:
     no_process = (1 << 22) + 1  # Linux has none of so high a number
     assert peers.written_by(no_process) == 0 <= peers.written_by(os.getpid())

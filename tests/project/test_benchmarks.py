@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from nvmeio.cli._terminal import Failed
 from nvmeio.files import probe_direct
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -212,3 +214,41 @@ def test_a_benchmark_in_the_background_can_be_interrupted(
     """It was killed in place of that, and left its files."""
     assert ends_in_its_second_row(tmp_path, by) == 130
     assert [each.name for each in tmp_path.iterdir()] == ["result.json"]
+
+
+@pytest.fixture
+def fio(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of the benchmarks that runs fio."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("peers.fio")
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_fio_beside_other_work(
+    fio: Any, ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has begun when the body does, and is gone behind it; one that fails says why."""
+    program = tmp_path / "fio"
+    program.write_text(
+        "#!/bin/sh\n" + ("echo bad option >&2; exit 1" if ends else "exec sleep 600")
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(shutil, "which", lambda _: str(program))
+    pids: list[int] = []
+
+    def written_by(pid: int) -> int:
+        pids.append(pid)
+        return 0 if ends else len(pids)
+
+    monkeypatch.setattr(fio.peers, "written_by", written_by)
+    if ends:
+        with (
+            pytest.raises(Failed, match="fio: bad option"),
+            fio.beside(tmp_path / "file", []),
+        ):
+            raise AssertionError("it has written nothing")
+        return
+    with fio.beside(tmp_path / "file", []) as written:
+        assert written() > 0
+    with pytest.raises(ProcessLookupError):  # waited for, too
+        os.kill(pids[0], 0)

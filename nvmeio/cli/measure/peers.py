@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,6 @@ DEEPSPEED_INSTALL = "DS_BUILD_OPS=0 pip install deepspeed==0.19.8"
 DEEPSPEED_BUILD = "apt-get install libaio-dev ninja-build g++"
 
 JobReport = dict[str, Any]
-Written = Callable[[], int]
 
 
 class FioFigures(NamedTuple):
@@ -69,42 +68,13 @@ def run_fio(
     Raises:
         Failed: It did not do the work; with its own words.
     """
-    process = _start(paths, options)
-    with on_error(_kill, process):
+    process = start_fio(paths, options)
+    with on_error(kill, process):
         output, errors = process.communicate(timeout=timeout_s)
     if process.returncode:
-        raise _failed(process, output, errors)
+        raise fio_failed(process, output, errors)
     jobs: list[JobReport] = json.loads(output[output.index("{") :])["jobs"]
     return jobs
-
-
-@contextlib.contextmanager
-def fio_beside(path: Path, options: Sequence[str], timeout_s: float = 60.0) -> Iterator[Written]:
-    """Fio at work on a file while the body runs; it is there with all its bytes.
-
-    Yields:
-        Tells what it has written so far: some, already.
-
-    Raises:
-        Failed: It did not begin, or came to an end before the body did; with its own words.
-    """
-    process = _start([path], ["--thread", *options])  # the bytes are that process's own
-
-    def written() -> int:
-        if process.poll() is not None:
-            raise _failed(process, *process.communicate())
-        return written_by(process.pid)
-
-    try:
-        until = time.monotonic() + timeout_s
-        while not written():
-            if time.monotonic() > until:
-                raise Failed(f"fio: nothing was written in {timeout_s:g} s")
-            time.sleep(0.01)
-        yield written
-        written()
-    finally:
-        _kill(process)
 
 
 def written_by(pid: int) -> int:
@@ -113,7 +83,8 @@ def written_by(pid: int) -> int:
     return (proc_bytes(f"/proc/{pid}/io", "write_bytes") or 0) >> 10
 
 
-def _start(paths: Sequence[Path], options: Sequence[str]) -> subprocess.Popen[str]:
+def start_fio(paths: Sequence[Path], options: Sequence[str]) -> subprocess.Popen[str]:
+    """Fio at work, with a job for each file."""
     # It runs in the files' directory, for it leaves state files where it runs: names are absolute.
     files = [Path(os.path.abspath(path)) for path in paths]
     command = [require_fio(), "--output-format=json", "--direct=1", "--fsync_on_close=0", *options]
@@ -133,13 +104,15 @@ def _start(paths: Sequence[Path], options: Sequence[str]) -> subprocess.Popen[st
     )
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def kill(process: subprocess.Popen[str]) -> None:
+    """Ends fio and its jobs, and waits for that."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
 
 
-def _failed(process: subprocess.Popen[str], output: str, errors: str) -> Failed:
+def fio_failed(process: subprocess.Popen[str], output: str, errors: str) -> Failed:
+    """What fio says of why it ended."""
     lines = (errors or output).strip().splitlines() or [f"status {process.returncode}"]
     return Failed(f"fio: {lines[0]}")
 
