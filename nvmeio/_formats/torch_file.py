@@ -54,6 +54,7 @@ class TorchFile:
         whole: bool = False,
     ) -> None:
         self._file = file
+        self.path = file.path
         self._whole = whole
         self._read: dict[int, memoryview] = {}
         self._get_handle = get_handle
@@ -88,10 +89,6 @@ class TorchFile:
             for name in self.records
             if is_asked_for(name, self.records[name].nbytes)
         }
-
-    @property
-    def path(self) -> str:
-        return self._file.path
 
     def read(self, name: str) -> bytes:
         """Read a record that is not a storage, such as "data.pkl".

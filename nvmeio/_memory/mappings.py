@@ -28,7 +28,7 @@ import torch
 from nvmeio._bindings import lib
 from nvmeio._memory import system
 from nvmeio._pages import PAGE_BYTES, round_up
-from nvmeio._threads.threads import Thread
+from nvmeio._threads.threads import helped
 
 _NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered; driver_types.h
 _MADV_HUGEPAGE = 14
@@ -466,10 +466,8 @@ class Prefault:
         self._lock = threading.Lock()
         self._stopping = False
         self._refused = 0
-        self._count = (
-            _PREFAULT_THREADS if sum(m.nbytes for m in mappings) >= PREFAULT_FROM_BYTES else 0
-        )
-        self._threads: list[Thread] = []
+        large = sum(mapping.nbytes for mapping in mappings) >= PREFAULT_FROM_BYTES
+        self._helped = helped(_PREFAULT_THREADS if large else 0, self._run, "nvmeio-prefault")
 
     def check(self) -> None:
         """Raise MemoryError if the kernel refused a page."""
@@ -489,18 +487,12 @@ class Prefault:
                 return
 
     def __enter__(self) -> Prefault:
-        # No more threads in this process: fewer will do.
-        with contextlib.suppress(RuntimeError, MemoryError):
-            for _ in range(self._count):
-                thread = Thread(self._run, "nvmeio-prefault")
-                thread.start()
-                self._threads.append(thread)
+        self._helped.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stopping = True
-        for thread in self._threads:
-            thread.join()
+        self._helped.__exit__(None, None, None)
 
 
 def _backwards(mappings: Sequence[Mapping]) -> Iterator[tuple[int, int]]:

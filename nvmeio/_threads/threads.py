@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
@@ -27,6 +27,23 @@ logger = logging.getLogger("nvmeio")
 
 _BIRTH_LOOK_S = 0.05  # who waits for a new thread looks this often whether it is still coming
 _BIRTH_S = 60.0  # a thread that has not begun by then counts as failed, and does nothing if it does
+
+
+@contextlib.contextmanager
+def helped(by: int, work: Callable[[], object], name: str) -> Iterator[None]:
+    """Have threads do the work too while the body runs, and until they are done with it."""
+    started: list[Thread] = []
+    try:
+        # No more threads in this process: fewer will do.
+        with contextlib.suppress(RuntimeError, MemoryError):
+            for _ in range(by):
+                thread = Thread(work, name)
+                thread.start()
+                started.append(thread)
+        yield
+    finally:
+        for thread in started:
+            thread.join()
 
 
 class Thread(threading.Thread):

@@ -63,7 +63,8 @@ class BackgroundSaver(NotPickled):
         self._snapshots: Snapshots | None = None
         self._turn = threading.Lock()
         self._pending: list[concurrent.futures.Future[Any]] = []
-        self._last: SaveReport | None = None
+        # Of the save that was begun last; what its writing took, once it is durable.
+        self.last: SaveReport | None = None
         self.pid = os.getpid()
         _savers.add(self)
 
@@ -140,11 +141,6 @@ class BackgroundSaver(NotPickled):
         """Whether nothing is under way, and nobody has a failure to see."""
         return not self._pending
 
-    @property
-    def last(self) -> SaveReport | None:
-        """The report of the save that was begun last; what its writing took, once it is durable."""
-        return self._last
-
     def _save(self, plan: Plan, path: str, checksum: bool, began: float) -> SaveReport:
         call = Cancellation()
         pickled_s = time.perf_counter() - began
@@ -175,12 +171,12 @@ class BackgroundSaver(NotPickled):
             call.then(job.cancel)
             future: concurrent.futures.Future[Any] = concurrent.futures.Future()
             try:
-                self._last = job.take(plan, *times)
+                self.last = job.take(plan, *times)
             finally:
                 if job.going_on:
                     self._pending.append(future)
                     job.over.then(lambda: self._settle(job, future))
-            return self._last
+            return self.last
 
     def _of_directory(self, directory: str) -> Snapshots:
         if self._snapshots is None:
@@ -197,7 +193,7 @@ class BackgroundSaver(NotPickled):
         try:
             report = job.result()
             if report is not None:
-                self._last = report
+                self.last = report
             future.set_result(report)
         except BaseException as failed:
             future.set_exception(failed)

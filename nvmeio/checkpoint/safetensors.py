@@ -30,6 +30,7 @@ from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Load
 from nvmeio._memory import tensors as tensors_module
+from nvmeio._memory.tensors import extent
 from nvmeio._storage.durable import make_directory, sync_directory
 from nvmeio._storage.replace import Replacement
 from nvmeio._storage.untrusted import read_small
@@ -438,11 +439,8 @@ def _check_shared(tensors: Mapping[str, torch.Tensor]) -> None:
     spans: dict[Any, list[tuple[int, int, str]]] = {}
     for name, tensor in tensors.items():
         if tensor.numel():
-            reach = sum(
-                (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-            )
             start = tensor.data_ptr()
-            end = start + (reach + 1) * tensor.element_size()
+            end = start + extent(tensor) * tensor.element_size()
             spans.setdefault(tensor.device, []).append((start, end, name))
     for found in spans.values():
         reached, by = 0, ""

@@ -443,9 +443,7 @@ class SaveJob(ABC):
     def _forget(self) -> None:
         snapshot, self.snapshot = self.snapshot, None
         if snapshot is not None:
-            snapshot.over()
-            self._aside_bytes = snapshot.aside_bytes
-            self._writers_held_s = snapshot.writers_held_s
+            self._aside_bytes, self._writers_held_s = snapshot.over()
         self.flight = InFlight()
 
     # What became of it

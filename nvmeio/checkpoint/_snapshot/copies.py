@@ -42,7 +42,7 @@ from nvmeio._memory import mappings, system
 from nvmeio._pages import PAGE_BYTES, round_down, round_up
 from nvmeio._threads.future import SLICE_S
 from nvmeio._threads.interruptible import Cancelled
-from nvmeio._threads.threads import Thread
+from nvmeio._threads.threads import helped
 
 logger = logging.getLogger("nvmeio")
 
@@ -421,18 +421,8 @@ def copy_all(tasks: Sequence[Copy], stopped: Callable[[], bool]) -> None:
 
     large = sum(task.nbytes for task in tasks) // COPY_BYTES
     others = min(torch.get_num_threads(), _MOST_THREADS, large) - 1
-    started: list[Thread] = []
-    try:
-        # No more threads in this process: fewer will do.
-        with contextlib.suppress(RuntimeError, MemoryError):
-            for _ in range(others):
-                thread = Thread(work, "nvmeio-snapshot")
-                thread.start()
-                started.append(thread)
+    with helped(others, work, "nvmeio-snapshot"):
         work()
-    finally:
-        for thread in started:
-            thread.join()
 
 
 def tensor_of(record: StorageRecord) -> torch.Tensor:

@@ -171,16 +171,6 @@ class StateSnapshot:
         return 0 if self._protected is None else self._protected.nbytes
 
     @property
-    def aside_bytes(self) -> int:
-        """How much of `protected_bytes` was copied aside, because somebody wrote there."""
-        return 0 if self._protected is None else self._protected.aside_bytes
-
-    @property
-    def writers_held_s(self) -> float:
-        """How long those who wrote were stopped for that, in seconds."""
-        return 0.0 if self._protected is None else self._protected.held_s
-
-    @property
     def copied_bytes(self) -> int:
         return self._copied.nbytes
 
@@ -231,11 +221,17 @@ class StateSnapshot:
         if self._protected is not None:
             self._protected.end()
 
-    def over(self) -> None:
-        """Give the caller's memory back, because nobody reads it any more."""
+    def over(self) -> tuple[int, float]:
+        """Give the caller's memory back, because nobody reads it any more.
+
+        Returns how much of `protected_bytes` was copied aside, because somebody wrote there, and
+        how long those who wrote were stopped for that, in seconds.
+        """
         self._end_protection()
         if self._device is not None:
             self._device.over()
+        protected = self._protected
+        return (0, 0.0) if protected is None else (protected.aside_bytes, protected.held_s)
 
 
 def _outside(name: str) -> ReadBytes:
