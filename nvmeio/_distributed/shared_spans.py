@@ -177,7 +177,8 @@ def read_together(
             if not on_host(device) and device.type != "meta":
                 opened.enter_context(devices.on(device))
             shared = _Shared(spans, regions, exchange)
-            places = _new_places(shared, device, max(map(len, mine), default=0))
+            at_once = max(map(len, mine), default=0)
+            places = _InHost(shared) if on_host(device) else _OnDevice(shared, device, at_once)
             opened.enter_context(places)
             ahead = _ReadAhead(shared, mine, _LocalFiles(handle, file, sources), flight)
         call.expect(sum(sizes))
@@ -238,10 +239,6 @@ class _ReadAhead:
 
     def _arrived(self) -> None:
         self._there += 1
-
-
-def _new_places(shared: _Shared, device: torch.device, at_once: int) -> _InHost | _OnDevice:
-    return _InHost(shared) if on_host(device) else _OnDevice(shared, device, at_once)
 
 
 def on_host(device: torch.device) -> bool:

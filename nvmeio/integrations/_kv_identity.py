@@ -94,7 +94,9 @@ def identity_of(
         if options.weights_id is not None:
             found: list[Any] = ["named", options.weights_id]
         else:
-            found = [_looked_at(model, options, directory) for model in _asked(models, options)]
+            if options.weights is not None:
+                models = [ServedModel(options.weights)]
+            found = [_looked_at(model, options, directory) for model in models]
     except Untold as why:
         logger.warning(
             "KV blocks are of use to this process only, and not after a restart: %s. To keep them "
@@ -104,10 +106,6 @@ def identity_of(
         )
         return None
     return json.dumps([found, list(settings)], default=str)
-
-
-def _asked(models: Sequence[ServedModel], options: WeightOptions) -> Sequence[ServedModel]:
-    return models if options.weights is None else [ServedModel(options.weights)]
 
 
 def _looked_at(model: ServedModel, options: WeightOptions, directory: str) -> str:

@@ -64,7 +64,10 @@ class NvmeCheckpointIO:
     """
 
     def __init__(self, *, checksum: bool = True, handle: AioHandle | None = None) -> None:
-        _register(NvmeCheckpointIO)
+        # A registered class is as good as a derived one to the Trainer, and neither package needs
+        # to be imported before its user does so.
+        for name in lightning_modules(_PLUGIN_MODULES):
+            importlib.import_module(name).CheckpointIO.register(NvmeCheckpointIO)
         self._checksum = checksum
         self._handle = handle
 
@@ -282,16 +285,6 @@ def _writes_itself(strategy: Any) -> str | None:
     if getattr(strategy, "_save_distributed_checkpoint", False):
         return f"{name} writes distributed checkpoints itself (save_distributed_checkpoint=True)"
     return None
-
-
-def _register(plugin: type) -> None:
-    """Make the class one of `CheckpointIO`'s, of each of the two packages that is in use.
-
-    A registered class is as good as a derived one to the Trainer, and neither package needs to be
-    imported before its user does so.
-    """
-    for name in lightning_modules(_PLUGIN_MODULES):
-        importlib.import_module(name).CheckpointIO.register(plugin)
 
 
 def _local(path: str | os.PathLike[str]) -> str:

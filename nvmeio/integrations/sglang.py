@@ -352,10 +352,8 @@ class Offloader:
     def _open(self) -> Spiller:
         if self._spiller is None:
             where = self._settings.nvme_path
-            if self._settings.aio:
-                self._handle = AioHandle(**self._settings.aio)
-            else:
-                self._handle = new_handle(where)
+            aio = self._settings.aio
+            self._handle = AioHandle(**aio) if aio else new_handle(where)
             self._spiller = Spiller(where, self._handle)
         return self._spiller
 

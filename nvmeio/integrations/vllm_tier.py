@@ -215,12 +215,8 @@ class Tier:
         vLLM asks for this where its caches are reset (`reset_prefix_cache(reset_connector=True)`,
         a pause that clears caches, sleep), and for nothing else; weights may be others by then.
         """
-        self.new_generation()
-        self._store.drain()
-
-    def new_generation(self) -> None:
-        """Find no chunk that was stored before: the weights in memory are others now."""
         self._store.new_generation()
+        self._store.drain()
 
     def shutdown(self) -> None:
         """End what was begun; the chunks stay on the drive. Idempotent."""

@@ -264,7 +264,7 @@ _ENGINES: dict[str, type[BenchEngine]] = {
 
 
 class FioPool:
-    """fio on the files of a workload's tasks; a `Pool`.
+    """fio on the files of a workload's tasks; as a `ProcessPool` of others.
 
     It does the work of an `AioHandle` with the same parameters: libaio, direct, a whole file from
     its first block to its last. Its memory is one buffer per block in flight, on reserved huge

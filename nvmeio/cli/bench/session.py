@@ -16,13 +16,15 @@ from nvmeio import engines
 from nvmeio.cli._terminal import Failed, steps
 from nvmeio.cli.bench.engines import RAW, REFERENCE, FioPool
 from nvmeio.cli.bench.report import BenchResult, Loop, Series
-from nvmeio.cli.bench.task import LocalPool, Pool, ProcessPool
+from nvmeio.cli.bench.task import LocalPool, ProcessPool
 from nvmeio.cli.bench.workload import REFERENCE_BYTES_MOST, Lap, Timing, Workload, disk_needs
 from nvmeio.cli.measure import Op
 from nvmeio.cli.measure.disk import DiskBytes, Disks, check_memory, check_space, scratch
 from nvmeio.cli.measure.worker import order
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError, NvmeioError
+
+Pool = LocalPool | ProcessPool | FioPool
 
 
 class Session:

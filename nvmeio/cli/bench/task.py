@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -77,7 +77,7 @@ class Task:
         if op == "write" and (suffix == "pt" or (workload.new_files and suffix != "ref")):
             return  # each loop writes a file that was not there
         loops = workload.total_loops if workload.new_files and suffix != "ref" else 1
-        host = _on_cpu(self._on_device)
+        host = self._on_device.cpu()
         for loop in range(loops):
             path = workload.file(self._index, loop, suffix)
             if path.exists():
@@ -150,8 +150,8 @@ class Task:
         engine, workload = self._engines[lap.engine], self._workload
         path = self._file(engine, lap.loop)
         if workload.validate and lap.engine != REFERENCE:
-            found = _on_cpu(self._loaded if lap.op == "read" else self._read_back(engine, path))
-            self._compare(lap, found[: lap.nbytes], path)
+            found = self._loaded if lap.op == "read" else self._read_back(engine, path)
+            self._compare(lap, found.cpu()[: lap.nbytes], path)
         if lap.op == "write" and workload.new_files and lap.engine != REFERENCE:
             path.unlink()
         if self._loaded is not self._tensor:
@@ -206,34 +206,14 @@ def _allocate(workload: Workload) -> torch.Tensor:
     return nvmeio.empty_aligned(nbytes, dtype=torch.uint8)
 
 
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu()
-
-
 _PATIENCE_S = 0.2
 # Long enough for every process to be awake, so that all begin at once.
 _HEAD_START_S = 0.005
 _TASK = f"{Task.__module__}:{Task.__name__}"
 
 
-class Pool(Protocol):
-    """All tasks of a workload."""
-
-    def open(self, engine: str) -> bool:
-        """Sets an engine up in every task; whether it goes through the page cache in one."""
-
-    def make_files(self, suffix: str, op: Op) -> None:
-        """Has every task write the files of this suffix that are to be read or overwritten."""
-
-    def run(self, lap: Lap) -> list[Timing]:
-        """One loop of every task, started together; their timings in the order of the tasks."""
-
-    def close(self) -> None:
-        """Closes the engines and ends the processes."""
-
-
 class LocalPool:
-    """One task, in this process."""
+    """One task, in this process; as all pools, it has what `ProcessPool` has."""
 
     def __init__(self, workload: Workload) -> None:
         self._task = Task(workload, 0)
@@ -275,7 +255,7 @@ class ProcessPool:
         self._all("make_files", suffix, op)
 
     def run(self, lap: Lap) -> list[Timing]:
-        """One loop, started together."""
+        """One loop, started together; its timings in the order of the tasks."""
         cached = self._all("before", lap)
         at = time.perf_counter() + _HEAD_START_S
         for worker, part in zip(self._workers, cached, strict=True):

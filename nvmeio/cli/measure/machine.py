@@ -36,7 +36,7 @@ from nvmeio._files.descriptors import Descriptors
 from nvmeio._files.system import find_mount
 from nvmeio._memory import copy_on_write
 from nvmeio._memory.system import text_of
-from nvmeio.engines.base import Options
+from nvmeio.engines.base import Options, end
 from nvmeio.engines.cufile import driver, library
 from nvmeio.errors import BackendUnavailableError, counted
 from nvmeio.files import DirectSupport, probe_direct
@@ -266,8 +266,7 @@ def engine() -> EngineChoice:
         started = engines.start("auto", Options())
     except BackendUnavailableError as error:
         return EngineChoice(None, attempts, _one_line(error), error.remedy)
-    started.stop()
-    started.join()
+    end(started)
     return EngineChoice(started.name, attempts)
 
 

@@ -33,6 +33,7 @@ TableRow = tuple[Sequence[str], bool]
 COLOURS: dict[Op, str] = {"read": "#2a6cbc", "write": "#b85f14"}
 GREY = "#8b8b92"
 SCALES: dict[Op, str] = {"read": "Blues", "write": "Oranges"}
+_PERCENTILES = (0.5, 0.9, 0.99, 0.999, 1.0)  # of the table of latencies
 _POINTS = 400  # of a curve: more cannot be told apart, and would make the page large
 
 
@@ -90,14 +91,6 @@ def _everything(result: TuneResult, rates: Rates) -> list[TableRow]:
         cells = in_words(setting), *figures, str(counts[setting])
         rows.append((cells, setting == result.outcome.winner))
     return rows
-
-
-def _percentiles(values: Sequence[float]) -> list[float]:
-    """Observed values, by nearest rank."""
-    ordered = sorted(values)
-    last = len(ordered) - 1
-    ranks = [min(last, math.ceil(len(ordered) * p) - 1) for p in (0.5, 0.9, 0.99, 0.999)]
-    return [ordered[rank] for rank in [*ranks, last]]
 
 
 # Charts
@@ -260,13 +253,16 @@ def _history(study: optuna.Study) -> Figure:
 
 
 def _latencies(result: TuneResult) -> Iterator[tuple[Op, Figure, list[TableRow]]]:
+    import numpy
+
     for op in result.plan.ops:
         found = [lat for lat in result.latencies if lat.op == op and len(lat.seconds) > 1]
         if not found:
             continue
         rows: list[TableRow] = []
         for lat in found:
-            milliseconds = (f"{seconds * 1e3:.3g}" for seconds in _percentiles(lat.seconds))
+            observed = numpy.quantile(lat.seconds, _PERCENTILES, method="inverted_cdf")
+            milliseconds = (f"{seconds * 1e3:.3g}" for seconds in observed)
             cells = in_words(lat.setting), *milliseconds, str(len(lat.seconds))
             rows.append((cells, lat.setting == result.outcome.winner))
         yield op, _latency_chart(found, result.outcome.winner), rows
