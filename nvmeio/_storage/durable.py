@@ -202,10 +202,8 @@ def check_above(path: str | os.PathLike[str]) -> None:
 
 
 def _nothing_above(path: str | os.PathLike[str], missing: str) -> TransferError:
-    return TransferError(
-        errno.ENOENT,
-        operation="mkdir",
-        path=os.fspath(path),
-        detail=f"{missing} does not exist either, and one level is made: make it first (mkdir -p), "
-        "or check the name and that the drive is mounted",
+    detail = (
+        f"{missing} does not exist either, and one level is made: make it first (mkdir -p), or "
+        "check the name and that the drive is mounted"
     )
+    return TransferError(errno.ENOENT, operation="mkdir", path=os.fspath(path), detail=detail)

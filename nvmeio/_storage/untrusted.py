@@ -48,13 +48,11 @@ def make_private_directory(path: str | os.PathLike[str]) -> None:
             facts = os.fstat(fd)
             # Some network file systems give what we make to another user.
             if facts.st_uid != os.geteuid() and not made:
-                raise TransferError(
-                    errno.EPERM,
-                    operation="mkdir",
-                    path=name,
-                    detail=f"the directory belongs to user {facts.st_uid}, who could replace the "
-                    "files in it: name or make another one",
+                detail = (
+                    f"the directory belongs to user {facts.st_uid}, who could replace the files in "
+                    "it: name or make another one"
                 )
+                raise TransferError(errno.EPERM, operation="mkdir", path=name, detail=detail)
             if stat.S_IMODE(facts.st_mode) & 0o077:
                 os.fchmod(fd, DIRECTORY_MODE)
     finally:

@@ -28,7 +28,7 @@ from nvmeio._storage.untrusted import create
 from nvmeio._threads.closing import on_error, unlink
 from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.job import SaveJob
-from nvmeio.errors import TransferError, naming
+from nvmeio.errors import TransferError, naming, transfer_error
 from nvmeio.files import File
 
 _CRC = struct.Struct("<QQQI")
@@ -187,14 +187,11 @@ class FileOfEachRank(SaveJob):
         except OSError as refused:
             if refused.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
                 raise
-            raise TransferError(
-                refused.errno,
-                operation="rename",
-                path=self.path,
-                detail="this file system cannot exchange two directories, so that a checkpoint "
-                "of several files cannot be replaced at once: delete it before, or save under "
-                "another step",
-            ) from refused
+            detail = (
+                "this file system cannot exchange two directories, so that a checkpoint of several "
+                "files cannot be replaced at once: delete it before, or save under another step"
+            )
+            raise transfer_error(refused, "rename", self.path, detail) from refused
 
 
 def _rank_name(rank: int) -> str:

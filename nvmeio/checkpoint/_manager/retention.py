@@ -77,15 +77,13 @@ class Lineage:
         would begin anew over what is there.
         """
         if newest is not None and step <= newest and not any(each["goes_on"] for each in plans):
-            raise TransferError(
-                errno.EEXIST,
-                operation="save",
-                path=path,
-                detail=f"step {newest} is the latest there, and this Checkpointer restored none: "
-                f"saves from step {step} on would overwrite what is there, one after the other. To "
-                "go on from a checkpoint, restore it with this Checkpointer first; else choose "
-                "another directory, or say overwrite=True",
+            detail = (
+                f"step {newest} is the latest there, and this Checkpointer restored none: saves "
+                f"from step {step} on would overwrite what is there, one after the other. To go on "
+                "from a checkpoint, restore it with this Checkpointer first; else choose another "
+                "directory, or say overwrite=True"
             )
+            raise TransferError(errno.EEXIST, operation="save", path=path, detail=detail)
         self.goes_on = True
 
 
