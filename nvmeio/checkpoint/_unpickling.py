@@ -73,9 +73,9 @@ class LoadOptions:
                 "the third parameter is pickle_module, as of torch.load: name weights_only= and "
                 "those behind it"
             )
-        weights_only = weights_only is not False  # None is no way to ask for less safety
-        if _asked_for("TORCH_FORCE_WEIGHTS_ONLY_LOAD"):  # torch.load's switch for the careful
-            weights_only = True
+        # None is no way to ask for less safety; the variable is torch.load's, for the careful.
+        forced = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower()
+        weights_only = weights_only is not False or forced in ("1", "y", "yes", "true")
         if weights_only and pickle_module is not None:
             raise RuntimeError(
                 "pickle_module is for weights_only=False: weights_only=True has its own unpickler"
@@ -107,10 +107,6 @@ def nothing_to_read(options: LoadOptions) -> bool:
     if isinstance(where, (str, torch.device)) and str(where).partition(":")[0] == "meta":
         return True
     return options.fake
-
-
-def _asked_for(variable: str) -> bool:
-    return os.environ.get(variable, "0").lower() in ("1", "y", "yes", "true")
 
 
 # What is left to torch

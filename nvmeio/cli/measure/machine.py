@@ -425,7 +425,7 @@ def look_into_cufile(found: CuFile, directories: Sequence[Path] = ()) -> CuFile:
         found,
         nvidia_fs=driver.nvidia_fs(),
         p2pdma=_p2pdma(),
-        udev=driver.udev_database(),
+        udev=driver.UDEV.is_dir(),
         modules=driver.MODULES.exists(),
         json=_json_in_force(),
         version=told.get("version"),

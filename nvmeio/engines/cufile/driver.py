@@ -39,7 +39,7 @@ OPEN_LIMIT_S = 30.0
 CLOSE_LIMIT_S = 10.0
 
 MODULES = Path("/proc/modules")
-UDEV = Path("/run/udev/data")
+UDEV = Path("/run/udev/data")  # what cuFile asks about block devices
 NVIDIA_FS = Path("/proc/driver/nvidia-fs")
 DEVICES = Path("/dev")
 
@@ -93,11 +93,6 @@ def nvidia_fs() -> str:
     words = text_of(NVIDIA_FS / "version").split()
     loaded = any(line.startswith("nvidia_fs ") for line in text_of(MODULES).splitlines())
     return words[-1] if words else "unknown" if loaded else ""
-
-
-def udev_database() -> bool:
-    """Whether udev's database is there, which cuFile asks about block devices."""
-    return UDEV.is_dir()
 
 
 def preflight(needs_cuda: bool) -> None:
