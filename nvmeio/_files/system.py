@@ -78,7 +78,7 @@ def journal_keeps_order(path: str) -> bool:
     return _kind_and_order(*_mounted(path))[1]
 
 
-def is_local(path: str) -> bool:
+def is_local(path: str | int) -> bool:
     """Whether files here are on a drive of this machine, or in memory: no server is waited for."""
     return _kind_and_order(*_mounted(path))[0] in _LOCAL
 
@@ -86,7 +86,7 @@ def is_local(path: str) -> bool:
 _LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs", "overlay")
 
 
-def _mounted(path: str) -> tuple[int, int]:
+def _mounted(path: str | int) -> tuple[int, int]:
     return os.stat(path).st_dev, os.statvfs(path).f_fsid
 
 

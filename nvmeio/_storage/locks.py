@@ -2,7 +2,9 @@
 
 A `Checkpointer` overwrites its oldest file in place, under another name. A reader that has opened
 that file before must not find other bytes in it. So readers hold a shared flock for as long as they
-read, and a file is recycled only under an exclusive one. Source: man 2 flock.
+read, and a file is recycled only under an exclusive one. Other programs hold none, and nobody does
+for what is mapped: a file is left alone, too, if the kernel knows of anybody else who has it open
+(`check_unused`). Source: man 2 flock, man 2 fcntl (leases).
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ import contextlib
 import errno
 import fcntl
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 
 from nvmeio import files
 from nvmeio._files.descriptors import open_error
+from nvmeio._files.system import is_local
 from nvmeio._storage.untrusted import make_private_directory, open_own
 from nvmeio._threads.closing import on_error, opened
 from nvmeio.errors import TransferError, naming
@@ -106,6 +110,19 @@ def lock_alone(fd: int) -> bool:
     with contextlib.suppress(OSError):
         return become_writer(fd, must_lock=True)
     return False
+
+
+def check_unused(fd: int) -> None:
+    """Raise BlockingIOError if anybody else has the file open, or mapped.
+
+    Servers of files do not know that. `fd` is to be this process's only one, and the file's name to
+    be nobody's: whoever opens it in this moment waits, and the kernel sends us a signal.
+    """
+    with contextlib.suppress(PermissionError):  # another user's file
+        if is_local(fd):
+            fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # SIGIO would end this process
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
 
 def become_writer(fd: int, must_lock: bool = False) -> bool:

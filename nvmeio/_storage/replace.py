@@ -44,7 +44,7 @@ from nvmeio._bindings import ffi, lib
 from nvmeio._files.descriptors import open_error
 from nvmeio._files.system import is_local, journal_keeps_order
 from nvmeio._storage.durable import allocate, make_directory, sync_directory, write_all
-from nvmeio._storage.locks import become_writer, unlock
+from nvmeio._storage.locks import become_writer, check_unused, hold, unlock
 from nvmeio._storage.untrusted import create, open_again
 from nvmeio._threads.closing import on_error, opened, unlink
 from nvmeio._threads.interruptible import run_interruptible
@@ -136,8 +136,8 @@ class Replacement:
     `recycle` is a file in the same directory that is not wanted any more. It becomes the temporary
     one (then `recycled` is set), under a temporary name that is durable before this returns, and
     with all its bytes: overwriting allocated blocks is 1.5 to 2 times as fast as allocating new
-    ones. One that is locked by a reader (flock), has a second name (a hard link) or is gone is left
-    alone.
+    ones. One that is locked by a reader (flock), is open or mapped elsewhere, has a second name (a
+    hard link) or is gone is left alone.
 
     `temporary` is the path of the new file, for other processes that write parts of it. Nothing was
     changed if this raises TransferError: the directory is missing or cannot be written in; the
@@ -160,6 +160,8 @@ class Replacement:
             if replaces:
                 take_over(self._fd, self._target)
         self._pid = os.getpid()
+        self._held = [self._fd]  # a forked child must not have it open when it is to be recycled
+        hold(self._fd)
         self.closed = False
         self._file: files.File | None = None
 
@@ -172,6 +174,9 @@ class Replacement:
         if self._file is None:
             with naming("open", self.path):
                 self._file = open_again(self.temporary, self._fd)
+            with files.in_use(self._file, True) as opened:
+                self._held.append(opened.any_fd())
+                hold(opened.any_fd())
         return self._file
 
     def _undo(self) -> None:
@@ -234,10 +239,11 @@ class Replacement:
 
     def _close(self) -> None:
         self.closed = True
+        if os.getpid() == self._pid:
+            for fd in self._held:
+                unlock(fd)
         if self._file is not None:
             self._file.close()
-        if os.getpid() == self._pid:
-            unlock(self._fd)
         os.close(self._fd)
 
     def __enter__(self) -> Replacement:
@@ -388,6 +394,7 @@ def _take(recycle: str, target: str) -> tuple[str, int] | None:
             if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1 and is_named(fd, recycle):
                 os.rename(recycle, temporary)
                 with on_error(os.rename, temporary, recycle):
+                    check_unused(fd)
                     sync_directory(os.path.dirname(target))
                     return temporary, fd
         unlock(fd)

@@ -56,10 +56,10 @@ class Checkpointer(NotPickled, ClosingWork):
     never fewer. The next save removes what a killed process left.
 
     Each save overwrites the oldest file in place, under a temporary name. So there are ``keep + 1``
-    files, and a save takes about half the time of one into a new file. Readers that use nvmeio hold
-    a shared flock, and a file that somebody holds is not overwritten. Other programs that read the
-    *oldest* file for long, or map it (``torch.load(mmap=True)``), should hold a shared flock too,
-    or make a hard link of it, which is never overwritten. ``recycle=False`` turns this off.
+    files, and a save takes about half the time of one into a new file. A file that somebody has
+    open, or mapped (``torch.load(mmap=True)``), is not overwritten. On a file system of another
+    machine (NFS) that is known only of readers who hold a shared flock, as those do that use
+    nvmeio, or who made a hard link of it. ``recycle=False`` turns this off.
 
     One Checkpointer at a time saves into a directory, until it is closed or dropped. Any number of
     others, here and in other processes, may restore from it: make those with ``read_only=True``.

@@ -296,13 +296,34 @@ def one_more(checkpointer: nvmeio.Checkpointer) -> SaveReport:
     return report
 
 
-def test_oldest_file_beyond_keep_is_overwritten_in_place(new: Any, directory: Path) -> None:
-    """As is documented, for readers who hold no lock and have no link."""
+@pytest.mark.parametrize("layout", ["one", "per_rank"])
+@pytest.mark.parametrize("load", [torch.load, nvmeio.load])
+def test_what_is_mapped_is_not_overwritten(
+    layout: str, load: Any, new: Any, directory: Path
+) -> None:
+    checkpointer = new(keep=1, layout=layout)
+    for step in (0, 1):
+        checkpointer.save_sync(state_of(step, 100_000), step)
+    checkpointer.wait_sync()
+    path = file_of(directory, 0)
+    if layout == "per_rank":
+        path = path.with_suffix("") / "rank-00000.pt"
+    mapped = load(path, mmap=True)
+    reports = []
+    for step in (2, 3, 4):
+        checkpointer.save_sync(state_of(step, 100_000), step)
+        reports.append(checkpointer.wait_sync().recycled)
+    assert_same(mapped, state_of(0, 100_000))
+    assert reports == [False, True, True]
+
+
+def test_what_other_programs_read_is_not_overwritten(new: Any, directory: Path) -> None:
     checkpointer = new(keep=2)
     three_generations(checkpointer)
     with open(file_of(directory, 0), "rb") as oldest:
-        assert one_more(checkpointer).recycled
-        assert os.path.samestat(os.fstat(oldest.fileno()), os.stat(file_of(directory, 3)))
+        assert one_more(checkpointer).recycled is False
+        assert_same(torch.load(oldest), state_of(0, 100_000))
+    assert checkpointer.steps() == [1, 2, 3]
 
 
 def test_a_reader_with_a_lock(new: Any, directory: Path) -> None:

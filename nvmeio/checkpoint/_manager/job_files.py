@@ -22,7 +22,7 @@ from nvmeio._files.descriptors import open_error
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_writing import Crc, finish, padded_nbytes, unfinished_pages
 from nvmeio._storage import durable
-from nvmeio._storage.locks import lock_alone, unlock
+from nvmeio._storage.locks import check_unused, hold, lock_alone, unlock
 from nvmeio._storage.replace import Replacement, temporary_name
 from nvmeio._storage.untrusted import create
 from nvmeio._threads.closing import on_error, unlink
@@ -150,10 +150,16 @@ class FileOfEachRank(SaveJob):
         layout = self.layout()
         recycled = _clear_way(path)
         with files.open(path, "rw") as file:
-            with naming("truncate", self.path), files.in_use(file, True) as opened:
-                durable.allocate(opened.any_fd(), padded_nbytes(layout), path)
+            with (
+                naming("truncate", self.path),
+                files.in_use(file, True) as opened,
+                contextlib.ExitStack() as undo,
+            ):
+                hold(fd := opened.any_fd())
+                undo.callback(unlock, fd)
+                durable.allocate(fd, padded_nbytes(layout), path)
                 self.write_bytes(file, 0, padded_nbytes(layout))
-                os.ftruncate(opened.any_fd(), layout.nbytes)
+                os.ftruncate(fd, layout.nbytes)
             durable.sync_data(file)
         durable.sync_directory(directory)
         self.messages.put("part", str(layout.nbytes).encode())
@@ -254,7 +260,9 @@ def _clear_way(path: str) -> bool:
     try:
         facts = os.fstat(fd)
         if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1 and lock_alone(fd):
-            return True
+            with contextlib.suppress(BlockingIOError):
+                check_unused(fd)
+                return True
     finally:
         unlock(fd)
         os.close(fd)
