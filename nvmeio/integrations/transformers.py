@@ -100,8 +100,8 @@ def from_pretrained(
     if config is None:
         config = transformers.AutoConfig.from_pretrained(directory)
     if not hasattr(model_class, "_from_config") or hasattr(model_class, "_model_mapping"):
-        model_class = model_class._model_mapping[type(config)]
-        model_class = model_class[0] if isinstance(model_class, (list, tuple)) else model_class
+        auto: Any = importlib.import_module("transformers.models.auto.auto_factory")
+        model_class = auto._get_model_class(config, model_class._model_mapping)
     state = load_safetensors(directory, handle=handle)
     if any(name.endswith(packed_index.SUFFIXES) for name in state):
         raise ValueError(
@@ -109,8 +109,13 @@ def from_pretrained(
             "cannot compute with: use nvmeio.stream_model(directory), or load what it was made from"
         )
     model = model_class.from_pretrained(None, config=config, state_dict=state, **options)
-    if model.can_generate() and os.path.isfile(os.path.join(directory, "generation_config.json")):
-        model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+    if model.can_generate() and options.get("generation_config") is None:
+        # As transformers: older models have what generates in their config.json.
+        for name, old in (("config.json", True), ("generation_config.json", False)):
+            if os.path.isfile(os.path.join(directory, name)):
+                model.generation_config = transformers.GenerationConfig.from_pretrained(
+                    directory, name, _from_model_config=old
+                )
     model.config._name_or_path = model.name_or_path = os.fspath(directory)
     return model
 

@@ -147,6 +147,34 @@ def test_auto_classes_find_the_model(tmp_path: Path) -> None:
     assert_same(base, transformers.AutoModel.from_pretrained(tmp_path))
 
 
+def test_the_class_that_was_saved_is_loaded(tmp_path: Path) -> None:
+    """An automatic class has two for Funnel: the first would have a decoder of random weights."""
+    config = transformers.FunnelConfig(
+        vocab_size=64, d_model=32, n_head=4, d_head=8, d_inner=48, block_sizes=[1, 1]
+    )
+    model = transformers.FunnelBaseModel(config)
+    model.save_pretrained(tmp_path)
+    loaded = from_pretrained(transformers.AutoModel, tmp_path)
+    assert type(loaded) is transformers.FunnelBaseModel
+    assert_same(loaded, model)
+
+
+def test_how_tokens_are_generated(tmp_path: Path) -> None:
+    """Older models say it in their config.json; what the caller says counts most."""
+    llama().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_beams": 3, "max_length": 50}))
+    loaded = from_pretrained(transformers.AutoModelForCausalLM, tmp_path).generation_config
+    stock = transformers.LlamaForCausalLM.from_pretrained(tmp_path).generation_config
+    assert (loaded.num_beams, loaded.max_length) == (3, 50)
+    assert loaded.to_dict() == stock.to_dict()
+    llama().save_pretrained(tmp_path)
+    asked = transformers.GenerationConfig(num_beams=4)
+    model = from_pretrained(transformers.LlamaForCausalLM, tmp_path, generation_config=asked)
+    assert model.generation_config.num_beams == 4
+
+
 def test_options_reach_transformers(tmp_path: Path) -> None:
     save_pretrained(llama(), tmp_path)
     loaded = from_pretrained(transformers.LlamaForCausalLM, tmp_path, dtype=torch.bfloat16)
