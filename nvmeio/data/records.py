@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
 import os
 import re
@@ -408,13 +410,22 @@ class Records(Dataset[torch.Tensor], ClosingWork):
 
 class _Identity(NamedTuple):
     machine: str
-    inode: tuple[int, int]
+    inode: tuple[int, ...]
 
 
 def _identity(file: File) -> _Identity:
-    """The identity of the open file: its path may be another one's by now."""
+    """The identity of the open file: its path may be another one's by now.
+
+    A new file often has the number of one that was removed, and another generation.
+    """
+    number = bytearray(8)
     with files.in_use(file) as opened:
-        return _Identity(os.uname().nodename, opened.inode)
+        with contextlib.suppress(OSError):  # where numbers are not used again, as in tmpfs
+            fcntl.ioctl(opened.any_fd(), _GET_GENERATION, number)
+        return _Identity(os.uname().nodename, (*opened.inode, *number))
+
+
+_GET_GENERATION = 0x80087601  # FS_IOC_GETVERSION of linux/fs.h
 
 
 # How files begin that hold more than records, and what reads them.

@@ -422,6 +422,16 @@ def test_a_file_that_is_another_one_at_first_use_is_refused(file: Path) -> None:
             cut[0]
 
 
+def test_a_file_that_is_made_anew_is_another_one(file: Path) -> None:
+    """It often has the inode number of the one that was removed."""
+    data = file.read_bytes()
+    with Records(file, torch.int32, 7) as records:
+        file.unlink()
+        file.write_bytes(data[::-1])
+        with pytest.raises(nvmeio.IntegrityError, match="another file than the one"):
+            records[0]
+
+
 def test_a_file_that_is_replaced_as_it_is_looked_at_is_not_taken_for_the_new_one(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
