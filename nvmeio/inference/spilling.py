@@ -29,7 +29,7 @@ import tempfile
 import weakref
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.handles import handle_for
 from nvmeio._memory.tensors import extent
 from nvmeio._pages import TENSOR_ALIGNMENT, round_up
+from nvmeio._residency.calls import version_of
 from nvmeio._storage.durable import make_directory, reserve
 from nvmeio._storage.locks import hold, unlock
 from nvmeio._storage.untrusted import create, make_private_directory
@@ -51,7 +52,7 @@ from nvmeio.inference._plan.budget import check_numbers, share_out
 from nvmeio.inference._plan.slot_layout import Weight, part_of
 from nvmeio.inference._plan.units import partition
 from nvmeio.inference._stream import hooks
-from nvmeio.inference._stream.stand_ins import shown_as
+from nvmeio.inference._stream.stand_ins import Elsewhere
 from nvmeio.inference.weight_stream import WeightStream
 
 _PREFIX = ".nvmeio-spill-"
@@ -101,6 +102,7 @@ class _Written(NamedTuple):
     parameter: weakref.ref[torch.Tensor]
     name: str
     order: tuple[int, ...] | None  # of the dimensions in the file, where it is another
+    looked: tuple[int, int]  # its version and address, then
 
 
 class Spiller(Closing):
@@ -164,7 +166,8 @@ class Spiller(Closing):
                 raise
             self._shards.append((shard, list(tensors)))
         for name, (written, order) in found.items():
-            self._written[id(written)] = _Written(weakref.ref(written), name, order)
+            record = _Written(weakref.ref(written), name, order, _looks(written))
+            self._written[id(written)] = record
         self._modules.append(module)
 
     def release(self, module: nn.Module) -> None:
@@ -172,6 +175,9 @@ class Spiller(Closing):
 
         It cannot be called until `stream` is made. What stands in a parameter's place has its
         class, shape and attributes.
+
+        Raises:
+            RuntimeError: A parameter was changed after it was written.
         """
         for owner in module.modules():
             for attribute in list(owner._parameters):
@@ -180,7 +186,9 @@ class Spiller(Closing):
                 if parameter is None or record is None or parameter.is_meta:
                     continue
                 empty = self._empty(record.name, parameter)
-                self._written[id(empty)] = record._replace(parameter=weakref.ref(empty))
+                self._written[id(empty)] = record._replace(
+                    parameter=weakref.ref(empty), looked=_looks(empty)
+                )
                 owner._parameters[attribute] = empty
         parameter = None
         # Weights below 32 MiB come from the heap, where what is free between small things that are
@@ -199,9 +207,11 @@ class Spiller(Closing):
 
         Raises:
             ValueError, TypeError: As `spill`.
+            RuntimeError: A parameter was changed after it was written.
             TransferError: A file cannot be read.
         """
         resident_bytes = _checks.size("resident_bytes", resident_bytes)
+        there = _checks.device("device", device)
         index = self.path / f"model{shards.INDEX_SUFFIX}"
         with contextlib.closing(self), contextlib.ExitStack() as stack:
             with open(create(index), "wb") as file:
@@ -221,13 +231,14 @@ class Spiller(Closing):
             for unit in (parts.fixed, *parts.units):
                 unit.plan(checkpoint, own_alignment=False)
                 for number, target in enumerate(unit.targets):
-                    empty = self._empty(unit.weights[target.weight].name, target.empty)
+                    empty: Any = self._empty(unit.weights[target.weight].name, target.empty)
+                    empty.on_device = there
                     unit.targets[number] = target._replace(empty=empty)
             shares = share_out(parts.fixed, parts.units, resident_bytes, window)
             stream = WeightStream(
                 partition=parts,
                 shares=shares,
-                device=_checks.device("device", device),
+                device=there,
                 open_checkpoint=lambda: SafetensorsSet(index),
                 handle=self._given,
                 paths=[index],
@@ -242,12 +253,23 @@ class Spiller(Closing):
     def _record_of(self, parameter: torch.Tensor) -> _Written | None:
         """What was written of it; another object may have got the number of one that is gone."""
         record = self._written.get(id(parameter))
-        return record if record is not None and record.parameter() is parameter else None
+        if record is None or record.parameter() is not parameter:
+            return None
+        if _looks(parameter) != record.looked:
+            raise RuntimeError(
+                f"parameter {record.name!r} (the number is the module's) was changed after it was "
+                "written, and the change would be lost: write a module when it is ready"
+            )
+        return record
 
     def _empty(self, name: str, parameter: torch.Tensor) -> nn.Parameter:
         """A parameter's stand-in; one for all places of a tied one."""
         if name not in self._empties:
-            self._empties[name] = shown_as(parameter, torch.empty_like(parameter, device="meta"))
+            kind = Elsewhere if type(parameter) is nn.Parameter else type(parameter)
+            bare = torch.empty_like(parameter, device="meta")
+            empty: Any = torch.Tensor._make_subclass(kind, bare, parameter.requires_grad)
+            empty.__dict__.update(parameter.__dict__)
+            self._empties[name] = empty
         return self._empties[name]
 
     # Close
@@ -285,6 +307,10 @@ def _order_in_memory(name: str, parameter: torch.Tensor) -> tuple[int, ...] | No
             "contiguous copy, or keep the parameter"
         )
     return order
+
+
+def _looks(parameter: torch.Tensor) -> tuple[int, int]:
+    return version_of(parameter), parameter.data_ptr()
 
 
 def _inverse(order: Sequence[int]) -> tuple[int, ...]:

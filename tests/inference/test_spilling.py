@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,62 @@ def test_what_cannot_be_spilled_is_refused(tmp_path: Path) -> None:
         with pytest.raises(error):
             spill(layers(), tmp_path, **options)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "in place": lambda weight: weight.mul_(2),
+    "other data": lambda weight: setattr(weight, "data", weight * 2),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("early", [False, True])
+def test_a_change_after_the_write_is_refused(change: str, early: bool, tmp_path: Path) -> None:
+    """It was lost, without a word; another module's write of a tied weight did not help."""
+    modules: Any = layers(2)
+    modules[1][0].weight = modules[0][0].weight
+    with Spiller(tmp_path) as spiller:
+        spiller.write(modules[0])
+        CHANGES[change](modules[0][0].weight)
+        with pytest.raises(RuntimeError, match=r"'0\.0\.weight' .* changed after it was written"):
+            if early:
+                spiller.release(modules[0])
+            spiller.write(modules[1])
+            spiller.stream()
+
+
+def test_a_change_of_what_was_released_is_refused(tmp_path: Path) -> None:
+    modules: Any = layers(1)
+    with Spiller(tmp_path) as spiller:
+        spiller.write(modules[0])
+        spiller.release(modules[0])
+        with torch.no_grad():
+            modules[0][0].weight.zero_()
+        with pytest.raises(RuntimeError, match="was changed after it was written"):
+            spiller.stream()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("early", [False, True])
+def test_a_weight_on_disk_is_computed_with_as_it_is(early: bool, tmp_path: Path) -> None:
+    """It was a bare meta tensor: torch multiplies memory with that, and gave what lay there."""
+    modules: Any = layers(2)
+    x, whole = torch.randn(4, 96), modules[0][0].weight.clone()
+    with Spiller(tmp_path) as spiller:
+        for module in modules:
+            spiller.write(module)
+            if early:
+                spiller.release(module)
+                with pytest.raises(RuntimeError, match="on disk"):
+                    x @ modules[0][0].weight
+        before = modules[0][0].weight
+        stream = spiller.stream()
+    for weight in (before, modules[0][0].weight):
+        assert weight.device == x.device
+        assert (x @ weight).equal(x @ whole)
+        assert weight.sum() == whole.sum()
+    stream.close()
 
 
 def test_a_layer_gives_up_its_memory_as_soon_as_it_is_released(tmp_path: Path) -> None:
