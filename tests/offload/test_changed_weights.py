@@ -109,6 +109,58 @@ def test_a_step_after_such_a_change_is_refused_and_has_not_happened(tmp_path: Pa
         module(x)
 
 
+def test_a_change_through_data_is_counted(tmp_path: Path) -> None:
+    """It changed what is in memory, and was gone when that went: as WGAN clips its weights."""
+    made: Any = layers()
+    expected: Any = layers()
+    x = torch.randn(2, WIDTH)
+    with swapped(made, tmp_path, 2 * LAYERS) as module:
+        module(x)
+        made[1].weight.data.clamp_(-0.01, 0.01)
+        for look in (lambda: module(x), module.state_dict, module.evict):
+            with pytest.raises(RuntimeError, match=REFUSED):
+                look()
+        with module.gather():  # which keeps it
+            made[2].weight.data *= 2
+        module.evict()
+        expected[1].weight.data.clamp_(-0.01, 0.01)
+        expected[2].weight.data *= 2
+        assert torch.equal(module(x), expected(x))
+        assert torch.equal(module.state_dict()["2.weight"], expected[2].weight)
+    made[1].weight.data = torch.ones(WIDTH, WIDTH)  # nobody's but the caller's
+    assert made[1].weight.sum() == WIDTH * WIDTH
+
+
+def set_data(parameter: Any, value: torch.Tensor) -> None:
+    parameter.data = value
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("held", [2, 2 * LAYERS])
+@pytest.mark.parametrize("change", [set_data, lambda p, value: p.set_(value)])
+def test_other_data_is_taken_over_within_gather_and_else_refused(
+    change: Callable[[torch.Tensor, torch.Tensor], object], held: int, tmp_path: Path
+) -> None:
+    """It was dropped with the window, without a word, within gather too."""
+    made, x, ones = layers(), torch.randn(2, WIDTH), torch.ones(WIDTH, WIDTH)
+    with swapped(made, tmp_path, held) as module:
+        before = module(x)
+        change(made[0].weight, made[0].weight.data)  # it has that
+        with pytest.raises(RuntimeError, match="other data was set for a parameter"):
+            change(made[1].weight, ones)
+        assert torch.equal(module(x), before)
+        with module.gather(made[1].weight):
+            for other in (ones.double(), ones[:1]):
+                with pytest.raises(RuntimeError, match="of its shape and dtype"):
+                    change(made[1].weight, other)
+            change(made[1].weight, ones)
+        module.evict()
+        expected = layers()
+        expected[1].weight.fill_(1)
+        assert torch.equal(module(x), expected(x))
+        assert torch.equal(module.state_dict()["1.weight"], ones)
+
+
 class Scaled(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -154,7 +154,7 @@ class Versions:
 
     def undo(self, parameter: torch.Tensor) -> None:
         """Let a single element that is not in memory show nothing again."""
-        parameter.data.fill_(nothing(parameter.dtype))
+        parameter.detach().fill_(nothing(parameter.dtype))
         self.note([parameter])
 
     def count(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ from nvmeio._residency import calls
 from nvmeio.errors import ClosedError
 from nvmeio.offload._module.param_store import ParamStore, store_of
 from nvmeio.offload._module.stages import ParamUnit, Stage
-from nvmeio.offload._swap_files.tensors import is_absent, local
+from nvmeio.offload._swap_files.tensors import is_absent, lay, local
 
 
 def watch(module: torch.nn.Module) -> None:
@@ -32,11 +32,8 @@ def watch(module: torch.nn.Module) -> None:
             hook = each.register_state_dict_post_hook(_values_of)
             each._state_dict_hooks.move_to_end(hook.id, last=False)  # before those that convert
             each._register_load_state_dict_pre_hook(_check_loading, with_module=True)
-    parameters: list[Any] = list(module.parameters())
-    for parameter in parameters:
-        for name in _COPYING:
-            setattr(parameter, name, types.MethodType(_checked(name), parameter))
-        parameter.set_ = types.MethodType(_set, parameter)
+    for parameter in module.parameters():
+        parameter.__class__ = _on_drive(type(parameter))
 
 
 def _values_of(
@@ -84,25 +81,57 @@ def _applied(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.M
     return moved
 
 
-# What copies, pickles and sends a parameter: torch.multiprocessing does not ask `__reduce_ex__`.
-_COPYING = ("__deepcopy__", "__reduce_ex__", "_typed_storage")
-
-
 def _checked(name: str) -> Any:
     """A method that refuses for swapped parameters, and else calls the class's own."""
 
     def method(self: torch.nn.Parameter, *args: Any) -> Any:
         _check_copying(self)
-        for each in (*_COPYING, "set_"):  # it is an ordinary one; what it has of its own is pickled
-            self.__dict__.pop(each, None)
+        self.__class__ = type(self).__bases__[1]  # it is an ordinary one
         return getattr(self, name)(*args)
 
     return method
 
 
-def _set(self: torch.nn.Parameter, *args: Any) -> torch.Tensor:
-    """Torch's parametrisations set a parameter to itself: that is no change to be counted."""
-    return self if args and args[0] is self else torch.Tensor.set_(self, *args)
+class _OnDrive:
+    """What a swapped parameter answers for itself, before its own class does."""
+
+    # What copies, pickles and sends it: torch.multiprocessing does not ask `__reduce_ex__`.
+    __deepcopy__ = _checked("__deepcopy__")
+    __reduce_ex__ = _checked("__reduce_ex__")
+    _typed_storage = _checked("_typed_storage")
+
+    @property
+    def data(self: Any) -> Any:
+        """A view: a change of it is counted as one of the parameter's, so it is not lost."""
+        return self.detach()
+
+    @data.setter
+    def data(self: Any, value: Any) -> None:
+        store, own = store_of(self), self.detach()
+        if store is None:
+            lay(self, value)
+        elif value.data_ptr() != own.data_ptr() or value.stride() != own.stride():
+            if not store.is_gathered(self) or (value.shape, value.dtype) != (own.shape, own.dtype):
+                raise RuntimeError(
+                    f"other data was set for a parameter of shape {tuple(own.shape)}, which lies "
+                    "on the drive: within gather() set such of its shape and dtype, or change "
+                    "its own in place"
+                )
+            own.copy_(value)
+
+    def set_(self: Any, source: Any = None, *rest: Any) -> Any:
+        """Torch's parametrisations set a parameter to itself: that is no change to be counted."""
+        if rest or not isinstance(source, torch.Tensor):
+            _check_copying(self)
+            return torch.Tensor.set_(self, source, *rest)
+        if source is not self:
+            self.data = source
+        return self
+
+
+@functools.cache
+def _on_drive(kind: type) -> Any:
+    return type(kind.__name__, (_OnDrive, kind), {"__module__": kind.__module__})
 
 
 def _check_copying(parameter: torch.nn.Parameter) -> None:

@@ -65,7 +65,7 @@ def lay(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
         sharded: Any = parameter
         sharded._local_tensor = tensor  # as FSDP itself changes it
     else:
-        parameter.data = tensor
+        torch.Tensor.data.__set__(parameter, tensor)  # type: ignore[attr-defined]
 
 
 def view(memory: torch.Tensor, span: SlotSpan, base: int = 0) -> torch.Tensor:
