@@ -8,6 +8,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from nvmeio._checks import NotPickled, Paths, switch
 from nvmeio._io.long_call import profiled
@@ -96,7 +97,8 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         optimizer_args: Arguments of the class: ``lr=1e-3``.
 
     Raises:
-        TypeError: The class cannot be swapped (LBFGS, SparseAdam, one that needs a closure).
+        TypeError: The class cannot be swapped (LBFGS, SparseAdam, one that needs a closure, that
+            changes its own options, or steps parameters by each other's).
         ValueError: A parameter is out of range; a directory is named twice; the buffers
             are too small for one parameter; a parameter is not on the device that steps; torch's
             fused step of it leaves its weights as they are (SGD in bfloat16 on the CPU).
@@ -272,7 +274,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
             )
         self._check_open()
         inputs = self._given if self._transactions.owner.is_here else None
-        if inputs is None:
+        if inputs is None or self._is_hooked():
             inputs = self._inputs()
         with profiled("step"):
             self._transactions.run(functools.partial(self._step, inputs))
@@ -282,7 +284,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
 
         Do not touch parameters and gradients meanwhile. If it is cancelled, the step is undone
         before `CancelledError` is raised: it has not happened (exceptions: as for an interrupt, see
-        `step`).
+        `step`). If hooks were registered, gradients and options are taken after those have run.
 
         Raises: As `step`.
         """
@@ -310,6 +312,11 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
             scaled = Scaled(self.found_inf, getattr(self, "grad_scale", None))
         grads = None if on_disk else grads_of(params)
         return StepInputs([dict(group) for group in self.param_groups], grads, scaled)
+
+    def _is_hooked(self) -> bool:
+        """Whether hooks of others have run, which may have changed gradients and options."""
+        hooks = [*_global_optimizer_pre_hooks.values(), *self._optimizer_step_pre_hooks.values()]
+        return any(not str(getattr(h, "__module__", "")).startswith("nvmeio.") for h in hooks)
 
     def _step(self, inputs: StepInputs, transaction: Transaction) -> None:
         times = self._check_open().step(inputs, transaction)

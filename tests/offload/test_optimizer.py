@@ -412,6 +412,28 @@ async def test_a_step_is_awaited(tmp_path: Path) -> None:
     optimizer.close()
 
 
+async def test_what_hooks_change_counts_in_a_step_that_is_awaited(tmp_path: Path) -> None:
+    """Gradients and options were taken before hooks ran: what these changed was ignored."""
+
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+            for number, parameter in enumerate(group["params"]):
+                parameter.grad = parameter.grad * 2 if number else None
+
+    ours, theirs = model(), model()
+    optimizer, reference = swapped(ours, tmp_path), torch.optim.Adam(theirs.parameters())
+    for each in (optimizer, reference):
+        each.register_step_pre_hook(hook)
+    for step in range(3):
+        loss_of(ours, step).backward()
+        await optimizer.async_step()
+        optimizer.zero_grad()
+    train(theirs, reference, 3)
+    assert_same_weights(ours, theirs)
+    optimizer.close()
+
+
 async def test_a_blocking_step_works_inside_a_loop(tmp_path: Path) -> None:
     """Its transfers would report to the loop that it blocks."""
     ours, theirs = model(), model()

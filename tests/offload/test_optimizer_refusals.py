@@ -104,6 +104,72 @@ def test_classes_that_cannot_be_swapped(cls: Any, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+class Momentum(torch.optim.Optimizer):
+    """Momentum over steps that are scaled in some way."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+        self.count = 0
+
+    def scale(self, group: dict[str, Any]) -> float:
+        return 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += isinstance(self, CountsByItself)
+        for group in self.param_groups:
+            scale = self.scale(group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    momentum = state.setdefault("momentum", torch.zeros_like(parameter))
+                    momentum.mul_(0.9).add_(parameter.grad)
+                    parameter.sub_(momentum * (group["lr"] * scale))
+
+
+class CountsInGroups(Momentum):
+    def scale(self, group: dict[str, Any]) -> float:
+        group["count"] += 1
+        return float(1 / group["count"])
+
+
+class CountsByItself(Momentum):
+    def scale(self, group: dict[str, Any]) -> float:
+        return 1 / self.count
+
+
+class ClipsAll(Momentum):
+    def scale(self, group: dict[str, Any]) -> float:
+        norms = [p.grad.norm() for p in group["params"] if p.grad is not None]
+        return 1 / max(1.0, float(torch.stack(norms).norm()))
+
+
+class Noisy(Momentum):
+    def scale(self, group: dict[str, Any]) -> float:
+        return float(torch.rand(()))
+
+
+@pytest.mark.parametrize("cls", [CountsInGroups, CountsByItself, ClipsAll])
+def test_classes_that_need_all_parameters_at_once(cls: Any, tmp_path: Path) -> None:
+    """They were stepped some parameters at a time, by an optimizer of its own: other results."""
+    match = f"{cls.__name__} changes its own options in a step, or steps a parameter otherwise"
+    with pytest.raises(TypeError, match=match):
+        SwappedOptimizer(cls, model().parameters(), swap_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("cls", [Momentum, Noisy])
+def test_classes_that_step_each_parameter_alone(cls: Any, tmp_path: Path) -> None:
+    """Noise is no sign of others, and trying a class takes none of the program's."""
+    ours, theirs = model(), model()
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with SwappedOptimizer(cls, ours.parameters(), swap_dir=tmp_path) as optimizer:
+        if cls is Momentum:
+            assert torch.get_rng_state().equal(before)
+            assert train(ours, optimizer, 3) == train(theirs, Momentum(theirs.parameters()), 3)
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

@@ -47,6 +47,7 @@ class Stepper:
         self, optimizer_class: Any, arguments: dict[str, Any], device: torch.device
     ) -> None:
         check_class(optimizer_class)
+        _check_steps_alone(optimizer_class, arguments)
         self._device = device
         self.optimizer_class = optimizer_class
         self._arguments = arguments
@@ -255,6 +256,40 @@ def check_class(optimizer_class: Any) -> None:
     step = inspect.signature(optimizer_class.step).parameters.get("closure")
     if step is not None and step.default is inspect.Parameter.empty:
         raise TypeError(f"{optimizer_class.__name__}.step needs a closure, which cannot be swapped")
+
+
+def _check_steps_alone(optimizer_class: Any, arguments: dict[str, Any]) -> None:
+    """Refuse (TypeError) a class that keeps count by itself, or steps parameters by each other's.
+
+    Steps of some parameters at a time would then be others than one of all.
+    """
+    if getattr(torch.optim, optimizer_class.__name__, None) is optimizer_class:
+        return
+
+    def stepped(*numbers: int, seed: int = 0) -> tuple[list[torch.Tensor], bool]:
+        torch.default_generator.manual_seed(seed)
+        params = [torch.nn.Parameter(torch.full((8, 8), 1.0 + number)) for number in numbers]
+        made, seen = optimizer_class(params, **arguments), []
+        for _ in range(2):
+            for number, param in zip(numbers, params, strict=True):
+                param.grad = torch.linspace(-1, 1, 64).view(8, 8) * 10**number
+            made.step()
+            values = [*made.param_groups[0].items(), *vars(made).items()]
+            seen.append([each for each in values if isinstance(each[1], (int, float, str))])
+        return [param.detach() for param in params], seen[0] == seen[1]
+
+    with torch.random.fork_rng(devices=[]):
+        try:
+            (both, counts_nothing), (again, _) = stepped(0, 1), stepped(0, 1, seed=1)
+            alone = [*stepped(0)[0], *stepped(1)[0]]
+        except Exception:  # not with such parameters: nothing is known
+            return
+    is_random = not all(map(torch.equal, both, again))
+    if not counts_nothing or not (is_random or all(map(torch.equal, both, alone))):
+        raise TypeError(
+            f"{optimizer_class.__name__} changes its own options in a step, or steps a parameter "
+            "otherwise if it has others: its state cannot be swapped"
+        )
 
 
 @functools.cache
