@@ -171,8 +171,8 @@ class NotPickled:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            f"{an(type(self).__name__)} belongs to the process that made it and is not pickled: "
-            f"{self._elsewhere}"
+            f"{an(type(self).__name__)} belongs to the process that made it and is not copied or "
+            f"pickled: {self._elsewhere}"
         )
 
 

@@ -90,7 +90,7 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
     converted copy for the backward pass, as without this class.
     """
 
-    _elsewhere = "send its state_dict(), and swap it in each process"
+    _elsewhere = "send its state_dict(), and swap another module, in another place"
 
     def __init__(
         self,
@@ -333,15 +333,6 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
             "get_state_dict of torch.distributed.checkpoint, and what else walks along names, "
             "takes that module"
         )
-
-    def _apply(self, fn: Any, recurse: bool = True) -> SwappedModule:
-        raise TypeError(
-            "a swapped module cannot be moved or converted (to, half, cuda, …): do so before it is "
-            "swapped"
-        )
-
-    def __deepcopy__(self, memo: Any) -> SwappedModule:
-        raise TypeError("a swapped module cannot be copied: swap another module, in another place")
 
 
 # Making

@@ -127,7 +127,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         >>> opt.zero_grad()
     """
 
-    _elsewhere = "send its state_dict(), and make one in each process, in a swap_dir of its own"
+    _elsewhere = "send its state_dict(), and make another one, in another swap_dir"
 
     def __init__(
         self,
@@ -553,9 +553,6 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         if self._swapper is None:
             raise ClosedError("the optimizer was never opened: make a new one")
         return self._swapper
-
-    def __deepcopy__(self, memo: Any) -> SwappedOptimizer:
-        raise TypeError("a swapped optimizer cannot be copied: make another in another swap_dir")
 
     def __repr__(self) -> str:
         if self._swapper is None or self._closed:

@@ -42,9 +42,9 @@ class StateFiles:
         self._directory = directory
         self._checksum = checksum
         self._files: list[StripedFile] = []
-        self._nbytes = 0
+        self.nbytes = 0  # the length of each of the two files
         self._bands: list[int] = []  # of the files, for their striping
-        self._subgroup_of: dict[int, Subgroup] = {}
+        self.subgroup_of: dict[int, Subgroup] = {}
         self._signature = ""  # of the pieces that there are; "" until somebody asks
         self.pieces: list[Piece] = []
 
@@ -53,22 +53,22 @@ class StateFiles:
         self._signature = ""
         for subgroup in subgroups:
             if not subgroup.resident:
-                subgroup.offset = self._nbytes
-                self._nbytes += subgroup.nbytes
+                subgroup.offset = self.nbytes
+                self.nbytes += subgroup.nbytes
                 self._bands += sections(subgroup)
             for piece in subgroup.pieces:
                 piece.number = len(self.pieces)
                 self.pieces.append(piece)
-                self._subgroup_of[piece.number] = subgroup
+                self.subgroup_of[piece.number] = subgroup
 
     def forget(self, subgroups: Sequence[Subgroup], nbytes: int) -> None:
         """Take back what `place` did last; the files stay as long as they are."""
         self._signature = ""
-        while self._nbytes > nbytes:
-            self._nbytes -= self._bands.pop()
+        while self.nbytes > nbytes:
+            self.nbytes -= self._bands.pop()
         for subgroup in subgroups:
             for piece in subgroup.pieces:
-                if self._subgroup_of.pop(piece.number, None) is not None:
+                if self.subgroup_of.pop(piece.number, None) is not None:
                     self.pieces.pop()
 
     def open(self) -> None:
@@ -161,7 +161,7 @@ class StateFiles:
             found = _of_span(memory, span)
             if found != expected:
                 file = self._files[piece.current]
-                file_offset = self._subgroup_of[piece.number].offset + span.offset
+                file_offset = self.subgroup_of[piece.number].offset + span.offset
                 raise IntegrityError(
                     f"{name} of parameter {piece.param}, elements {piece.start} to {piece.stop}, "
                     f"in {file.describe(file_offset, span.nbytes)}, are not what was written "
@@ -180,13 +180,10 @@ class StateFiles:
         memory = memory_at(slot.data_ptr(), slot.nbytes)
         return {piece.number: _of_piece(memory, piece, begun) for piece in pieces}
 
-    def subgroup_of(self, piece: Piece) -> Subgroup:
-        return self._subgroup_of[piece.number]
-
     def file_parts(self, piece: Piece, name: str) -> list[FileSpan]:
         """A piece's current state as spans of open files, from its place in the parameter on."""
         span = piece.spans[name]
-        offset = self._subgroup_of[piece.number].offset + span.offset
+        offset = self.subgroup_of[piece.number].offset + span.offset
         start = piece.start * span.dtype.itemsize
         return self._files[piece.current].spans(offset, span.nbytes, start)
 
@@ -211,18 +208,13 @@ class StateFiles:
             return self._signature
         digest = hashlib.sha256(self._directory.layout.encode())
         for piece in self.pieces:
-            subgroup = self._subgroup_of[piece.number]
+            subgroup = self.subgroup_of[piece.number]
             facts = (piece.param, piece.start, piece.stop, piece.shape, subgroup.offset)
             # Without strides: those of a state are not known before it is made.
             spans = [(name, span._replace(strides=())) for name, span in piece.spans.items()]
             digest.update(repr((facts, sorted(spans))).replace(", strides=()", "").encode())
         self._signature = digest.hexdigest()[:32]
         return self._signature
-
-    @property
-    def nbytes(self) -> int:
-        """The length of each of the two files."""
-        return self._nbytes
 
     def opened(self, places: Iterable[int]) -> list[File]:
         """The open files of the given places, on all drives."""

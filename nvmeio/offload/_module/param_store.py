@@ -109,7 +109,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         self.closed = False
         self.locked = False
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
-        self._by_address: dict[int, ParamUnit] = {}
+        self.by_address: dict[int, ParamUnit] = {}
         self._absent = {unit: [absent(span, self.device) for span in unit.spans] for unit in units}
         self._gathered_now: list[Sequence[ParamSlot]] = []  # in blocks
         self._settled: dict[ParamUnit, Claim] = {}  # which stay, for users that do not ask
@@ -266,9 +266,6 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
             self._top.drop_ahead()
             self._window.drop_ahead()
             raise
-
-    def unit_at(self, address: int) -> ParamUnit | None:
-        return self._by_address.get(address)
 
     @owned
     def evict(self) -> None:
@@ -478,7 +475,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         """Lay the parameters over their bytes, where they are computed with."""
         if not self._is_on_top(slot):
             return
-        self._by_address[slot.memory.data_ptr()] = slot.unit
+        self.by_address[slot.memory.data_ptr()] = slot.unit
         for parameter, tensor in zip(slot.unit.parameters, _over(slot), strict=True):
             lay(parameter, tensor)
         self._versions.note(slot.unit.parameters)
@@ -495,7 +492,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         if not self._is_on_top(slot):
             return
         self._settled.pop(slot.unit, None)
-        self._by_address.pop(slot.memory.data_ptr(), None)
+        self.by_address.pop(slot.memory.data_ptr(), None)
         for parameter, gone in zip(slot.unit.parameters, self._absent[slot.unit], strict=True):
             lay(parameter, gone)
 

@@ -178,7 +178,7 @@ def attach(store: ParamStore, stage: Stage) -> None:
     units = [unit for unit in store.units if stage in unit.stages]
 
     def origin_of(address: int, offset: int) -> _SavedParameter | None:
-        unit = store.unit_at(address)
+        unit = store.by_address.get(address)
         if unit is None:
             return None
         parameter = _parameter_at(unit, offset)

@@ -327,7 +327,7 @@ class StateSwapper(Swapped):
 
     def resident_view(self, piece: Piece, name: str) -> torch.Tensor | None:
         """A piece's state where it is in memory; None where it is on the drive."""
-        memory = self.resident.get(id(self.store.files.subgroup_of(piece)))
+        memory = self.resident.get(id(self.store.files.subgroup_of[piece.number]))
         return None if memory is None else view(memory, piece.spans[name])
 
     @property
