@@ -671,6 +671,22 @@ def test_it_is_neither_copied_nor_pickled_and_closed_for_good(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("how", ["trace", "export"])
+def test_what_would_keep_its_parameters_is_refused(how: str, tmp_path: Path) -> None:
+    """They were NaN in what it made, without a word."""
+    x = torch.randn(2, 32)
+    export: dict[str, Any] = {
+        "trace": lambda module: torch.jit.trace(module, (x,)),
+        "export": lambda module: torch.export.export(module, (x,)),
+    }
+    made = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    with SwappedModule(made, swap_dir=tmp_path, resident_bytes="1M") as module:
+        with pytest.raises(RuntimeError, match="cannot be traced or exported"):
+            export[how](module)
+        module(x).sum().backward()
+
+
 def test_blocks_come_whole(tmp_path: Path) -> None:
     """A module that reaches into its children must find their parameters there."""
     torch.manual_seed(0)

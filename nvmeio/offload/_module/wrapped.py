@@ -188,6 +188,12 @@ def attach(store: ParamStore, stage: Stage) -> None:
 
     def take() -> object:
         store.check_open()
+        exports = getattr(torch.compiler, "is_exporting", bool)  # torch 2.7 and newer
+        if torch._C._is_tracing() or exports():
+            raise RuntimeError(
+                "a swapped module cannot be traced or exported, its parameters would be NaN there: "
+                "load its state_dict() into a module in memory, and export that"
+            )
         return store.hold(units)
 
     def finished(result: Any) -> Any:
