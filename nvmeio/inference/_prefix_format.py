@@ -6,7 +6,6 @@ the model's configuration and weights, of which a fingerprint is kept.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from nvmeio._formats.safetensors_set import StoredTensor
+from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio._formats.weights_digest import SAMPLE_BYTES, SAMPLES, How, samples
 from nvmeio._storage import crc32
 from nvmeio.files import File
@@ -241,23 +240,27 @@ def _bytes_at(handle: AioHandle, file: File, offset: int, nbytes: int) -> bytes:
     return bytes(room.numpy())
 
 
-def of_files(stream: Any, handle: AioHandle, how: How) -> dict[str, Values]:
-    """What counts of the weights in a streamed model's files, by name."""
+def of_files(checkpoint: SafetensorsSet, handle: AioHandle, how: How) -> dict[str, Values]:
+    """What counts of the weights in a streamed model's files, by name.
+
+    IntegrityError if a file was written to after the stream had opened it.
+    """
     found: dict[str, Values] = {}
-    with contextlib.closing(stream.open_checkpoint()) as checkpoint:
-        for name, stored in checkpoint.tensors.items():
-            entry = stored.entry
-            dtype, shape = entry.for_torch()
+    for name, stored in checkpoint.tensors.items():
+        entry = stored.entry
+        dtype, shape = entry.for_torch()
 
-            def read(places: Sequence[tuple[int, int]], stored: StoredTensor = stored) -> bytes:
-                return b"".join(
-                    _bytes_at(handle, checkpoint.files[file], start, end - start)
-                    for at, nbytes in places
-                    for file, start, end in checkpoint.spans(
-                        stored.file, stored.entry.start + at, stored.entry.start + at + nbytes
-                    )
+        def read(places: Sequence[tuple[int, int]], stored: StoredTensor = stored) -> bytes:
+            return b"".join(
+                _bytes_at(handle, checkpoint.files[file], start, end - start)
+                for at, nbytes in places
+                for file, start, end in checkpoint.spans(
+                    stored.file, stored.entry.start + at, stored.entry.start + at + nbytes
                 )
+            )
 
-            values = _values(entry.end - entry.start, read, how)
-            found[name] = Values(f"{dtype}{list(shape)}", values)
+        values = _values(entry.end - entry.start, read, how)
+        found[name] = Values(f"{dtype}{list(shape)}", values)
+    for index in range(len(checkpoint.files)):
+        checkpoint.check(index, "a prefix's fingerprint")
     return found

@@ -93,7 +93,7 @@ class PrefixCache:
         self._handle = handle
         self._fingerprint = fingerprint
         self._weights_id = weights_id
-        self._files: dict[str, _prefix_format.Values] | None = None
+        self._files: tuple[Any, dict[str, _prefix_format.Values]] = (None, {})
 
     # Saving
 
@@ -161,10 +161,11 @@ class PrefixCache:
         if self._weights_id is not None:
             return f"named {self._weights_id}"
         stream = getattr(self._model, "weight_stream", None)
-        if self._files is None:  # these stay as they are, or the stream says so
-            how = self._fingerprint
-            self._files = {} if stream is None else _prefix_format.of_files(stream, handle, how)
-        return _prefix_format.weights(self._model, self._files, self._fingerprint)
+        checkpoint = None if stream is None else stream.checkpoint
+        if checkpoint is not None and checkpoint is not self._files[0]:  # opened anew
+            found = _prefix_format.of_files(checkpoint, handle, self._fingerprint)
+            self._files = (checkpoint, found)
+        return _prefix_format.weights(self._model, self._files[1], self._fingerprint)
 
     def _check_capacity(self, head: Head) -> None:
         least = (len(head.all_blocks("")) + 1) * _prefix_format.BLOCK_BYTES

@@ -41,7 +41,7 @@ from nvmeio.inference import block_schedule
 from nvmeio.inference._parallel.rank_reader import RankReader
 from nvmeio.inference._parallel.stream_ranks import Ranks, new_reader
 from nvmeio.inference._plan.budget import Shares
-from nvmeio.inference._plan.units import Partition, Unit
+from nvmeio.inference._plan.units import Partition, Target, Unit
 from nvmeio.inference._stream.slots import SlotPools
 from nvmeio.inference._stream.stand_ins import ABSENT
 from nvmeio.inference._stream.turns import CLOSED, OwnPass, in_turn
@@ -155,13 +155,10 @@ class WeightStream(NotPickled, Closing):
         self.reopen()
         self._before = dict.fromkeys(self._counts(), 0)
 
-    def open_checkpoint(self) -> SafetensorsSet:
-        """Its files, opened once more, for the caller to close.
-
-        Raises:
-            FileNotFoundError, IntegrityError: As `reopen`.
-        """
-        return self._open_checkpoint()
+    @property
+    def checkpoint(self) -> SafetensorsSet:
+        """Its files, as it has them open; others after a `reopen`. ClosedError if it is closed."""
+        return self._check()[1].resources.checkpoint
 
     # --- the model's side: what the wrappers around its modules call ----------------------------
 
@@ -250,8 +247,10 @@ class WeightStream(NotPickled, Closing):
             )
         return make()
 
-    def need_experts(self, unit: Unit, top_k_index: torch.Tensor) -> None:
-        """Have those experts in place that tokens are routed to.
+    def need_experts(
+        self, unit: Unit, top_k_index: torch.Tensor
+    ) -> Sequence[tuple[Target, torch.Tensor]]:
+        """Have those experts there that tokens are routed to; returns what their call shows.
 
         Args:
             unit: In use.
@@ -262,11 +261,12 @@ class WeightStream(NotPickled, Closing):
         """
         owner, uses = self._check()
         if unit.experts is None:
-            return
+            return ()
         hit = [e for e in torch.unique(top_k_index).tolist() if 0 <= e < unit.experts.number]
         try:
-            owner.call(uses.need_experts, unit, hit, self._cuda_stream())
+            called = owner.call(uses.need_experts, unit, hit, self._cuda_stream())
             uses.convert()
+            return called
         except BaseException:
             self._own_pass.spoil()
             raise

@@ -335,6 +335,29 @@ def test_what_is_computed_of_a_weight_is_right(base: Make) -> None:
         assert model.lm_head.weight.sum().equal(whole.lm_head.weight.sum())
 
 
+def test_views_of_weights_are_computed_with_beside_other_weights(base: Make) -> None:
+    """A view had been read; the other had not, and torch took what lay in memory for it."""
+    whole, streamed = base(share=0.4)
+    found: list[list[Any]] = []
+    for model in (whole, streamed()):
+        one, two = (model.model.layers[n].self_attn.o_proj.weight for n in (0, 1))
+        norm = model.model.norm.weight
+        with torch.no_grad():
+            found.append(
+                [
+                    one.T @ two,
+                    two @ one.T,
+                    torch.nn.functional.linear(one.T, two),
+                    torch.stack([one.T, two]),
+                    one.view(-1) * two.view(-1),
+                    torch.where(one.T > 0, one.T, two),
+                    norm @ two,
+                ]
+            )
+    for wanted, got in zip(*found, strict=True):
+        assert got.equal(wanted)
+
+
 def test_backward_reads_again_what_was_looked_at(base: Make) -> None:
     whole, streamed = base(share=0.4)
     found = []

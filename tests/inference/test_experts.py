@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from faults._support import wait_until_asleep
 from inference._model_budget import Make, least, weights_of
 from inference._models import (
@@ -25,6 +26,7 @@ from support import HeldEngine, aged, spin_until, thread
 import nvmeio
 from nvmeio.checkpoint.safetensors import load_safetensors, save_safetensors
 from nvmeio.errors import IntegrityError
+from nvmeio.inference import stream_model
 from nvmeio.testing import FakeEngine
 
 # Mixtures of experts
@@ -58,6 +60,59 @@ def test_a_hook_may_route_to_other_experts(tmp_path: Path, stream: Make) -> None
     for length in (1, 2):
         ids = prompt(batch=1, length=length)
         assert logits(model, ids).equal(logits(whole, ids))
+
+
+def test_a_hook_sees_no_bytes_of_experts_that_were_not_read(tmp_path: Path, stream: Make) -> None:
+    """It saw what happened to lie there."""
+    saved(lambda: mixtral(experts=8), tmp_path)
+    model = stream(tmp_path, resident_bytes=least(stream, tmp_path), window=1)
+    experts = model.model.layers[1].mlp.experts
+    shapes: list[Any] = []
+    places = (model.model.layers[1].mlp, experts)
+    noting = [
+        hook(lambda *_: shapes.append(experts.down_proj.shape))
+        for place in places
+        for hook in (place.register_forward_pre_hook, place.register_forward_hook)
+    ]
+    one = prompt(batch=1, length=1)
+    whole = loaded(tmp_path)
+    assert logits(model, one).equal(logits(whole, one))
+    assert shapes == [whole.model.layers[1].mlp.experts.down_proj.shape] * 4
+    for hook in noting:
+        hook.remove()
+    for place in places:
+        for register in (place.register_forward_pre_hook, place.register_forward_hook):
+            looking = register(lambda *_: experts.down_proj.norm())
+            with pytest.raises(RuntimeError, match="is on disk"):
+                logits(model, one)
+            looking.remove()
+            assert logits(model, one).equal(logits(whole, one))
+
+
+def test_experts_that_change_their_weights_are_refused(tmp_path: Path, stream: Make) -> None:
+    saved(mixtral, tmp_path)
+    model = stream(tmp_path, resident_bytes=least(stream, tmp_path), window=1)
+    experts = model.model.layers[1].mlp.experts
+
+    def change(*_: Any) -> None:
+        with torch.no_grad():
+            experts.down_proj.mul_(2.0)
+
+    hook = experts.act_fn.register_forward_hook(change)
+    with pytest.raises(RuntimeError, match="changed by its layer's own call"):
+        logits(model, prompt())
+    hook.remove()
+    assert logits(model, prompt()).equal(logits(loaded(tmp_path), prompt()))
+
+
+def test_shared_experts_that_are_stored_with_other_values_are_refused(tmp_path: Path) -> None:
+    """The first were taken for both: only weights of one tensor of the file were compared."""
+    saved(mixtral, tmp_path)
+    with torch.device("meta"):
+        model = mixtral()
+    model.model.layers[1].mlp.experts = model.model.layers[0].mlp.experts
+    with pytest.raises(IntegrityError, match=r"other values for .*layers\.0\.mlp\.experts"):
+        stream_model(model, checkpoint=tmp_path, resident_bytes="1G")
 
 
 def test_no_byte_of_an_expert_that_no_token_needs_is_read(tmp_path: Path, stream: Make) -> None:

@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import accelerator
-from inference._models import MODELS, llama, loaded, logits, prompt, saved, tokens, weights_file
+from inference._models import (
+    MODELS,
+    llama,
+    loaded,
+    logits,
+    prompt,
+    qwen3,
+    saved,
+    tokens,
+    weights_file,
+)
 from torch import nn
 from torch.nn import functional
 from typer.testing import CliRunner
@@ -88,6 +98,7 @@ def test_a_weight_is_what_it_was_to_who_looks_at_it(tmp_path: Path, stream: Make
             "row": (weight[3], wanted[3]),
             "rows": (weight[2:5] + 0, wanted[2:5]),
             "chosen": (weight[torch.tensor([4, 1])], wanted[[4, 1]]),
+            "masked": (weight[torch.arange(len(wanted)) < 3], wanted[:3]),
             "column": (weight[:, 3], wanted[:, 3]),
             "clone": (weight.clone(), wanted),
             "turned": (x @ weight.T, x @ wanted.T),
@@ -163,6 +174,36 @@ def test_embeddings_are_looked_up_packed_and_multiplied_with_where_they_are_the_
         assert model.weight_stream.stats.rows_read >= ids.unique().numel()
     with pytest.raises(IndexError, match="out of range"):
         logits(model, torch.tensor([[32768]]))
+
+
+@pytest.mark.filterwarnings("ignore:The use of `x.T` on tensors")
+def test_fused_experts_are_turned_as_torch_does(tmp_path: Path, stream: Make) -> None:
+    """`T` turns all of three dimensions; it gave what `mT` does."""
+    model = stream(packed(tmp_path, MODELS["mixtral"]))
+    experts = model.model.layers[1].mlp.experts
+
+    def look(_: nn.Module) -> None:
+        weight = experts.down_proj
+        assert weight.T.shape == weight.shape[::-1]
+        assert weight.T[..., 0].equal(weight[0].T)
+        assert weight.mT[0].equal(weight[0].T)
+
+    assert None in seen(model, experts.act_fn, look)
+
+
+def test_biases_of_a_base_that_is_not_trained_are_added_to_packed_products(
+    tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of these layers' weights were widened for each product."""
+    model = stream(packed(tmp_path, qwen3), trainable=True)
+    wanted = logits(stream(tmp_path / "p", compute="widened", trainable=True), prompt())
+    whole: list[Any] = []
+    stock = packed_weights.Packed.widened
+    monkeypatch.setattr(
+        packed_weights.Packed, "widened", lambda self: whole.append(self) or stock(self)
+    )
+    assert torch.allclose(logits(model, prompt()), wanted, rtol=0, atol=1e-5)
+    assert all(len(each.parts[0]) <= prompt().numel() for each in whole)  # rows of the embedding
 
 
 def test_only_experts_that_are_used_are_widened(

@@ -32,7 +32,7 @@ from programs import Program
 import nvmeio
 from nvmeio._kv_blocks import catalog
 from nvmeio._kv_blocks.store import BlockStore
-from nvmeio.errors import TransferError
+from nvmeio.errors import ClosedError, TransferError
 from nvmeio.inference import PrefixCache, _prefix_format, kv_cache, prefixes
 from nvmeio.testing import FakeEngine
 
@@ -556,6 +556,45 @@ def test_the_weights_of_a_streamed_model_count(
     model = stream(tmp_path / "changed", resident_bytes=400_000)
     with pytest.raises(ValueError, match="other weights"):
         PrefixCache(model, tmp_path, SIZE, handle=one_handle).load("one", ids)
+
+
+def test_files_that_were_written_anew_count_once_they_are_opened(
+    tmp_path: Path, stream: Make, one_handle: nvmeio.AioHandle
+) -> None:
+    """What was known of the files before `reopen` went on to count."""
+    saved(llama, tmp_path / "model")
+    changed = loaded(tmp_path / "model")
+    ids = prompt()
+    model = stream(tmp_path / "model", resident_bytes=400_000)
+    kept = PrefixCache(model, tmp_path, SIZE, handle=one_handle)
+    kept.save("one", ids, computed(model, ids))
+    model.weight_stream.close()
+    with pytest.raises(ClosedError, match="closed"):
+        kept.load("one", ids)
+    with torch.no_grad():
+        changed.model.layers[1].self_attn.q_proj.weight.mul_(0.99)
+    changed.save_pretrained(tmp_path / "model")
+    model.weight_stream.reopen()
+    with pytest.raises(ValueError, match="other weights"):
+        kept.load("one", ids)
+
+
+def test_the_files_that_a_stream_has_open_count(
+    tmp_path: Path, stream: Make, one_handle: nvmeio.AioHandle
+) -> None:
+    """Others had taken their names since: keys of the old weights were kept as of the new."""
+    saved(llama, tmp_path / "model")
+    changed = loaded(tmp_path / "model")
+    ids = prompt()
+    model = stream(tmp_path / "model", resident_bytes=400_000)
+    with torch.no_grad():
+        changed.model.layers[1].self_attn.q_proj.weight.mul_(0.99)
+    changed.save_pretrained(tmp_path / "new")
+    os.replace(tmp_path / "new" / "model.safetensors", tmp_path / "model" / "model.safetensors")
+    PrefixCache(model, tmp_path, SIZE, handle=one_handle).save("one", ids, computed(model, ids))
+    other = stream(tmp_path / "model", resident_bytes=400_000)
+    with pytest.raises(ValueError, match="other weights"):
+        PrefixCache(other, tmp_path, SIZE, handle=one_handle).load("one", ids)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT's

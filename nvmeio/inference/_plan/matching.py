@@ -12,7 +12,12 @@ from nvmeio.errors import IntegrityError
 from nvmeio.files import read_buffered
 from nvmeio.inference._plan import packed_format, transformers
 from nvmeio.inference._plan.packed_format import FoundWeight, Packed
-from nvmeio.inference._plan.slot_layout import FileExtent, Weight, part_of
+from nvmeio.inference._plan.slot_layout import (
+    Weight,
+    WeightPart,
+    extents_within,
+    part_of,
+)
 
 _PIECE_BYTES = 1 << 20
 
@@ -127,19 +132,23 @@ def _weight(
 
 
 def _are_equal(one: FoundWeight, other: FoundWeight, checkpoint: SafetensorsSet) -> bool:
-    """Whether two weights are of the same bytes; what is put together is taken for equal."""
-    part, twin = one.parts[0], other.parts[0]
-    if len(part.extents) != 1 or len(twin.extents) != 1:
-        return True
+    """Whether two weights are of the same bytes."""
+    kinds = [[(part.dtype, part.shape) for part in each.parts] for each in (one, other)]
+    return kinds[0] == kinds[1] and all(
+        _bytes_of(part, at, checkpoint) == _bytes_of(twin, at, checkpoint)
+        for part, twin in zip(one.parts, other.parts, strict=True)
+        for at in range(0, part.nbytes, _PIECE_BYTES)
+    )
 
-    def bytes_of(extent: FileExtent, at: int) -> bytes:
-        count = min(_PIECE_BYTES, extent.nbytes - at)
-        return read_buffered(checkpoint.files[extent.file], extent.offset + at, count)
 
-    a, b = part.extents[0], twin.extents[0]
-    pieces = range(0, part.nbytes, _PIECE_BYTES)
-    are_alike = (part.dtype, part.shape) == (twin.dtype, twin.shape)
-    return are_alike and all(bytes_of(a, at) == bytes_of(b, at) for at in pieces)
+def _bytes_of(part: WeightPart, at: int, checkpoint: SafetensorsSet) -> bytes:
+    return b"".join(
+        read_buffered(checkpoint.files[file], start, end - start)
+        for extent in extents_within(part.extents, at, at + _PIECE_BYTES)
+        for file, start, end in checkpoint.spans(
+            extent.file, extent.offset, extent.offset + extent.nbytes
+        )
+    )
 
 
 def _some(names: list[str]) -> str:

@@ -25,7 +25,7 @@ from torch.nn import functional
 from nvmeio._memory import devices
 from nvmeio.inference._plan.quantization import Compute, Quantised, dequantise, in_halves, multiply
 from nvmeio.inference._plan.slot_layout import Weight
-from nvmeio.inference._stream.stand_ins import FrozenElsewhere, Shown
+from nvmeio.inference._stream.stand_ins import Frozen, FrozenElsewhere, Shown
 
 # Of a widened part: stays in a core's second-level cache, or nearly, and is enough for a product.
 PART_BYTES = 4 << 20
@@ -115,7 +115,8 @@ class PackedParameter(FrozenElsewhere):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        special = _transpose if func in _TURNS else _SPECIAL.get(getattr(func, "__name__", ""))
+        turns = func == _MT or (func == _T and args[0].dim() == 2)
+        special = _transpose if turns else _SPECIAL.get(getattr(func, "__name__", ""))
         if special is not None:
             with torch._C.DisableTorchFunctionSubclass():
                 found = special(*args, **kwargs)
@@ -156,7 +157,7 @@ def _fits(inputs: Any, weight: Any, bias: Any = None) -> bool:
     return (
         isinstance(weight, PackedParameter)
         and type(inputs) in (torch.Tensor, nn.Parameter)
-        and type(bias) in (torch.Tensor, nn.Parameter, Shown, type(None))
+        and type(bias) in (torch.Tensor, nn.Parameter, Shown, Frozen, type(None))
         and inputs.dtype is weight.packed.dtype
         and (bias is None or bias.dtype is inputs.dtype)
         and inputs.dim() > 0
@@ -248,7 +249,7 @@ def _grouped(input: Any, mat_b: Any, *, offs: Any = None, bias: Any = None, **re
     return torch.cat(made)
 
 
-_TURNS = (torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
+_T, _MT = torch.Tensor.T.__get__, torch.Tensor.mT.__get__  # type: ignore[attr-defined]
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "linear": _linear,
     **dict.fromkeys(("matmul", "__matmul__", "mm"), _matmul),

@@ -15,9 +15,10 @@ it would compute with the original's weights. So a copy is in memory, whole, wit
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 import torch
@@ -215,7 +216,10 @@ class _Unchanged(torch.Tensor):
             isinstance(t, _Unchanged) for t in _changed_by(func, args, kwargs)
         ):
             refuse_change()
-        leaves = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, _Unchanged)]
+        leaves = tree_leaves([args, kwargs])
+        if any(map(on_disk, leaves)):  # this comes first where it is the first argument
+            return Absent.__torch_function__(func, types, args, kwargs)
+        leaves = [leaf for leaf in leaves if isinstance(leaf, _Unchanged)]
         with torch._C.DisableTorchFunctionSubclass():
             by_address = {leaf.untyped_storage().data_ptr(): leaf for leaf in leaves}
             kept = _saving(by_address)
@@ -480,6 +484,31 @@ def shown_as(parameter: torch.Tensor, data: Any) -> nn.Parameter:
     made: nn.Parameter = torch.Tensor._make_subclass(kind, data.data, parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     return made
+
+
+def take_back(
+    targets: Sequence[Target], shown: Sequence[torch.Tensor], weights: Set[int]
+) -> tuple[list[torch.Tensor], list[tuple[Target, torch.Tensor]]]:
+    """Show nothing of some weights: what is shown now, and what was in their places."""
+    pairs = [*zip(targets, shown, strict=True)]
+    taken = [(target, tensor) for target, tensor in pairs if target.weight in weights]
+    uninstall([target for target, _ in taken])
+    left = [target.empty if target.weight in weights else tensor for target, tensor in pairs]
+    return left, taken
+
+
+@contextlib.contextmanager
+def showing(taken: Sequence[tuple[Target, torch.Tensor]]) -> Iterator[None]:
+    """Show, for one call, what `take_back` took; RuntimeError if the call has changed that."""
+    targets = [target for target, _ in taken]
+    check_absent(targets)
+    try:
+        for target, tensor in taken:
+            target.module._parameters[target.attribute] = tensor  # type: ignore[assignment]
+        yield
+        check_as_read(targets, [tensor for _, tensor in taken])
+    finally:
+        uninstall(targets)
 
 
 def uninstall(targets: Sequence[Target]) -> None:

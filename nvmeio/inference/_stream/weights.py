@@ -24,7 +24,13 @@ from nvmeio.inference._plan.slot_layout import FileExtent, Read, WeightPart
 from nvmeio.inference._plan.units import Unit
 from nvmeio.inference._stream.packed_weights import Packed
 from nvmeio.inference._stream.slots import Conversions, SlotPools, WeightSlot
-from nvmeio.inference._stream.stand_ins import check_frozen, install, names_in, uninstall
+from nvmeio.inference._stream.stand_ins import (
+    check_frozen,
+    install,
+    names_in,
+    take_back,
+    uninstall,
+)
 from nvmeio.operation import Operation
 
 
@@ -105,11 +111,14 @@ class Weights(Keeper[Unit, WeightSlot]):
         if self._trainable:
             self._note_places(slot)
         slot.shown = install(slot.unit.targets, slot.tensors)
+        experts = slot.unit.experts
+        if experts is not None:  # who looks at them past their call would see some unread
+            slot.shown, slot.called = take_back(slot.unit.targets, slot.shown, experts.weights)
 
     def unbind(self, slot: WeightSlot) -> None:
         """Show nothing; the room for conversions is the next one's."""
         uninstall(slot.unit.targets)
-        slot.tensors, slot.shown, slot.conversions = [], [], Conversions()
+        slot.tensors, slot.shown, slot.called, slot.conversions = [], [], [], Conversions()
         if self._trainable:
             for memory in (slot.memory, slot.work):
                 if memory is not None:
