@@ -13,7 +13,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
-import math
 import os
 import tempfile
 import threading
@@ -35,6 +34,7 @@ from nvmeio._threads.threads import Thread
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference._plan.transformers import cache_among, cache_argument, cache_utilities
+from nvmeio.inference._prefix_format import Layer, states_on
 from nvmeio.operation import Operation
 
 # Tokens that are written at once. A layer's newest tokens stay in memory until they are so many.
@@ -79,7 +79,7 @@ class OffloadedLayer:
         if self.following is not None and self.following is not self:
             self.following.read_ahead()
         keys, values = self.states(key_states, value_states)
-        start = sum(block.shape[3] for block in self._blocks)
+        start = sum(block.tokens for block in self._blocks)
         self._keep(keys[..., start:, :], values[..., start:, :])
         return keys, values
 
@@ -95,8 +95,7 @@ class OffloadedLayer:
         while self._writing:  # what was written is read from the file
             with self._breaking():
                 self._writing.pop(0).result()
-        dtype = self.keys.dtype
-        sizes = [math.prod(block.shape) * dtype.itemsize for block in self._blocks]
+        sizes = [sum(block.about.sizes) for block in self._blocks]
         rooms = [round_up(size, PAGE_BYTES) for size in sizes]
         kept = [block.memory for block in self._blocks if block.memory is not None]
         if not kept:
@@ -106,14 +105,14 @@ class OffloadedLayer:
         operations: list[Operation] = []
         for block, room, size in zip(self._blocks, kept, sizes, strict=True):
             operations += self.store.get(block, room)
-            pieces.append((room[:size].view(dtype), block))
+            pieces.append((room[:size], block))
         self._arriving = (pieces, operations)
 
     def states(self, *new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values, and new ones behind them."""
         self.read_ahead()
         arriving, self._arriving = self._arriving, None
-        past: list[torch.Tensor] = []
+        past: list[tuple[torch.Tensor, torch.Tensor]] = []
         if arriving is not None:
             pieces, operations = arriving
             for operation in operations:
@@ -122,7 +121,7 @@ class OffloadedLayer:
                 for operation in operations:
                     operation.result()
                 self._compare(pieces)
-            past = [memory.view(block.shape) for memory, block in pieces]
+            past = [states_on(memory, block.about) for memory, block in pieces]
         found = []
         for index, kept in enumerate((self.keys, self.values)):
             parts = [block[index].to(kept.device, non_blocking=True) for block in past]
@@ -138,7 +137,7 @@ class OffloadedLayer:
     def _compare(self, pieces: Sequence[tuple[torch.Tensor, KVBlock]]) -> None:
         token = 0
         for number, (memory, block) in enumerate(pieces):
-            end = token + block.shape[3]
+            end = token + block.tokens
             what = f"block {number} of past keys and values, tokens {token} to {end - 1}"
             self.store.check(block, memory, what)
             token = end
@@ -182,7 +181,7 @@ class OffloadedLayer:
         if not self.is_initialized or self.keys is None:
             return 0
         newest = self.keys.shape[-2] if self.keys.numel() else 0
-        return sum(block.shape[3] for block in self._blocks) + int(newest)
+        return sum(block.tokens for block in self._blocks) + int(newest)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -389,13 +388,18 @@ class _Mover:
 
 
 class KVBlock(NamedTuple):
-    """A run of tokens of one layer: keys and values, [2, batch, heads, tokens, head size]."""
+    """A run of tokens of one layer: keys and values, [batch, heads, tokens, head size] each."""
 
-    shape: tuple[int, ...]
+    about: Layer
     offset: int  # in the file
     room: int  # bytes there, whole pages
     memory: torch.Tensor | None  # the bytes, where they are kept in memory
     sum: int | None = None  # the CRC-32 of the bytes, of what is in a file
+
+    @property
+    def tokens(self) -> int:
+        """How many they are."""
+        return self.about.keys[-2]
 
 
 class KVStore:
@@ -447,20 +451,19 @@ class KVStore:
 
     def put(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[KVBlock, list[Operation]]:
         """Begin to put tokens away."""
-        shape = (2, *keys.shape)
-        nbytes = 2 * keys.nbytes
+        about = Layer(tuple(keys.shape), tuple(values.shape), keys.dtype)
+        nbytes = sum(about.sizes)
         self.written_bytes += nbytes
         memory = self._room(round_up(nbytes, PAGE_BYTES), devices.device_of(keys))
-        both = memory[:nbytes].view(keys.dtype).view(shape)
-        both[0].copy_(keys)
-        both[1].copy_(values)
+        for kept, states in zip(states_on(memory[:nbytes], about), (keys, values), strict=True):
+            kept.copy_(states)
         if self.file is None:
-            return KVBlock(shape, 0, 0, memory), []
+            return KVBlock(about, 0, 0, memory), []
         place = self.file.take(memory.nbytes)
         writing = self._begun(memory, place, writing=True)
         # While it is written: it only reads the memory.
         found = crc32.of_memory(memory.data_ptr(), nbytes) if self._checksum else None
-        return KVBlock(shape, place, memory.nbytes, None, found), writing
+        return KVBlock(about, place, memory.nbytes, None, found), writing
 
     def _room(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Memory for a block: on its way to the file, or to stay, where many share one."""

@@ -317,6 +317,26 @@ def test_each_drive_has_its_part_of_a_cache(
         assert fast / slow == pytest.approx(3, rel=0.02)
 
 
+def test_keys_and_values_of_other_widths(tmp_path: Path, stream: Make) -> None:
+    """DeepSeek keeps a latent of all heads and a rotated key: torch said that sizes differ."""
+    config = transformers.DeepseekV3Config(
+        **dict.fromkeys(("hidden_size", "intermediate_size"), 64),
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_routed_experts"), 4),
+        **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 16),
+        **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_experts_per_tok=2,
+        kv_lora_rank=48,
+        q_lora_rank=16,
+        vocab_size=128,
+    )
+    saved(lambda: transformers.DeepseekV3ForCausalLM(config), tmp_path)
+    model = stream(tmp_path, kv_offload=tmp_path)
+    ids = prompt(batch=2, length=10)
+    assert tokens(model, ids).equal(tokens(loaded(tmp_path), ids))
+
+
 def test_generation_with_a_cache_on_two_drives(tmp_path: Path, stream: Make) -> None:
     saved(llama, tmp_path)
     folders = [tmp_path / "a", tmp_path / "b"]
