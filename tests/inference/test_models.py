@@ -507,6 +507,21 @@ def test_moving_and_converting_is_refused_where_it_changes_something(
         assert net(x).equal(whole(x))
 
 
+def test_buffers_in_memory_are_converted_where_weights_have_that_dtype(
+    tmp_path: Path, stream: Make
+) -> None:
+    """As torch does: frequencies of a rotary embedding stayed in float32."""
+    saved(llama, tmp_path, torch.bfloat16)
+    whole, model = loaded(tmp_path), stream(tmp_path)
+    ids = prompt()
+    assert logits(model, ids).equal(logits(whole, ids))
+    before = whole.model.rotary_emb.inv_freq
+    for each in (whole, model):
+        each.to(torch.bfloat16)
+        assert each.model.rotary_emb.inv_freq.equal(before.bfloat16())
+    assert logits(model, ids).equal(logits(whole, ids))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("budget", [150_000, 1 << 20])
 def test_weights_that_are_replaced_are_refused(budget: int, tmp_path: Path, stream: Make) -> None:

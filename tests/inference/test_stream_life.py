@@ -422,6 +422,16 @@ def test_a_model_is_not_moved(move: str, tmp_path: Path, stream: Make) -> None:
     assert net(x).equal(whole(x))
 
 
+def test_a_part_of_a_model_is_not_pickled(tmp_path: Path, stream: Make) -> None:
+    """It was refused with "cannot pickle 'weakref.ReferenceType' object"."""
+    saved_net(tmp_path / "net.safetensors")
+    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=150_000)
+    for part in (net.blocks[1], net.blocks[1].second.weight):
+        for saver in (torch.save, nvmeio.save):
+            with pytest.raises(TypeError, match="weights are on disk"):
+                saver(part, tmp_path / "part.pt")
+
+
 def test_a_model_is_not_pickled(tmp_path: Path, stream: Make) -> None:
     """The message was of a function within one of nvmeio's own."""
     saved_net(tmp_path / "net.safetensors")

@@ -12,7 +12,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Set
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -42,6 +42,9 @@ class WeightSource:
             raise ClosedError("the model that this weight is of is gone: keep the model")
         return stream.weight(self._unit, self._number)
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(stand_ins.NOT_HERE)
+
 
 def attach(model: nn.Module, stream: WeightStream) -> None:
     """Have a model's forward use the stream.
@@ -64,12 +67,12 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
     model.register_forward_pre_hook(functools.partial(_begin, stream), with_kwargs=True)
     calls.wrap(model, functools.partial(_whole_pass, stream))
     dtypes = {p.dtype for p in model.parameters()}
+    owned: dict[nn.Module, set[str]] = {}
     for module in model.modules():
-        module._apply = functools.partial(_refuse, module, stream.device, dtypes)  # type: ignore[method-assign]
+        module._apply = functools.partial(_refuse, module, stream.device, dtypes, owned)  # type: ignore[method-assign]
         if hasattr(module, "save_pretrained"):
             stock: Any = module.save_pretrained
             module.save_pretrained = functools.partial(_save, module, stock)  # type: ignore[assignment]
-    owned: dict[nn.Module, set[str]] = {}
     buffers: dict[nn.Module, dict[str, WeightSource]] = {}
     for unit in (stream.fixed, *stream.units):
         for target in unit.targets:
@@ -207,9 +210,14 @@ def _own(stream: WeightStream, unit: Unit, output: Any) -> Any:
 
 
 def _refuse(
-    module: nn.Module, device: torch.device, dtypes: set[torch.dtype], fn: Any, recurse: bool = True
+    module: nn.Module,
+    device: torch.device,
+    dtypes: set[torch.dtype],
+    owned: dict[nn.Module, set[str]],
+    fn: Any,
+    recurse: bool = True,
 ) -> nn.Module:
-    """Refuse `to`, `half`, `cuda` and the like, unless they change nothing."""
+    """Refuse `to`, `half`, `cuda` and the like, unless they change no weight; buffers they may."""
     for dtype in dtypes:
         probe = torch.empty(0, dtype=dtype, device=device)
         cause: Exception | None = None
@@ -224,6 +232,11 @@ def _refuse(
             f"a streamed model cannot be moved or converted ({type(module).__name__}{to}): its "
             "weights are on disk. Give device= and dtype= to stream_model"
         ) from cause
+    for each in module.modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None and name not in owned.get(each, ()) and not buffer.is_meta:
+                found = fn(buffer)
+                each._buffers[name] = buffer if found.dtype == buffer.dtype else found
     return module
 
 
