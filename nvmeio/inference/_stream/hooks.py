@@ -112,22 +112,14 @@ def _computing_with(
     _check_grad(repr(unit.name), args, kwargs)
     use = stream.use(unit)
     try:
-        return _without_grad(lambda: _own(stream, unit, call(*args, **kwargs)))
+        return calls.quietly(lambda: _own(stream, unit, call(*args, **kwargs)))()
     finally:
         del use
 
 
 def _quietly(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     _check_grad("a part of the model", args, kwargs)
-    return _without_grad(lambda: call(*args, **kwargs))
-
-
-def _without_grad(call: Callable[[], Any]) -> Any:
-    without = calls.without_grad()
-    try:
-        return call()
-    finally:
-        del without
+    return calls.quietly(call)(*args, **kwargs)
 
 
 def _begin(
