@@ -193,13 +193,13 @@ _KINDS = _kinds()
 _REDUCE = torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__
 
 
-class _Typed(torch.storage.TypedStorage):
+class Typed(torch.storage.TypedStorage):
     """A tensor's storage, as torch's `persistent_id` asks for it; nobody else sees it."""
 
     _kind: str
     _numel: int
 
-    def __new__(cls, *args: Any) -> _Typed:
+    def __new__(cls, *args: Any) -> Typed:
         """Skip what the base class does, which takes 3 us."""
         return object.__new__(cls)
 
@@ -243,7 +243,7 @@ def _quick() -> Any:
                 if not storage.data_ptr() and storage.nbytes():
                     return NotImplemented
                 return rebuild, (
-                    _Typed(storage, dtype, name),
+                    Typed(storage, dtype, name),
                     obj.storage_offset(),
                     tuple(obj.shape),
                     obj.stride(),

@@ -245,13 +245,13 @@ class ScratchFile:
         band = _BAND_BYTES if band_bytes is None else band_bytes
         self._band = band * len(directories) if len(directories) > 1 else PAGE_BYTES
         self._growth_bytes = _LEAST_GROWTH_BYTES if growth_bytes is None else growth_bytes
-        self._files: list[File] = []
+        self.files: list[File] = []
         self._free = FreeBlocks(0)
         self.nbytes = 0  # of all files
         with on_error(self.close):
             for each in directories:
-                self._files.append(open_nameless(each))
-        self._striped = StripedFile(self._files, Striping(self._weights, []))
+                self.files.append(open_nameless(each))
+        self._striped = StripedFile(self.files, Striping(self._weights, []))
 
     def take(self, nbytes: int) -> int:
         """Take room, in whole pages; TransferError (ENOSPC) if a drive has none left."""
@@ -290,23 +290,23 @@ class ScratchFile:
     def _extend(self, more: int) -> None:
         # Of one drive a band may be of any length; of several, what lies where does not change.
         bands = [self.nbytes + more]
-        if len(self._files) > 1:
+        if len(self.files) > 1:
             bands = [self._band] * ((self.nbytes + more) // self._band)
         striping = Striping(self._weights, bands)
         try:
-            for file, length in zip(self._files, striping.lengths, strict=True):
+            for file, length in zip(self.files, striping.lengths, strict=True):
                 with files.in_use(file, True) as opened:
                     durable.reserve(opened.any_fd(), length, file.path)
         except BaseException:  # the other drives keep no room that this one has not
-            for file, length in zip(self._files, self._striped.striping.lengths, strict=True):
+            for file, length in zip(self.files, self._striped.striping.lengths, strict=True):
                 with contextlib.suppress(OSError), files.in_use(file, True) as opened:
                     os.ftruncate(opened.any_fd(), length)
             raise
-        self._striped = StripedFile(self._files, striping)
+        self._striped = StripedFile(self.files, striping)
         self._free.put(self.nbytes, more)
         self.nbytes += more
 
     def close(self) -> None:
         """Close the files, which are gone then; idempotent."""
-        for file in self._files:
+        for file in self.files:
             file.close()

@@ -462,7 +462,7 @@ class Prefault:
     """
 
     def __init__(self, mappings: Sequence[Mapping]) -> None:
-        self._pieces = _backwards(mappings)
+        self._pieces = backwards(mappings)
         self._lock = threading.Lock()
         self._stopping = False
         self._refused = 0
@@ -495,7 +495,7 @@ class Prefault:
         self._helped.__exit__(None, None, None)
 
 
-def _backwards(mappings: Sequence[Mapping]) -> Iterator[tuple[int, int]]:
+def backwards(mappings: Sequence[Mapping]) -> Iterator[tuple[int, int]]:
     for mapping in reversed(mappings):
         for start in reversed(range(0, mapping.nbytes, _POPULATE_BYTES)):
             yield mapping.address + start, min(_POPULATE_BYTES, mapping.nbytes - start)

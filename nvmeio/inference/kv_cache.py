@@ -64,7 +64,7 @@ class OffloadedLayer:
     _broken: BaseException | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._blocks: list[KVBlock] = []
+        self.blocks: list[KVBlock] = []
         self._writing: list[Operation] = []
         self._arriving: tuple[list[tuple[torch.Tensor, KVBlock]], list[Operation]] | None = None
         super().__init__(*args, **kwargs)
@@ -79,7 +79,7 @@ class OffloadedLayer:
         if self.following is not None and self.following is not self:
             self.following.read_ahead()
         keys, values = self.states(key_states, value_states)
-        start = sum(block.tokens for block in self._blocks)
+        start = sum(block.tokens for block in self.blocks)
         self._keep(keys[..., start:, :], values[..., start:, :])
         return keys, values
 
@@ -90,20 +90,20 @@ class OffloadedLayer:
                 "past keys and values of this cache were lost when they were written or read: "
                 "start again with a new one"
             ) from self._broken
-        if self._arriving is not None or not self._blocks:
+        if self._arriving is not None or not self.blocks:
             return
         while self._writing:  # what was written is read from the file
             with self._breaking():
                 self._writing.pop(0).result()
-        sizes = [sum(block.about.sizes) for block in self._blocks]
+        sizes = [sum(block.about.sizes) for block in self.blocks]
         rooms = [round_up(size, PAGE_BYTES) for size in sizes]
-        kept = [block.memory for block in self._blocks if block.memory is not None]
+        kept = [block.memory for block in self.blocks if block.memory is not None]
         if not kept:
             staging = new_staging(sum(rooms), devices.device_of(self.keys))
             kept = list(staging.split_with_sizes(rooms))
         pieces: list[tuple[torch.Tensor, KVBlock]] = []
         operations: list[Operation] = []
-        for block, room, size in zip(self._blocks, kept, sizes, strict=True):
+        for block, room, size in zip(self.blocks, kept, sizes, strict=True):
             operations += self.store.get(block, room)
             pieces.append((room[:size], block))
         self._arriving = (pieces, operations)
@@ -162,7 +162,7 @@ class OffloadedLayer:
             except BaseException as failed:  # other layers have these tokens already
                 self._broken = failed
                 raise
-            self._blocks.append(block)
+            self.blocks.append(block)
             self._writing += writing
         # A copy, or the tensor of all tokens would stay with it.
         self.keys, self.values = keys[..., whole:, :].clone(), values[..., whole:, :].clone()
@@ -172,8 +172,8 @@ class OffloadedLayer:
         if self.get_seq_length() == 0:
             return
         keys, values = self.states()
-        self.store.forget(self._blocks)
-        self._blocks = []
+        self.store.forget(self.blocks)
+        self.blocks = []
         self._keep(change(keys), change(values))
 
     def get_seq_length(self) -> int:
@@ -181,7 +181,7 @@ class OffloadedLayer:
         if not self.is_initialized or self.keys is None:
             return 0
         newest = self.keys.shape[-2] if self.keys.numel() else 0
-        return sum(block.tokens for block in self._blocks) + int(newest)
+        return sum(block.tokens for block in self.blocks) + int(newest)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -189,8 +189,8 @@ class OffloadedLayer:
             self._writing.pop(0).exception()
         for operation in self._arriving[1] if self._arriving is not None else ():
             operation.exception()
-        self.store.forget(self._blocks)
-        self._blocks, self._arriving, self._broken = [], None, None
+        self.store.forget(self.blocks)
+        self.blocks, self._arriving, self._broken = [], None, None
         self.keys = self.values = None
         self.is_initialized = False
 

@@ -66,14 +66,22 @@ def test_who_waits_for_why_another_rank_gave_up_beats_and_can_be_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It did neither, for all of the time that the other one has to say why."""
-    monkeypatch.setattr(job_parts, "_NEXT_WORD_S", PATIENCE_S)
+    monkeypatch.setattr(job_parts, "NEXT_WORD_S", PATIENCE_S)
     store = RankStore(dist.HashStore(), 0, 2, str(tmp_path), "save")
-    job = PartOfEachRank.__new__(PartOfEachRank)
-    job.messages = Messages(store, 1, PATIENCE_S)
-    job._cancelled = True
+
+    class Waiting(PartOfEachRank):
+        def __init__(self) -> None:
+            self.messages = Messages(store, 1, PATIENCE_S)
+            self.cancelled = True
+
+        def check_cancelled(self) -> None:
+            if self.cancelled:
+                raise Cancelled
+
+    job = Waiting()
     with pytest.raises(Cancelled):
-        job._raise_cause()
-    job._cancelled = False
+        job.raise_cause()
+    job.cancelled = False
 
     def fail_late() -> None:
         spin_until(lambda: store.check(["1/beat/0"]))
@@ -82,7 +90,7 @@ def test_who_waits_for_why_another_rank_gave_up_beats_and_can_be_cancelled(
     other = threading.Thread(target=fail_late)
     other.start()
     with pytest.raises(nvmeio.TransferError, match="rank 1 of 2 could not save: full"):
-        job._raise_cause()
+        job.raise_cause()
     other.join()
 
 

@@ -227,7 +227,7 @@ def test_closing_does_not_wait_for_a_transfer_that_could_not_be_begun(
     handle, closed = new_handle(Refusing()), threading.Event()
 
     def close() -> None:
-        spin_until(lambda: handle._cores.in_flight == 1)
+        spin_until(lambda: handle.stats.in_flight == 1)
         handle.close()
         closed.set()
 

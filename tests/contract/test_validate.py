@@ -15,7 +15,6 @@ import torch
 from support import PATIENCE_S, bytes_tensor, on_every_loop, random_bytes, raw
 
 import nvmeio
-from nvmeio.engines import transfers
 from nvmeio.engines.base import Opcode
 from nvmeio.engines.threads import Block
 from nvmeio.testing import FakeEngine
@@ -195,20 +194,20 @@ async def test_comparing_leaves_the_loop_alone(
 ) -> None:
     """It is done in another thread: here it waits until the loop has gone round meanwhile."""
     handle = make_handle(block_size=1 << 20)
-    compare = transfers._compare
+    pread = os.pread
     comparing, went_round = threading.Event(), threading.Event()
 
-    def waiting(*arguments: Any) -> None:
+    def waiting(fd: int, nbytes: int, offset: int) -> bytes:
         comparing.set()
         assert went_round.wait(PATIENCE_S), "the loop stands still"
-        compare(*arguments)
+        return pread(fd, nbytes, offset)
 
     async def tick() -> None:
         while not comparing.is_set():
             await asyncio.sleep(0.0005)
         went_round.set()
 
-    monkeypatch.setattr(transfers, "_compare", waiting)
+    monkeypatch.setattr(os, "pread", waiting)
     ticking = asyncio.create_task(tick())
     values = np.frombuffer(DATA, dtype=np.uint8)
     operation = handle.pread(torch.zeros(len(DATA), dtype=torch.uint8), file, True, True)

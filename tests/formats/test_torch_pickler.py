@@ -33,13 +33,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """A list that grows with each tensor that takes the shorter way."""
     torch_pickler.agrees()  # by now
     made: list[object] = []
-    real = torch_pickler._Typed.__init__
+    real = torch_pickler.Typed.__init__
 
     def count(self: Any, *args: Any) -> None:
         made.append(self)
         real(self, *args)
 
-    monkeypatch.setattr(torch_pickler._Typed, "__init__", count)
+    monkeypatch.setattr(torch_pickler.Typed, "__init__", count)
     return made
 
 

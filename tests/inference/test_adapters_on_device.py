@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import EVERY_PACE, Accelerator, Pace, accelerator
-from inside import uses_of
 from test_training import adapted, by_three, by_unit, data, empty, plain, saved, unit_bytes
 from torch import nn
 
 import nvmeio
 from nvmeio._memory import devices
+from nvmeio._residency.on_device import DevicePool
 from nvmeio.checkpoint.safetensors import save_safetensors
 from nvmeio.errors import ClosedError
 from nvmeio.inference._plan.quantization import Quantised, dequantise, quantise
+from nvmeio.inference._stream import slots
 
 LAYERS = 5
 Place = Callable[[torch.Tensor], torch.Tensor]
@@ -139,13 +140,21 @@ def test_the_device_holds_a_window_of_the_base_at_a_time(
     """Memory is used again when the last tensor over it is gone; a full device says so."""
     whole, path = base
     wanted = trained(whole, lambda x: x, plain, 1)
+    pools: list[DevicePool] = []
+
+    def new(*given: Any) -> DevicePool:
+        pools.append(DevicePool(*given))
+        return pools[-1]
+
+    monkeypatch.setattr(slots, "DevicePool", new)
     with accelerator(monkeypatch) as cuda:
         model = streamed(path)
         try:
-            memory = uses_of(model).resources.memory
             assert same(cuda, trained(model, cuda.tensor, plain, 1), wanted)
-            assert memory._there.in_use_bytes <= memory._there.budget_bytes
-            assert memory._there.budget_bytes < sum(p.nbytes for p in whole.parameters())
+            assert pools and all(pool.in_use_bytes <= pool.budget_bytes for pool in pools)
+            assert sum(pool.budget_bytes for pool in pools) < sum(
+                p.nbytes for p in whole.parameters()
+            )
         finally:
             model.weight_stream.close()
 

@@ -275,7 +275,7 @@ def test_offloaded_cache_follows_every_change_of_generation(
         assert store.written_bytes > 0 < store.read_bytes
         assert all(list(folder.iterdir()) == [] for folder in folders)  # files have no names
         if store.file is not None:
-            assert all(file.size() for file in store.file._files)
+            assert all(file.size() for file in store.file.files)
         store.close()
 
 
@@ -416,7 +416,7 @@ def test_beams_do_not_let_the_file_grow(tmp_path: Path) -> None:
                 cache.reorder_cache(torch.tensor([2, 0, 1]))
             assert store.file is not None
             ends.append(store.file.nbytes)
-        held = sum(block.room for layer in ours.layers for block in layer._blocks)
+        held = sum(block.room for layer in ours.layers for block in layer.blocks)
         assert ends[-1] <= 3 * held, (ends, held)
         assert held == store.file.used_bytes  # nothing is lost
         ours.reset()

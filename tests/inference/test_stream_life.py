@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
+import errno
 import gc
 import os
 import pickle
@@ -42,6 +44,7 @@ from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import ClosedError, IntegrityError
 from nvmeio.inference import run_in_blocks
 from nvmeio.inference._stream.turns import Waiting
+from nvmeio.testing import FakeEngine
 
 # Life
 
@@ -121,20 +124,30 @@ def test_a_model_that_is_dropped_gives_everything_back(tmp_path: Path) -> None:
 def test_a_model_with_a_parameter_of_its_own_goes_when_it_is_dropped(tmp_path: Path) -> None:
     """What was to close it kept it: through the parts outside of the layers, and after failures."""
     saved_net(tmp_path / "net.safetensors")
-    before = open_descriptors()
-    net = nvmeio.stream_model(empty_net(), tmp_path / "net.safetensors", resident_bytes=200_000)
-    net(torch.randn(5, 16))
-    with pytest.raises(RuntimeError):
-        net(torch.randn(5, 17))
-    give_up = uses_of(net)._give_up
-    net.weight_stream._owner.call(give_up)  # as after a disk error
-    net(torch.randn(5, 16))
-    net.weight_stream._owner.call(give_up)
-    del give_up
-    gone = weakref.ref(net)
-    del net
-    spin_until_collected(lambda: gone() is None)
-    spin_until(lambda: open_descriptors().items() <= before.items())
+    failing: dict[str, int] = {}
+    engine = FakeEngine(fail=lambda kind, *_: failing.get(kind, 0))
+    with nvmeio.AioHandle(engine=engine) as handle:
+        before = open_descriptors()
+        net = nvmeio.stream_model(
+            empty_net(), tmp_path / "net.safetensors", resident_bytes=200_000, handle=handle
+        )
+        net(torch.randn(5, 16))
+        with pytest.raises(RuntimeError):
+            net(torch.randn(5, 17))
+        for _ in range(2):
+            failing["pread"] = errno.EIO
+            with pytest.raises(nvmeio.TransferError, match="EIO"):
+                for _ in range(3):  # what was read ahead is there
+                    net(torch.randn(5, 16))
+            failing.clear()
+            net(torch.randn(5, 16))
+        failing["pread"] = errno.EIO
+        with contextlib.suppress(nvmeio.TransferError):
+            net(torch.randn(5, 16))
+        gone = weakref.ref(net)
+        del net
+        spin_until_collected(lambda: gone() is None)
+        spin_until(lambda: open_descriptors().items() <= before.items())
 
 
 @torch.no_grad()
@@ -450,7 +463,7 @@ def test_closing_waits_for_a_layer_that_stays(
     x = torch.randn(5, 16)
     inside, go, through = threading.Event(), threading.Event(), threading.Event()
     turns = uses_of(net).turns
-    threads_that_use, await_shared = turns._shared, turns.await_shared
+    await_shared, waits = turns.await_shared, threading.Event()
 
     class Late(Waiting):
         def wait(self) -> None:
@@ -459,10 +472,11 @@ def test_closing_waits_for_a_layer_that_stays(
 
     def await_late(caller: int) -> Any:
         waiting = await_shared(caller)
-        return None if waiting is None else Late(*waiting)
+        if waiting is not None:
+            waits.set()
+        return Late(*waiting) if late and waiting is not None else waiting
 
-    if late:
-        monkeypatch.setattr(turns, "await_shared", await_late)
+    monkeypatch.setattr(turns, "await_shared", await_late)
 
     def wait(*_: Any) -> None:
         inside.set()
@@ -483,7 +497,7 @@ def test_closing_waits_for_a_layer_that_stays(
     with thread(compute) as first:
         assert inside.wait(PATIENCE_S)
         with thread(net.weight_stream.close) as closing:
-            spin_until(lambda: bool(threads_that_use.gates))
+            assert waits.wait(PATIENCE_S)
             assert not net.weight_stream.closed and not closing
             go.set()
     assert net.weight_stream.closed

@@ -150,7 +150,7 @@ def test_what_stays_has_arrived_for_streams_that_do_not_ask(
             assert_same(cuda, found, wanted)
             passed(cuda, stream(cuda, Pace.EAGER), model, data(0))
             uses, here = uses_of(model), threading.get_ident()
-            assert all(uses.settled_use(unit, here) for unit in uses._units)
+            assert all(uses.settled_use(unit, here) for unit in model.weight_stream.units)
         finally:
             model.weight_stream.close()
 
@@ -208,7 +208,7 @@ def test_a_close_waits_for_streams_that_compute(
         )
         streams: Any = [stream(cuda, Pace.EAGER), stream(cuda, Pace.LAZY)]
         found = [passed(cuda, each, model, data(n)) for n, each in enumerate(streams)]
-        sizes = [unit.layout.nbytes for unit in uses_of(model)._units]
+        sizes = [unit.layout.nbytes for unit in model.weight_stream.units]
         model.weight_stream.close()
         gc.collect()
         with cuda.stream(streams[0]):  # on which the memory was allocated

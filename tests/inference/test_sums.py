@@ -293,7 +293,7 @@ def filled(store: kv_cache.KVStore, count: int = 11) -> tuple[Any, list[torch.Te
 def flip_in(store: kv_cache.KVStore, offset: int) -> None:
     store.settle()
     assert store.file is not None
-    opened = store.file._files[0].acquire(False)
+    opened = store.file.files[0].acquire(False)
     try:
         flip(Path(f"/proc/self/fd/{opened.any_fd()}"), offset)
     finally:
@@ -308,7 +308,7 @@ def test_a_flipped_bit_is_found_in_a_block(
     for checksum in (True, False):
         store = kv_cache.KVStore(tmp_path, one_handle, checksum)
         cache, states = filled(store)
-        block = cache.layers[0]._blocks[1]
+        block = cache.layers[0].blocks[1]
         flip_in(store, block.offset + 3)
         if checksum:
             with pytest.raises(IntegrityError) as failed:
@@ -336,7 +336,7 @@ def test_the_checksum_of_a_streamed_model_is_that_of_its_caches(
     with torch.no_grad():
         cache = model(prompt(), use_cache=True).past_key_values
     layer = cache.layers[2]  # no layer of this pass has read it ahead
-    flip_in(layer.store, layer._blocks[0].offset)
+    flip_in(layer.store, layer.blocks[0].offset)
     with torch.no_grad():
         if checksum:
             with pytest.raises(IntegrityError, match="block 0 "):

@@ -37,7 +37,7 @@ def test_columns_of_a_matrix_in_pieces(rows: int, width: int, data: st.DataObjec
         files[number % 2][offset : offset + end - start] = stored[start:end]
     first = data.draw(st.integers(0, width))
     last = data.draw(st.integers(first, width))
-    part = tensor_parallel._columns(
+    part = tensor_parallel.columns(
         WeightPart(torch.int16, (rows, width), tuple(extents)), first, last
     )
     got = bytearray(part.nbytes)

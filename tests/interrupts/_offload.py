@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from in_rows import InRows
+from inside import store_of
 from interrupts._trials import Scenario
 
 import nvmeio
@@ -467,8 +468,8 @@ class Activations(Scenario):
     def check(self, found: Any) -> None:
         wanted = self.reference.gradients_of(0)
         assert_same([p.grad for p in self.made.parameters()], wanted, "gradients")
-        store = self.activations._store
-        self.until(lambda: store.in_memory_bytes + store._file.used_bytes == 0)
+        store = store_of(self.activations)
+        self.until(lambda: store.in_memory_bytes + store.file.used_bytes == 0)
 
     def close(self) -> None:
         self.activations.close()

@@ -81,18 +81,18 @@ def test_each_drive_has_a_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     real = os.stat(tmp_path).st_dev
     devices = {"a": real, "b": real + 1, "c": real}
     monkeypatch.setattr(drives, "os", OnDevice(devices))
-    made: list[str] = []
+    made: dict[str, nvmeio.AioHandle] = {}
 
     def new_handle(path: str) -> nvmeio.AioHandle:
-        made.append(path)
-        return nvmeio.AioHandle(engine="threads")
+        made[path] = nvmeio.AioHandle(engine="threads")
+        return made[path]
 
     monkeypatch.setattr(drives, "new_handle", new_handle)
     handles = DriveHandles(None, ["b", "a", "c"])
-    assert made == ["b", "a"]
+    assert list(made) == ["b", "a"]
     with nvmeio.open(tmp_path / "file", "rw") as file:
         mine = handles.of(file)
-        assert mine is handles._by_device[real]
+        assert mine is made["a"]
         data = torch.arange(5000)
         handles.async_pwrite(data, file).result()
         handles.sync_fsync(file)
@@ -102,7 +102,7 @@ def test_each_drive_has_a_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert mine.stats.bytes_read == mine.stats.bytes_written == data.nbytes
     handles.close()
     handles.close()
-    assert all(each.closed for each in handles._own)
+    assert all(each.closed for each in made.values())
 
 
 def test_a_handle_that_cannot_be_made_leaves_none(

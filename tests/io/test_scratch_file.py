@@ -27,7 +27,7 @@ def made(*directories: Path) -> ScratchFile:
 
 def sizes(file: ScratchFile) -> list[int]:
     found = []
-    for each in file._files:
+    for each in file.files:
         opened = each.acquire(False)
         found.append(os.fstat(opened.any_fd()).st_size)
         opened.release()

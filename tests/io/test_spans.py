@@ -502,7 +502,7 @@ def test_new_memory_is_touched_beside_the_reads(
 
 def test_it_begins_at_the_end() -> None:
     first, second = mappings.Mapping(40 << 20), mappings.Mapping(4096)
-    pieces = list(mappings_module._backwards([first, second]))
+    pieces = list(mappings_module.backwards([first, second]))
     assert [nbytes >> 12 for _, nbytes in pieces] == [1, 2048, 4096, 4096]
     assert [address - first.address for address, _ in pieces[1:]] == [32 << 20, 16 << 20, 0]
 

@@ -252,7 +252,7 @@ def test_alignment_holds_where_the_kernel_does_not_give_it(
     mapping = mappings_module.Mapping(4 * HUGE)
     assert len(mapping) == 5 * HUGE
     assert mapping.address % HUGE == 0
-    first = mappings_module._address_of(mapping)
+    first = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     assert first < mapping.address
     assert mapping.address + 4 * HUGE <= first + len(mapping)
     tensor = mapping.tensor(8192, (5,), torch.int16)
@@ -452,7 +452,7 @@ def test_owns_is_exact_at_both_ends() -> None:
 
 
 def test_adjacent_regions_do_not_make_one() -> None:
-    regions = mappings_module._Regions()
+    regions = type(mappings_module.mapped)()
     for start in (3 * PAGE, PAGE, 2 * PAGE):
         regions.add(start, PAGE)
     assert regions.covers(2 * PAGE, PAGE)

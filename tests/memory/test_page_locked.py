@@ -106,12 +106,13 @@ def test_a_token_locks_no_memory(
 ) -> None:
     """A layer's whole past was mapped, locked, registered and unregistered at every token."""
     pytest.importorskip("transformers", reason="transformers is not installed: `make clients` does")
+    from transformers import LlamaConfig
+
     monkeypatch.setattr(devices, "device_of", lambda tensor: GPU)
-    _, layer_class = kv_cache._kinds()
     with nvmeio.AioHandle(engine="threads") as handle:
         store = kv_cache.KVStore(tmp_path if on_drive else None, handle)
-        layer = layer_class()
-        layer.store, layer.following = store, None
+        cache = kv_cache.new_cache(LlamaConfig(num_hidden_layers=1), store)
+        (layer,) = cache.layers
         past = torch.randn(1, 2, 3 * kv_cache.BLOCK_TOKENS, 32)
         layer.update(past, past)
         counts = []

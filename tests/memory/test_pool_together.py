@@ -70,10 +70,13 @@ def test_free_blocks_are_best_fit_lowest_address_and_merge(steps: list[tuple[boo
             cells[start : start + size] = [False] * size
             blocks.put(start, size)
         assert blocks.nbytes == cells.count(False)
-        assert blocks._by_size == sorted(free_runs())
+        for size, _ in free_runs():  # each is found whole
+            start = blocks.take(size)
+            assert start == min(run for run in free_runs() if run[0] >= size)[1]
+            blocks.put(start, size)
     for start, size in held:
         blocks.put(start, size)
-    assert blocks._by_size == [(capacity, 0)]
+    assert blocks.take(capacity) == 0
 
 
 # Stress

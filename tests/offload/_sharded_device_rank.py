@@ -166,7 +166,7 @@ def planted(world: int, folder: Path) -> Callable[[Accelerator], None]:
 
     def there(cuda: Accelerator) -> None:
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(AssertionError):
-            patch.setattr(sharded_module._Gathering, "_wait_for_copies", lambda gathering: None)
+            patch.setattr(sharded_module.Gathering, "wait_for_copies", lambda gathering: None)
             train_swapped(cuda)  # losses may be others
         told = cuda.forgive()
         assert any("write by the drive" in each for each in told), told

@@ -173,7 +173,7 @@ def test_a_graph_that_is_dropped_gives_all_back(swapped: SwappedActivations) -> 
     spin_until(lambda: swapped.on_drive_bytes > 0)
     del loss
     spin_until_collected(lambda: swapped.on_drive_bytes + swapped.in_memory_bytes == 0)
-    assert store_of(swapped)._file.used_bytes == 0
+    assert store_of(swapped).file.used_bytes == 0
 
 
 def test_the_file_does_not_grow_with_steps(
@@ -186,7 +186,7 @@ def test_the_file_does_not_grow_with_steps(
         sizes = []
         for _ in range(4):
             loss_within(swapped, lambda: module(x).square().mean()).backward()
-            spin_until(lambda: store_of(swapped)._file.used_bytes == 0)
+            spin_until(lambda: store_of(swapped).file.used_bytes == 0)
             sizes.append(swapped.file_bytes)
         assert max(sizes) < swapped.bytes_written / 2  # four steps' are written
         assert swapped.bytes_written > 4 * 6 * x.nbytes

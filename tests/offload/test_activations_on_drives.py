@@ -216,7 +216,7 @@ def test_several_drives_share_the_bytes(tmp_path: Path, handle: nvmeio.AioHandle
 
 
 def files_of(swapped: SwappedActivations) -> list[nvmeio.File]:
-    return store_of(swapped)._file._files
+    return store_of(swapped).file.files
 
 
 def fd_of(file: nvmeio.File) -> int:
@@ -291,7 +291,7 @@ def test_what_cannot_be_written_stays_in_memory_while_it_fits(
         for _ in range(2):
             loss = loss_within(swapped, lambda: module(x).square().mean())
             assert swapped.in_memory_bytes > 8 * x.nbytes  # so some of it should have gone
-            spin_until(lambda: not store_of(swapped)._writing)
+            spin_until(lambda: not store_of(swapped).writing)
             if of == "writes":
                 assert "pwrite" in tried
             assert_same(gradients(module, loss.backward), wanted)
@@ -319,7 +319,7 @@ def test_bits_that_flip_are_told_by_backward(
     with small(tmp_path, handle, checksum=checksum) as swapped:
         loss = loss_within(swapped, lambda: module(x).square().mean())
         spin_until(lambda: swapped.on_drive_bytes > 0)
-        spin_until(lambda: not store_of(swapped)._writing)
+        spin_until(lambda: not store_of(swapped).writing)
         for file in files_of(swapped):
             opened = file.acquire(True)
             try:

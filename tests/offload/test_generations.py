@@ -51,13 +51,16 @@ def test_data_that_was_lost_is_told_of_every_time(
     engine: Any = swapper_of(optimizer)
     engine.store.settle()
 
+    lost = threading.Event()
+
     def lose(file: Any, data_only: bool) -> None:
+        lost.set()
         raise nvmeio.TransferError(errno.EIO, operation="fsync", path="state")
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.handles, "sync_fsync", lose)
         train(made, optimizer, 1, 1)
-        engine.store._helper.drain()
+        assert lost.wait(PATIENCE_S)
     before = [p.detach().clone() for p in made.parameters()]
     for _ in range(2):
         loss_of(made, 2).backward()
@@ -114,12 +117,11 @@ def test_settled_at_the_end_of_the_program_a_generation_is_durable(
         sync = engine.handles.sync_fsync
 
         def stop(file: Any, data_only: bool) -> None:
-            if threading.current_thread() is helper:
+            if threading.current_thread().name == "nvmeio-offload-help":
                 taken_up.set()
                 gate.wait(PATIENCE_S)
             sync(file, data_only)
 
-        helper = engine.store._helper.call(threading.current_thread)
         try:
             with monkeypatch.context() as patch:
                 patch.setattr(engine.handles, "sync_fsync", stop)

@@ -299,9 +299,7 @@ def test_after_a_power_cut_what_was_durable_counts(
     made, theirs = model(), model()
     with resumed(made, tmp_path) as optimizer:
         train(made, optimizer, 2)
-        engine: Any = swapper_of(optimizer)
-        engine.store.settle()
-        engine.store._durable = False
+    with resumed(made, tmp_path, durable=False) as optimizer:
         train(made, optimizer, 1, 2)
     with monkeypatch.context() as patch:  # nobody resumes in between: that makes it durable
         patch.setattr(manifests, "boot_id", lambda: "another boot")
@@ -316,9 +314,7 @@ def test_what_is_resumed_is_made_durable(tmp_path: Path, monkeypatch: pytest.Mon
     made = model()
     with resumed(made, tmp_path) as optimizer:
         train(made, optimizer, 2)
-        engine: Any = swapper_of(optimizer)
-        engine.store.settle()
-        engine.store._durable = False
+    with resumed(made, tmp_path, durable=False) as optimizer:
         train(made, optimizer, 1, 2)
     with resumed(made, tmp_path) as optimizer:
         assert optimizer.generation == 4

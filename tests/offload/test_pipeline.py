@@ -16,6 +16,7 @@ from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
+from nvmeio.offload._swap_files import pipeline as pipeline_module
 from nvmeio.offload._swap_files.pipeline import DeviceTurns, Pipeline, SlotTurn
 
 NBYTES = 4096
@@ -60,14 +61,21 @@ def test_a_run_whose_reading_thread_has_ended_says_so(
     pipeline.close()
 
 
-def test_results_that_no_thread_writes_are_not_taken_for_written(handles: DriveHandles) -> None:
+def test_results_that_no_thread_writes_are_not_taken_for_written(
+    handles: DriveHandles, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run whose writing thread had ended was taken for whole, and nothing had been written."""
+    helpers: dict[str, OwnerThread] = {}
+
+    def new(name: str) -> OwnerThread:
+        return helpers.setdefault(name, OwnerThread(name))
+
+    monkeypatch.setattr(pipeline_module, "new_helper", new)
     device = DeviceTurns(torch.device("cpu"))
     pipeline = Pipeline(handles, read_ahead=False, write_behind=True, device=device)
     pipeline.make(NBYTES, 3)
     device.make(NBYTES, 2)
-    assert pipeline._writer is not None
-    ended(pipeline._writer)
+    ended(helpers["nvmeio-offload-write"])
     sealed: list[bool] = []
 
     def run() -> None:

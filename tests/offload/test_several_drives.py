@@ -15,6 +15,7 @@ import pytest
 import torch
 from _offload_models import assert_same_weights, loss_of, model, train
 from inside import swapper_of
+from support import PATIENCE_S
 
 import nvmeio
 from nvmeio._io.drives import FileSpan
@@ -413,15 +414,18 @@ def test_a_drive_that_loses_data_ends_the_stepping(
         engine.store.settle()
         sync = engine.handles.sync_fsync
 
+        lost = threading.Event()
+
         def lose(file: Any, data_only: bool) -> None:
             if "/three/" in file.path:
+                lost.set()
                 raise nvmeio.TransferError(errno.EIO, operation="fsync", path=file.path)
             sync(file, data_only=data_only)
 
         with monkeypatch.context() as patch:
             patch.setattr(engine.handles, "sync_fsync", lose)
             train(made, optimizer, 1, 1)
-            engine.store._helper.drain()
+            assert lost.wait(PATIENCE_S)
         loss_of(made, 2).backward()
         with pytest.raises(nvmeio.TransferError, match="generation 3 may be lost"):
             optimizer.step()

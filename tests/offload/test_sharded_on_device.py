@@ -111,7 +111,7 @@ def test_a_shard_whose_copy_is_not_waited_for_shows(
     cuda: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the test above rests on: the drive reads the next shard into the same memory."""
-    monkeypatch.setattr(sharded_module._Gathering, "_wait_for_copies", lambda gathering: None)
+    monkeypatch.setattr(sharded_module.Gathering, "wait_for_copies", lambda gathering: None)
     with (
         SwappedModule(offloaded(), swap_dir=tmp_path, resident_bytes=4096) as ours,
         SwappedOptimizer(torch.optim.AdamW, ours.parameters(), swap_dir=tmp_path) as optimizer,

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from contract.operating import threads_in
 from support import PATIENCE_S, run_python, spin_until, thread
 
 from nvmeio._kv_blocks.catalog import Catalog
@@ -45,13 +46,10 @@ def test_it_ends_once_in_the_owners_thread(owner: OwnerThread) -> None:
 def test_what_an_interrupted_call_opened_has_ended_when_that_is_raised(owner: OwnerThread) -> None:
     ended = threading.Event()
 
-    def left() -> bool:
-        return bool(shutdown._left) and shutdown._left[-1]() is owner
-
     def opening() -> Ending:
         ending = Ending(owner, ended.set)
         _thread.interrupt_main()
-        spin_until(left)
+        spin_until(lambda: owner in shutdown.those_that_end())
         return ending
 
     with pytest.raises(KeyboardInterrupt):
@@ -205,7 +203,7 @@ def test_it_ends_just_after_what_it_holds_was_tried(
         except BlockingIOError:
             refused.append(fd)
             gate.set()
-            spin_until(lambda: ending._closing.done and owner.closed)
+            spin_until(lambda: owner.closed)
             raise
 
     monkeypatch.setattr(fcntl, "flock", tried)
@@ -220,7 +218,7 @@ def test_two_wait_for_what_an_interrupted_call_left(owner: OwnerThread) -> None:
     assert begun.wait(PATIENCE_S)
     shutdown.leave(owner)
     with thread(lambda: shutdown.wait_for(shutdown.those_that_end())) as first:
-        spin_until(lambda: not owner._requests.empty())
+        spin_until(lambda: threads_in("drain") == 1)
         assert owner in shutdown.those_that_end()
         gate.set()
     assert first == [True]

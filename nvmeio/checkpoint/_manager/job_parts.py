@@ -48,7 +48,7 @@ from nvmeio.files import File
 _CRC = struct.Struct("<QQQI")
 
 # A rank that says it will never name its part says next of what it failed.
-_NEXT_WORD_S = 5.0
+NEXT_WORD_S = 5.0
 
 
 class PartOfEachRank(SaveJob):
@@ -245,7 +245,7 @@ class PartOfEachRank(SaveJob):
         self.messages.put("named", b"1")
         try:
             if not all(self.messages.gather("named")):
-                self._raise_cause()
+                self.raise_cause()
         except (TransferError, Cancelled):
             if self._number is not None and self.messages.has_told("named", b""):
                 unlink(self.path)
@@ -253,8 +253,9 @@ class PartOfEachRank(SaveJob):
         with contextlib.suppress(TransferError):  # nobody waits for us
             self.messages.put("seen", b"")
 
-    def _raise_cause(self) -> None:
-        until = time.monotonic() + _NEXT_WORD_S
+    def raise_cause(self) -> None:
+        """Raise why another rank gave up, as soon as it says so."""
+        until = time.monotonic() + NEXT_WORD_S
         for _ in pauses():
             self.messages.check()
             self.check_cancelled()

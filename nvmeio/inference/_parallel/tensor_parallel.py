@@ -249,7 +249,7 @@ def _part_of(weight: Weight, dim: int, first: int, last: int, each: int) -> Weig
     parts = tuple(
         cut_rows(part, first, last)
         if dim == 0
-        else _columns(part, part.shape[1] * first // width, part.shape[1] * last // width)
+        else columns(part, part.shape[1] * first // width, part.shape[1] * last // width)
         for part in weight.parts
     )
     return weight._replace(
@@ -257,7 +257,7 @@ def _part_of(weight: Weight, dim: int, first: int, last: int, each: int) -> Weig
     )
 
 
-def _columns(part: WeightPart, first: int, last: int) -> WeightPart:
+def columns(part: WeightPart, first: int, last: int) -> WeightPart:
     rows, width = part.shape
     size = part.dtype.itemsize
     whole, run = width * size, (last - first) * size

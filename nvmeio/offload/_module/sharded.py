@@ -70,10 +70,10 @@ class Sharded:
         """Let each shard come before FSDP gathers it. Gives up FSDP's own memory for it."""
         broken: list[str] = []
         for unit, group in zip(self.units, self._groups, strict=True):
-            _Gathering(store, unit, group, broken)
+            Gathering(store, unit, group, broken)
 
 
-class _Gathering:
+class Gathering:
     """A group of FSDP's whose shard is brought for the time in which it gathers it."""
 
     def __init__(self, store: ParamStore, unit: ParamUnit, group: Any, broken: list[str]) -> None:
@@ -119,7 +119,7 @@ class _Gathering:
             self._lay([_flat(memory, span, numel) for span, numel in spans])
             del memory
             result = call(*args, **kwargs)
-            self._wait_for_copies()
+            self.wait_for_copies()
             return result
         except BaseException as failed:
             self._broken.append(f"{type(failed).__name__}: {failed}")
@@ -127,7 +127,7 @@ class _Gathering:
         finally:
             self._lay(self._nothing)
 
-    def _wait_for_copies(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until the gathering device has copied the shard, whose memory is reused then."""
         device, context = self._group.device, self._group.comm_ctx
         if device.type != "cpu":

@@ -58,7 +58,7 @@ class ActivationStore:
         self._numbers = 0
         self._in_memory: dict[int, SavedStorage] = {}  # by storage, the last saved last
         self._memory_bytes = 0
-        self._writing: dict[SavedStorage, None] = {}
+        self.writing: dict[SavedStorage, None] = {}
         self._writing_bytes = 0
         self._round = 0  # of `_make_room`
         self._failed: BaseException | None = None  # a write of this round; its bytes are in memory
@@ -76,11 +76,11 @@ class ActivationStore:
         paths = _checks.directory_paths("swap_dir", swap_dir)
         for path in paths:
             durable.make_directory(path, mode=untrusted.DIRECTORY_MODE, durable=False)
-        self._file = ScratchFile(paths)
-        self._resources.callback(self._file.close)
+        self.file = ScratchFile(paths)
+        self._resources.callback(self.file.close)
         self._handles = DriveHandles(handle, paths)
         self._resources.callback(self._handles.close)
-        self._reads = ActivationReads(self._file, self._handles, self.reading_bytes)
+        self._reads = ActivationReads(self.file, self._handles, self.reading_bytes)
         self._resources.callback(self._reads.close)
         return ending
 
@@ -161,12 +161,12 @@ class ActivationStore:
 
         Raises if there is none since one has failed, or the drive has no room (`full`).
         """
-        if not self._writing:
+        if not self.writing:
             failed, self._failed = self._failed or full, None
             if failed is not None:
                 raise failed
             return False
-        oldest = next(iter(self._writing))
+        oldest = next(iter(self.writing))
         for operation in oldest.writing or ():
             _ended(operation)
         self._written(oldest)
@@ -177,7 +177,7 @@ class ActivationStore:
         for saved in self._in_memory.values():
             if self._memory_bytes - self._writing_bytes <= enough:
                 return None
-            if self._writing_bytes >= MOST_BYTES and len(self._writing) > 1:
+            if self._writing_bytes >= MOST_BYTES and len(self.writing) > 1:
                 return None
             if saved.writing is None and saved.failed_in != self._round and saved.is_alone():
                 try:
@@ -191,22 +191,22 @@ class ActivationStore:
 
     def _begin_write(self, saved: SavedStorage) -> None:
         try:
-            place = self._file.take(saved.nbytes)
+            place = self.file.take(saved.nbytes)
         except TransferError as full:
             raise with_context(
                 full,
                 f"room for {saved.nbytes} bytes more of saved activations beside "
-                f"{self._file.used_bytes} (or raise resident_bytes={self.resident_bytes})",
+                f"{self.file.used_bytes} (or raise resident_bytes={self.resident_bytes})",
             ) from full
         memory = bytes_over(saved.storage)
         begun: list[Operation] = []
-        with on_error(self._file.give_back, place, saved.nbytes), on_error(_stop, begun):
-            for span in self._file.spans(place, saved.nbytes):
+        with on_error(self.file.give_back, place, saved.nbytes), on_error(_stop, begun):
+            for span in self.file.spans(place, saved.nbytes):
                 part = span.part(memory)
                 begun.append(self._handles.async_pwrite(part, span.file, span.file_offset))
         saved.place, saved.writing, saved.wanted = place, begun, False
         saved.begun_in = self._round
-        self._writing[saved] = None
+        self.writing[saved] = None
         self._writing_bytes += saved.nbytes
         if self._checksum:  # while it is written
             saved.sum = crc32.of_tensor(memory)
@@ -225,7 +225,7 @@ class ActivationStore:
         if operations is None or not all(operation.done() for operation in operations):
             return
         saved.writing = None
-        del self._writing[saved]
+        del self.writing[saved]
         self._writing_bytes -= saved.nbytes
         failures = [_ended(operation) for operation in operations]
         failed = next((each for each in failures if each is not None), None)
@@ -236,7 +236,7 @@ class ActivationStore:
                 self._forget(saved)
                 self._reads.add(saved)
                 return
-        self._file.give_back(saved.place, saved.nbytes)
+        self.file.give_back(saved.place, saved.nbytes)
         if not saved.holds:
             self._forget(saved)
         elif failed is not None:  # its bytes are still there
@@ -290,12 +290,12 @@ class ActivationStore:
         for close in self._above:
             close()
         self._above.clear()
-        for saved in list(self._writing):
+        for saved in list(self.writing):
             _stop(saved.writing or [])
             saved.writing = None
         for saved in self._in_memory.values():
             saved.storage = None
-        self._writing.clear()
+        self.writing.clear()
         self._in_memory.clear()
         self._resources.close()
 
@@ -317,7 +317,7 @@ class ActivationStore:
 
     @property
     def file_bytes(self) -> int:
-        return self.owner.call(lambda: self._file.nbytes)
+        return self.owner.call(lambda: self.file.nbytes)
 
 
 def _tell(owner: OwnerThread, work: Callable[..., object], saved: Any, _: Operation) -> None:
