@@ -141,7 +141,7 @@ def test_blocks_that_stay_in_memory_share_what_is_locked(
         counts.append(locks(cuda))
         for number, block in enumerate(blocks):
             assert block.memory is not None and buffers.is_pinned(block.memory)
-            found = block.memory[: 2 * keys.nbytes].view(torch.float32).view(block.shape)
+            found = block.memory[: 2 * keys.nbytes].view(torch.float32).view(2, *block.about.keys)
             assert torch.equal(found[0], keys + number) and torch.equal(found[1], keys - number)
         store.close()
         del store, blocks, block, found
