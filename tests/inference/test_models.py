@@ -523,6 +523,25 @@ def test_buffers_in_memory_are_converted_where_weights_have_that_dtype(
 
 
 @torch.no_grad()
+def test_what_is_not_streamed_is_converted_as_in_memory(tmp_path: Path, stream: Make) -> None:
+    """Buffers and adapters kept their dtype where the weights had the wanted one already."""
+    torch.manual_seed(0)
+    whole: Any = Net().bfloat16().eval()
+    save_safetensors(whole.state_dict(), tmp_path / "net.safetensors")
+    net: Any = stream(empty_net().bfloat16(), tmp_path / "net.safetensors", resident_bytes=150_000)
+    for each in (whole, net):
+        each.register_buffer("scale", torch.full((16,), 0.3), persistent=False)
+        each.blocks[0].adapter = nn.Linear(4, 4)
+        each.to(torch.bfloat16)
+        dtypes = {t.dtype for t in each.state_dict().values() if t.is_floating_point()}
+        assert {*dtypes, each.scale.dtype} == {torch.bfloat16}
+    names = [name for name, _ in net.named_parameters()]
+    assert names == [name for name, _ in whole.named_parameters()]
+    x = torch.randn(5, 16).bfloat16()
+    assert net(x * net.scale).equal(whole(x * whole.scale))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("budget", [150_000, 1 << 20])
 def test_weights_that_are_replaced_are_refused(budget: int, tmp_path: Path, stream: Make) -> None:
     """Streamed ones, resident ones, and those outside of the layers."""

@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, NoReturn
 
 import torch
@@ -66,28 +66,29 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
             calls.wrap(module, _quietly)
     model.register_forward_pre_hook(functools.partial(_begin, stream), with_kwargs=True)
     calls.wrap(model, functools.partial(_whole_pass, stream))
-    dtypes = {p.dtype for p in model.parameters()}
-    owned: dict[nn.Module, set[str]] = {}
     for module in model.modules():
-        module._apply = functools.partial(_refuse, module, stream.device, dtypes, owned)  # type: ignore[method-assign]
         if hasattr(module, "save_pretrained"):
             stock: Any = module.save_pretrained
             module.save_pretrained = functools.partial(_save, module, stock)  # type: ignore[assignment]
+    streamed: dict[nn.Module, set[str]] = {}
     buffers: dict[nn.Module, dict[str, WeightSource]] = {}
     for unit in (stream.fixed, *stream.units):
         for target in unit.targets:
+            streamed.setdefault(target.module, set()).add(target.attribute)
             source = WeightSource(stream, unit, target.weight)
             if target.is_buffer:
                 buffers.setdefault(target.module, {})[target.attribute] = source
             if isinstance(target.empty, (stand_ins.Absent, stand_ins.Elsewhere)):
                 target.empty.source = source
         stand_ins.count_changes(unit.targets)
-        for target in unit.targets:
-            if target.attribute != "num_batches_tracked":  # batch norm brings its own
-                owned.setdefault(target.module, set()).add(target.attribute)
+    dtypes = {target.empty.dtype for unit in stream.units for target in unit.targets}
+    dtypes |= {target.empty.dtype for target in stream.fixed.targets}
     for module in model.modules():
+        apply = functools.partial(_applied, module, stream.device, dtypes, streamed)
+        module._apply = apply  # type: ignore[method-assign]
         stand_ins.allow_copies(module, buffers.get(module, {}))
-    for module, names in owned.items():
+    for module, attributes in streamed.items():
+        names = attributes - {"num_batches_tracked"}  # batch norm brings its own
         hook = functools.partial(_refuse_state, names)
         module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
         if stream.trainable:
@@ -201,15 +202,18 @@ def _own(stream: WeightStream, unit: Unit, output: Any) -> Any:
     return copied(output) if any(map(is_view, _tensors_in(output))) else output
 
 
-def _refuse(
+def _applied(
     module: nn.Module,
     device: torch.device,
-    dtypes: set[torch.dtype],
-    owned: dict[nn.Module, set[str]],
+    dtypes: Set[torch.dtype],
+    streamed: Mapping[nn.Module, Set[str]],
     fn: Any,
     recurse: bool = True,
 ) -> nn.Module:
-    """Refuse `to`, `half`, `cuda` and the like, unless they change no weight; buffers they may."""
+    """Do `to`, `half`, `cuda` and the like to what is not streamed; refuse what changes the rest.
+
+    `dtypes` are all those of what is `streamed`.
+    """
     for dtype in dtypes:
         probe = torch.empty(0, dtype=dtype, device=device)
         cause: Exception | None = None
@@ -224,11 +228,18 @@ def _refuse(
             f"a streamed model cannot be moved or converted ({type(module).__name__}{to}): its "
             "weights are on disk. Give device= and dtype= to stream_model"
         ) from cause
-    for each in module.modules():
-        for name, buffer in each._buffers.items():
-            if buffer is not None and name not in owned.get(each, ()) and not buffer.is_meta:
-                found = fn(buffer)
-                each._buffers[name] = buffer if found.dtype == buffer.dtype else found
+    names, own = streamed.get(module, set()), module.__dict__
+    held = [own["_parameters"], own["_buffers"]]
+    rest = [{k: v for k, v in each.items() if k not in names} for each in held]
+    try:
+        own["_parameters"], own["_buffers"] = rest
+        # The class's own may look for parameters by name (RNNs).
+        apply: Any = (nn.Module if names else type(module))._apply
+        apply(module, fn, recurse)
+    finally:
+        own["_parameters"], own["_buffers"] = held
+    for each, changed in zip(held, rest, strict=True):
+        each.update(changed)
     return module
 
 
