@@ -18,7 +18,6 @@ from integrations import _sglang_stand_in, kv_weights
 from interrupting import at_places, at_random_times
 from support import thread
 
-from nvmeio import buffers
 from nvmeio._kv_blocks import transfers
 from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import BackendUnavailableError, TransferError
@@ -194,7 +193,8 @@ class PageFirst(Pool):
 def test_pages_that_lie_whole_in_the_pool_are_read_into_it(
     opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffers, "empty_aligned", lambda *_, **__: pytest.fail("by way of more"))
+    none = SimpleNamespace(empty_aligned=lambda *_, **__: pytest.fail("by way of more memory"))
+    monkeypatch.setattr(sglang_hicache, "buffers", none)
     pool, other = PageFirst(), PageFirst()
     pool.kv_buffer.normal_()
     backend = opened(pool)

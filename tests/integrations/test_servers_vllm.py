@@ -47,11 +47,11 @@ def test_reads_run_ahead_and_are_bounded(tmp_path: Path, monkeypatch: pytest.Mon
     class Noting(Job[Any]):
         def __init__(self, read: Any, name: str) -> None:
             super().__init__(read, name)
-            self.nbytes = read.__self__.nbytes
+            self.reading = read.__self__
 
         def start(self) -> None:
-            assert self.nbytes <= for_vllm.GROUP_BYTES
-            started.append(self.nbytes)
+            assert self.reading.nbytes <= for_vllm.GROUP_BYTES
+            started.append(self.reading.nbytes)
             super().start()
 
     monkeypatch.setattr(for_vllm, "Job", Noting)
