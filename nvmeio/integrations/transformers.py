@@ -111,10 +111,11 @@ def from_pretrained(
     model = model_class.from_pretrained(None, config=config, state_dict=state, **options)
     if model.can_generate() and options.get("generation_config") is None:
         # As transformers: older models have what generates in their config.json.
-        for name, old in (("config.json", True), ("generation_config.json", False)):
+        old = {"_from_model_config": True}
+        for name, more in (("config.json", old), ("generation_config.json", {})):
             if os.path.isfile(os.path.join(directory, name)):
                 model.generation_config = transformers.GenerationConfig.from_pretrained(
-                    directory, name, _from_model_config=old
+                    directory, name, **more
                 )
     model.config._name_or_path = model.name_or_path = os.fspath(directory)
     return model
