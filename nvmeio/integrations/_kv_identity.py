@@ -42,7 +42,8 @@ class ServedModel(NamedTuple):
     """A model that computes keys and values, by a path or a name on the hub.
 
     `revision` None is the hub's main one, `cache` None the hub's default place. `is_revision_known`
-    tells whether the server said which it serves, `is_made_up` whether it has no weights of files.
+    tells whether the server said which it serves, `is_made_up` whether it has no weights of files,
+    `has_adapters` whether requests may name adapters, whose files nobody looks at.
     """
 
     name: str
@@ -50,6 +51,7 @@ class ServedModel(NamedTuple):
     cache: str | None = None
     is_revision_known: bool = True
     is_made_up: bool = False
+    has_adapters: bool = False
 
 
 class WeightOptions(NamedTuple):
@@ -94,14 +96,16 @@ def identity_of(
         if options.weights_id is not None:
             found: list[Any] = ["named", options.weights_id]
         else:
+            if any(model.has_adapters for model in models):
+                raise Untold("LoRA adapters are served, which are told by their names only")
             if options.weights is not None:
                 models = [ServedModel(options.weights)]
             found = [_looked_at(model, options, directory) for model in models]
     except Untold as why:
         logger.warning(
             "KV blocks are of use to this process only, and not after a restart: %s. To keep them "
-            'say "weights": "DIRECTORY" where the files of the weights are, or "weights_id": '
-            '"NAME" with another name for each version of the weights',
+            'say "weights_id": "NAME" with another name for each version of the weights and of '
+            'adapters, or, without adapters, "weights": "DIRECTORY" where the files are',
             why,
         )
         return None

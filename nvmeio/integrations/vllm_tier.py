@@ -241,6 +241,7 @@ def _served(offloading_spec: Any) -> tuple[list[ServedModel], list[Any]]:
             getattr(each, "revision", None),
             getattr(loading, "download_dir", None),
             is_made_up=loading.load_format == "dummy",
+            has_adapters=getattr(config, "lora_config", None) is not None,
         )
         for each in (model, drafts)
         if each is not None

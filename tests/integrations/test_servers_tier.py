@@ -502,6 +502,8 @@ def test_what_vllm_is_configured_with_counts(
     model = str(kv_weights.made(tmp_path / "model"))
 
     class VllmConfig:
+        lora_config: Any = None
+
         def __init__(self, settings: str, load_format: str = "auto") -> None:
             self.model_config = SimpleNamespace(
                 model=model, revision=None, compute_hash=lambda: settings
@@ -510,16 +512,30 @@ def test_what_vllm_is_configured_with_counts(
             self.cache_config = SimpleNamespace(prefix_caching_hash_algo="sha256")
             self.speculative_config = None
 
-    def configured(vllm_config: Any) -> Any:
-        return opened(Primary(), model)
+    def configured(vllm_config: Any, **options: Any) -> Any:
+        return opened(Primary(), model, **options)
 
     stored(configured(VllmConfig("bf16")), [b"a"]).shutdown()
     for settings, expected in (("fp8", False), ("bf16", True)):
         tier = configured(VllmConfig(settings))
         assert hits(tier, interface, [b"a"]) == [expected]
         tier.shutdown()
-    assert hits(configured(VllmConfig("bf16", "dummy")), interface, [b"a"]) == [False]
+    tier = configured(VllmConfig("bf16", "dummy"))
+    assert hits(tier, interface, [b"a"]) == [False]
+    tier.shutdown()
     assert "--load-format dummy" in caplog.text
+    # An adapter may have been trained again, under its name.
+    VllmConfig.lora_config = SimpleNamespace(max_loras=1)
+    for options, expected in (
+        ({}, False),
+        ({"weights": model}, False),
+        ({"weights_id": "1"}, True),
+    ):
+        stored(configured(VllmConfig("bf16"), **options), [b"a"]).shutdown()
+        tier = configured(VllmConfig("bf16"), **options)
+        assert hits(tier, interface, [b"a"]) == [expected]
+        tier.shutdown()
+    assert "LoRA adapters are served" in caplog.text
 
 
 def test_a_reset_of_vllms_caches_reaches_the_tier(

@@ -12,12 +12,7 @@ from nvmeio.errors import IntegrityError
 from nvmeio.files import read_buffered
 from nvmeio.inference._plan import packed_format, transformers
 from nvmeio.inference._plan.packed_format import FoundWeight, Packed
-from nvmeio.inference._plan.slot_layout import (
-    Weight,
-    WeightPart,
-    extents_within,
-    part_of,
-)
+from nvmeio.inference._plan.slot_layout import Weight, WeightPart, extents_within, part_of
 
 _PIECE_BYTES = 1 << 20
 

@@ -22,15 +22,9 @@ from nvmeio.handle import AioHandle
 from nvmeio.inference._parallel.rank_reader import RankReader, SharedFill
 from nvmeio.inference._plan.slot_layout import FileExtent, Read, WeightPart
 from nvmeio.inference._plan.units import Unit
+from nvmeio.inference._stream import stand_ins
 from nvmeio.inference._stream.packed_weights import Packed
 from nvmeio.inference._stream.slots import Conversions, SlotPools, WeightSlot
-from nvmeio.inference._stream.stand_ins import (
-    check_frozen,
-    install,
-    names_in,
-    take_back,
-    uninstall,
-)
 from nvmeio.operation import Operation
 
 
@@ -97,27 +91,29 @@ class Weights(Keeper[Unit, WeightSlot]):
         unit, at = slot.unit, None if slot.fill is None else slot.fill.failed_at
         if not isinstance(error, TransferError):
             return error
-        names = unit.name if at is None else names_in(unit, at.at, at.memory.nbytes)
+        names = unit.name if at is None else stand_ins.names_in(unit, at.at, at.memory.nbytes)
         return with_context(error, f"weights {names} of {unit.name}")
 
     def bind(self, slot: WeightSlot) -> None:
         """Show the weights, converted where that is needed."""
         if self._trainable:
-            check_frozen(slot.unit.targets)
+            stand_ins.check_frozen(slot.unit.targets)
             self._put_away_converted(slot)
         self._memory.ready(slot)
         slot.tensors = self._memory.tensors(slot)
         self._memory.converted(slot)
         if self._trainable:
             self._note_places(slot)
-        slot.shown = install(slot.unit.targets, slot.tensors)
+        slot.shown = stand_ins.install(slot.unit.targets, slot.tensors)
         experts = slot.unit.experts
         if experts is not None:  # who looks at them past their call would see some unread
-            slot.shown, slot.called = take_back(slot.unit.targets, slot.shown, experts.weights)
+            slot.shown, slot.called = stand_ins.take_back(
+                slot.unit.targets, slot.shown, experts.weights
+            )
 
     def unbind(self, slot: WeightSlot) -> None:
         """Show nothing; the room for conversions is the next one's."""
-        uninstall(slot.unit.targets)
+        stand_ins.uninstall(slot.unit.targets)
         slot.tensors, slot.shown, slot.called, slot.conversions = [], [], [], Conversions()
         if self._trainable:
             for memory in (slot.memory, slot.work):
@@ -201,7 +197,7 @@ class Weights(Keeper[Unit, WeightSlot]):
             if isinstance(failed, BatchError):
                 item, failed = failed.failures[0]
                 if isinstance(failed, TransferError):
-                    names = names_in(slot.unit, own[item].at, own[item].nbytes)
+                    names = stand_ins.names_in(slot.unit, own[item].at, own[item].nbytes)
                     failed = with_context(failed, f"weights {names} of {slot.unit.name}")
             if failed is not None:
                 raise failed
