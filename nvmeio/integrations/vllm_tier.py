@@ -215,8 +215,15 @@ class Tier:
         vLLM asks for this where its caches are reset (`reset_prefix_cache(reset_connector=True)`,
         a pause that clears caches, sleep), and for nothing else; weights may be others by then.
         """
-        self._store.new_generation()
+        self.new_generation()
         self._store.drain()
+
+    def new_generation(self) -> None:
+        """Find no chunk that was stored before: the weights in memory are others now.
+
+        For code of a user's own that changes them; vLLM does not call it.
+        """
+        self._store.new_generation()
 
     def shutdown(self) -> None:
         """End what was begun; the chunks stay on the drive. Idempotent."""

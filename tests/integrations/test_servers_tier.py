@@ -548,6 +548,9 @@ def test_a_reset_of_vllms_caches_reaches_the_tier(
     assert hits(tier, interface, [b"a", b"b"]) == [False, False]
     stored(tier, [b"a"])
     assert hits(tier, interface, [b"a", b"b"]) == [True, False]
+    tier.new_generation()  # for whoever updates weights himself
+    assert hits(tier, interface, [b"a", b"b"]) == [False, False]
+    stored(tier, [b"a"])
     tier.shutdown()
     # The next server has the weights of the files again, with which both were stored before.
     tier = opened(Primary(7), model)
