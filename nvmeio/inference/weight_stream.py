@@ -41,7 +41,7 @@ from nvmeio.inference import block_schedule
 from nvmeio.inference._parallel.rank_reader import RankReader
 from nvmeio.inference._parallel.stream_ranks import Ranks, new_reader
 from nvmeio.inference._plan.budget import Shares
-from nvmeio.inference._plan.units import Partition, Target, Unit
+from nvmeio.inference._plan.units import Partition, Unit
 from nvmeio.inference._stream.slots import SlotPools
 from nvmeio.inference._stream.stand_ins import ABSENT
 from nvmeio.inference._stream.turns import CLOSED, OwnPass, in_turn
@@ -247,10 +247,8 @@ class WeightStream(NotPickled, Closing):
             )
         return make()
 
-    def need_experts(
-        self, unit: Unit, top_k_index: torch.Tensor
-    ) -> Sequence[tuple[Target, torch.Tensor]]:
-        """Have those experts there that tokens are routed to; returns what their call shows.
+    def need_experts(self, unit: Unit, top_k_index: torch.Tensor) -> None:
+        """Have those experts in place that tokens are routed to.
 
         Args:
             unit: In use.
@@ -261,12 +259,11 @@ class WeightStream(NotPickled, Closing):
         """
         owner, uses = self._check()
         if unit.experts is None:
-            return ()
+            return
         hit = [e for e in torch.unique(top_k_index).tolist() if 0 <= e < unit.experts.number]
         try:
-            called = owner.call(uses.need_experts, unit, hit, self._cuda_stream())
+            owner.call(uses.need_experts, unit, hit, self._cuda_stream())
             uses.convert()
-            return called
         except BaseException:
             self._own_pass.spoil()
             raise

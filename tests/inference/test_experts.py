@@ -62,33 +62,6 @@ def test_a_hook_may_route_to_other_experts(tmp_path: Path, stream: Make) -> None
         assert logits(model, ids).equal(logits(whole, ids))
 
 
-def test_a_hook_sees_no_bytes_of_experts_that_were_not_read(tmp_path: Path, stream: Make) -> None:
-    """It saw what happened to lie there."""
-    saved(lambda: mixtral(experts=8), tmp_path)
-    model = stream(tmp_path, resident_bytes=least(stream, tmp_path), window=1)
-    experts = model.model.layers[1].mlp.experts
-    shapes: list[Any] = []
-    places = (model.model.layers[1].mlp, experts)
-    noting = [
-        hook(lambda *_: shapes.append(experts.down_proj.shape))
-        for place in places
-        for hook in (place.register_forward_pre_hook, place.register_forward_hook)
-    ]
-    one = prompt(batch=1, length=1)
-    whole = loaded(tmp_path)
-    assert logits(model, one).equal(logits(whole, one))
-    assert shapes == [whole.model.layers[1].mlp.experts.down_proj.shape] * 4
-    for hook in noting:
-        hook.remove()
-    for place in places:
-        for register in (place.register_forward_pre_hook, place.register_forward_hook):
-            looking = register(lambda *_: experts.down_proj.norm())
-            with pytest.raises(RuntimeError, match="is on disk"):
-                logits(model, one)
-            looking.remove()
-            assert logits(model, one).equal(logits(whole, one))
-
-
 def test_experts_that_change_their_weights_are_refused(tmp_path: Path, stream: Make) -> None:
     saved(mixtral, tmp_path)
     model = stream(tmp_path, resident_bytes=least(stream, tmp_path), window=1)

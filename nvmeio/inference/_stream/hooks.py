@@ -342,9 +342,8 @@ def _attach_experts(module: nn.Module, unit: Unit, stream: WeightStream) -> None
     place = list(inspect.signature(call).parameters).index("top_k_index")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        routed = kwargs["top_k_index"] if len(args) <= place else args[place]
-        with stand_ins.showing(stream.need_experts(unit, routed)):
-            return call(*args, **kwargs)
+        stream.need_experts(unit, kwargs["top_k_index"] if len(args) <= place else args[place])
+        return call(*args, **kwargs)
 
     module.forward = forward
 

@@ -30,7 +30,7 @@ from nvmeio.inference._plan.budget import Shares
 from nvmeio.inference._plan.checksums import Arriving, ExpectedBytes, verify
 from nvmeio.inference._plan.quantization import dequantise
 from nvmeio.inference._plan.slot_layout import Read, Weight
-from nvmeio.inference._plan.units import Target, Unit
+from nvmeio.inference._plan.units import Unit
 from nvmeio.inference._stream.packed_weights import Packed
 from nvmeio.pool import Lease, PinnedPool
 
@@ -59,7 +59,6 @@ class WeightSlot(window.Slot[Unit]):
         experts: For each expert, 1 where its bytes are there.
         tensors: The weights, while they are bound.
         shown: What the modules show, for each target, while they are bound.
-        called: What those of experts show while these are called.
         conversions: What is not converted yet of these.
         work: Where converted weights are, if that is memory of its own.
         streams: On a GPU: those that compute with the weights since they were bound.
@@ -79,7 +78,6 @@ class WeightSlot(window.Slot[Unit]):
         self.used: list[Mark] = []
         self.tensors: list[Any] = []
         self.shown: list[torch.Tensor] = []
-        self.called: list[tuple[Target, torch.Tensor]] = []
         self.conversions = Conversions()
         self.work: torch.Tensor | None = None
 

@@ -15,10 +15,9 @@ it would compute with the original's weights. So a copy is in memory, whole, wit
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -484,31 +483,6 @@ def shown_as(parameter: torch.Tensor, data: Any) -> nn.Parameter:
     made: nn.Parameter = torch.Tensor._make_subclass(kind, data.data, parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     return made
-
-
-def take_back(
-    targets: Sequence[Target], shown: Sequence[torch.Tensor], weights: Set[int]
-) -> tuple[list[torch.Tensor], list[tuple[Target, torch.Tensor]]]:
-    """Show nothing of some weights: what is shown now, and what was in their places."""
-    pairs = [*zip(targets, shown, strict=True)]
-    taken = [(target, tensor) for target, tensor in pairs if target.weight in weights]
-    uninstall([target for target, _ in taken])
-    left = [target.empty if target.weight in weights else tensor for target, tensor in pairs]
-    return left, taken
-
-
-@contextlib.contextmanager
-def showing(taken: Sequence[tuple[Target, torch.Tensor]]) -> Iterator[None]:
-    """Show, for one call, what `take_back` took; RuntimeError if the call has changed that."""
-    targets = [target for target, _ in taken]
-    check_absent(targets)
-    try:
-        for target, tensor in taken:
-            target.module._parameters[target.attribute] = tensor  # type: ignore[assignment]
-        yield
-        check_as_read(targets, [tensor for _, tensor in taken])
-    finally:
-        uninstall(targets)
 
 
 def uninstall(targets: Sequence[Target]) -> None:

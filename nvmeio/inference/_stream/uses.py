@@ -19,7 +19,7 @@ from nvmeio._residency.window import Window
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio.errors import ClosedError, DeviceTimeoutError
-from nvmeio.inference._plan.units import Partition, Target, Unit
+from nvmeio.inference._plan.units import Partition, Unit
 from nvmeio.inference._stream import stand_ins
 from nvmeio.inference._stream.slots import WeightSlot
 from nvmeio.inference._stream.turns import CLOSED, Turns, Waiting
@@ -158,10 +158,9 @@ class Uses:
         In the thread that has the turn.
         """
         slot = self._window.slot(unit)
-        if slot is None or not slot.bound:
-            return []
-        stand_ins.check_as_read(unit.targets, slot.shown)
-        return [*slot.shown, *(tensor for _, tensor in slot.called)]
+        shown = [] if slot is None else slot.shown
+        stand_ins.check_as_read(unit.targets if shown else [], shown)
+        return shown
 
     def convert(self) -> None:
         """Convert what is in use. In the thread that uses it, and has the turn."""
@@ -305,21 +304,18 @@ class Uses:
             memory.ready(alone)
             return partial(alone.conversions.make, memory.tensors(alone, keep=True)[0])
 
-    def need_experts(
-        self, unit: Unit, hit: Sequence[int], cuda_stream: Any
-    ) -> Sequence[tuple[Target, torch.Tensor]]:
-        """Read those experts of a unit in use that are missing; returns what their call shows."""
+    def need_experts(self, unit: Unit, hit: Sequence[int], cuda_stream: Any) -> None:
+        """Read those experts of a unit in use that are missing."""
         slot = self._window.slot(unit)
         experts = unit.experts
         if experts is None or slot is None:
-            return ()
+            return
         self._keeper.dense = len(hit) >= _DENSE_SHARE * experts.number
         missing = [expert for expert in hit if not slot.experts[expert]]
         if missing:
             with on_error(self._give_up), devices.on_stream(cuda_stream):
                 self._keeper.read_experts(slot, missing)
         self.experts_read += len(missing)
-        return slot.called
 
     # --- what it has done -----------------------------------------------------------------------
 

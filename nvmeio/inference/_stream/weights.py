@@ -105,16 +105,11 @@ class Weights(Keeper[Unit, WeightSlot]):
         if self._trainable:
             self._note_places(slot)
         slot.shown = stand_ins.install(slot.unit.targets, slot.tensors)
-        experts = slot.unit.experts
-        if experts is not None:  # who looks at them past their call would see some unread
-            slot.shown, slot.called = stand_ins.take_back(
-                slot.unit.targets, slot.shown, experts.weights
-            )
 
     def unbind(self, slot: WeightSlot) -> None:
         """Show nothing; the room for conversions is the next one's."""
         stand_ins.uninstall(slot.unit.targets)
-        slot.tensors, slot.shown, slot.called, slot.conversions = [], [], [], Conversions()
+        slot.tensors, slot.shown, slot.conversions = [], [], Conversions()
         if self._trainable:
             for memory in (slot.memory, slot.work):
                 if memory is not None:
