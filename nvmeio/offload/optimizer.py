@@ -269,9 +269,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
                 (`ratio`). A second interrupt is raised at once, and the step is undone meanwhile.
         """
         if closure is not None:
-            raise TypeError(
-                "a swapped optimizer takes no closure: call loss.backward() first, then step()"
-            )
+            raise TypeError("a swapped optimizer takes no closure: call backward(), then step()")
         self._check_open()
         inputs = self._given if self._transactions.owner.is_here else None
         if inputs is None or self._is_hooked():
