@@ -7,7 +7,6 @@ import copy
 import errno
 import json
 import pickle
-import re
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from _gpt import Block, Gpt, loss_of, train
 from inside import held_of, window_in_use
 from support import Turns, run_python
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.utils.checkpoint import checkpoint
 
 import nvmeio
 from nvmeio.offload import SwappedModule, SwappedOptimizer
@@ -497,75 +495,6 @@ def test_a_model_of_four_times_the_memory_trains(tmp_path: Path) -> None:
 
 
 # Bad input and faults
-
-
-def test_a_window_that_cannot_hold_a_part_says_what_can(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Give resident_bytes=") as told:
-        SwappedModule(gpt(), swap_dir=tmp_path, resident_bytes=8192)
-    assert "resident_bytes=8192 is too small" in str(told.value)
-    assert list(tmp_path.iterdir()) == []
-
-
-class _Scaled(torch.nn.Module):
-    """Layers of which one region is checkpointed, called from within a module with parameters."""
-
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.scale = torch.nn.Parameter(torch.rand(90))
-        self.layers = torch.nn.Sequential(*(torch.nn.Linear(90, 90, bias=False) for _ in range(4)))
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * self.scale
-        if self.reentrant is None:
-            return torch.tanh(self.layers(x)) * self.scale
-        out = checkpoint(self.layers, x, use_reentrant=self.reentrant)
-        return torch.tanh(out) * self.scale
-
-
-@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
-@pytest.mark.parametrize("kind", [_Scaled, gpt])
-def test_a_window_that_is_not_refused_trains(kind: Any, reentrant: Any, tmp_path: Path) -> None:
-    """One of the largest part was taken, and the first pass ended in MemoryError.
-
-    The modules around a part have their own parameters in memory; backward may have a weight while
-    a checkpointed region runs again; and what was free lay in pieces.
-    """
-    options: dict[str, Any] = {"swap_dir": tmp_path, "stage_bytes": 16 << 10}
-    with pytest.raises(ValueError, match="is too small") as refused:
-        SwappedModule(kind(reentrant), resident_bytes=4096, **options)
-    (enough,) = re.findall(r"Give resident_bytes=(\d+) or more", str(refused.value))
-    with pytest.raises(ValueError, match=f"Give resident_bytes={enough} or more"):
-        SwappedModule(kind(reentrant), resident_bytes=int(enough) - 4096, **options)
-    theirs = kind(reentrant)
-    with SwappedModule(kind(reentrant), resident_bytes=int(enough), **options) as module:
-        for step in range(3):
-            losses = [
-                loss_of(made, step) if kind is gpt else made(torch.ones(2, 3, 90)).square().mean()
-                for made in (module, theirs)
-            ]
-            torch.testing.assert_close(*losses)  # in tiles, of which last bits may differ
-            for loss in losses:
-                loss.backward()
-    ours = torch.cat([p.grad.flatten() for p in module.module.parameters()])
-    torch.testing.assert_close(ours, torch.cat([p.grad.flatten() for p in theirs.parameters()]))
-
-
-def test_the_number_in_the_refusal_is_enough_and_so_is_any_above(tmp_path: Path) -> None:
-    """Parts of a quarter of the window grow with it: twice the number could be refused."""
-
-    def wide() -> Any:
-        return torch.nn.Sequential(_Scaled(None), torch.nn.Linear(90, 300), _Scaled(None))
-
-    found = set()
-    for window in (4096, 8192, 20480):
-        with pytest.raises(ValueError, match="is too small") as refused:
-            SwappedModule(wide(), swap_dir=tmp_path, resident_bytes=window)
-        found.update(re.findall(r"Give resident_bytes=(\d+) or more", str(refused.value)))
-    (enough,) = map(int, found)
-    for window in range(enough, 4 * enough, 8192):
-        SwappedModule(wide(), swap_dir=tmp_path, resident_bytes=window).close()
 
 
 def test_modules_that_cannot_be_swapped(tmp_path: Path) -> None:
