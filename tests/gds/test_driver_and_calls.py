@@ -89,10 +89,7 @@ def test_p2pdma_is_switched_on_where_nothing_speaks_against_it(
 
         close_driver = open_driver
 
-        def properties(self) -> None:
-            return None
-
-        p2p_flags = properties
+        properties = p2p_flags = staticmethod(lambda: None)
 
     fake_cuda(monkeypatch)
     monkeypatch.setattr(driver, "preflight_problem", lambda: ("", "", ""))
