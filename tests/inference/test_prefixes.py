@@ -521,6 +521,13 @@ def test_a_store_that_is_being_written_to_is_waited_for_and_told(
 # Streamed models
 
 
+def save_retrained(model: Any, directory: Path) -> None:
+    """A loaded model, with other weights of the same shapes."""
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.mul_(0.99)
+    model.save_pretrained(directory)
+
+
 def test_a_streamed_model_shares_prefixes_with_the_whole(
     tmp_path: Path, stream: Make, one_handle: nvmeio.AioHandle
 ) -> None:
@@ -550,9 +557,7 @@ def test_the_weights_of_a_streamed_model_count(
     changed = loaded(tmp_path / "model")
     ids = prompt()
     PrefixCache(changed, tmp_path, SIZE, handle=one_handle).save("one", ids, computed(changed, ids))
-    with torch.no_grad():
-        changed.model.layers[1].self_attn.q_proj.weight.mul_(0.99)
-    changed.save_pretrained(tmp_path / "changed")
+    save_retrained(changed, tmp_path / "changed")
     model = stream(tmp_path / "changed", resident_bytes=400_000)
     with pytest.raises(ValueError, match="other weights"):
         PrefixCache(model, tmp_path, SIZE, handle=one_handle).load("one", ids)
@@ -563,17 +568,13 @@ def test_files_that_were_written_anew_count_once_they_are_opened(
 ) -> None:
     """What was known of the files before `reopen` went on to count."""
     saved(llama, tmp_path / "model")
-    changed = loaded(tmp_path / "model")
-    ids = prompt()
-    model = stream(tmp_path / "model", resident_bytes=400_000)
+    ids, model = prompt(), stream(tmp_path / "model", resident_bytes=400_000)
     kept = PrefixCache(model, tmp_path, SIZE, handle=one_handle)
     kept.save("one", ids, computed(model, ids))
     model.weight_stream.close()
     with pytest.raises(ClosedError, match="closed"):
         kept.load("one", ids)
-    with torch.no_grad():
-        changed.model.layers[1].self_attn.q_proj.weight.mul_(0.99)
-    changed.save_pretrained(tmp_path / "model")
+    save_retrained(loaded(tmp_path / "model"), tmp_path / "model")
     model.weight_stream.reopen()
     with pytest.raises(ValueError, match="other weights"):
         kept.load("one", ids)
@@ -584,12 +585,8 @@ def test_the_files_that_a_stream_has_open_count(
 ) -> None:
     """Others had taken their names since: keys of the old weights were kept as of the new."""
     saved(llama, tmp_path / "model")
-    changed = loaded(tmp_path / "model")
-    ids = prompt()
-    model = stream(tmp_path / "model", resident_bytes=400_000)
-    with torch.no_grad():
-        changed.model.layers[1].self_attn.q_proj.weight.mul_(0.99)
-    changed.save_pretrained(tmp_path / "new")
+    ids, model = prompt(), stream(tmp_path / "model", resident_bytes=400_000)
+    save_retrained(loaded(tmp_path / "model"), tmp_path / "new")
     os.replace(tmp_path / "new" / "model.safetensors", tmp_path / "model" / "model.safetensors")
     PrefixCache(model, tmp_path, SIZE, handle=one_handle).save("one", ids, computed(model, ids))
     other = stream(tmp_path / "model", resident_bytes=400_000)
