@@ -58,6 +58,10 @@ def on_demand(module: str, name: str, make: Callable[[], Any]) -> Callable[[str]
     return found
 
 
+# Where the two packages of Lightning keep the Trainer and its callbacks.
+LIGHTNING = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+
+
 def lightning_modules(places: Mapping[str, str]) -> list[str]:
     """The module of each Lightning package that is in use, else of those that are installed."""
     names = [name for name in places if name in sys.modules]

@@ -23,7 +23,7 @@ from nvmeio.checkpoint import SaveReport, load, save
 from nvmeio.checkpoint.background import BackgroundSaver
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
-from nvmeio.integrations._clients import joined, lightning_modules, on_demand
+from nvmeio.integrations._clients import LIGHTNING, joined, lightning_modules, on_demand
 
 logger = logging.getLogger("nvmeio")
 
@@ -38,12 +38,6 @@ __all__ = [
 _PLUGIN_MODULES = {
     "lightning": "lightning.fabric.plugins.io.checkpoint_io",
     "pytorch_lightning": "lightning_fabric.plugins.io.checkpoint_io",
-}
-
-# And the callback that decides when to save.
-_CALLBACKS = {
-    "lightning": "lightning.pytorch.callbacks",
-    "pytorch_lightning": "pytorch_lightning.callbacks",
 }
 
 
@@ -147,6 +141,10 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
     also `teardown`, which the Trainer calls at its end. If a later save fails and nobody waits for
     it, the program's exit status is 120.
 
+    With a ``filename`` that is the same at each save, use `NvmeModelCheckpoint`: Lightning's own
+    callback looks for the files that are there, finds no name taken while one is being written, and
+    writes over it.
+
     Do not put Lightning's `AsyncCheckpointIO` around this: it removes old checkpoints before new
     ones are there. If a wrapper saves in a thread of its own, the save returns when it is durable,
     so the wrapper learns of a failure.
@@ -164,6 +162,7 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
         super().__init__(checksum=checksum, handle=handle)
         self._made: BackgroundSaver | None = None
         self._thread = threading.get_ident()
+        self._begun: set[str] = set()  # files that are saved or removed, since the last save
 
     def guard(self, *optimizers: torch.optim.Optimizer) -> None:
         """Deprecated: does nothing; see `Checkpointer.guard`."""
@@ -190,7 +189,9 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
             TypeError, ValueError: As `NvmeCheckpointIO.save_checkpoint`.
             TransferError: An earlier save failed. This one was not begun.
         """
-        self._saver.save(checkpoint, self._prepared(path, storage_options))
+        target = self._prepared(path, storage_options)
+        self._saver.save(checkpoint, target)
+        self._begun = {target}
         if threading.get_ident() != self._thread:
             self.wait()
 
@@ -212,6 +213,7 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
             _remove(target)
         else:
             self._saver.after(lambda: _remove(target))
+            self._begun.add(target)
 
     def wait(self) -> None:
         """Block until all that was begun is durable.
@@ -253,6 +255,14 @@ class NvmeModelCheckpointMixin:
     If another plugin saves, or the strategy writes checkpoints of its own (DeepSpeed, sharded
     FSDP), a warning says so, and checkpoints are written as without this class.
     """
+
+    def file_exists(self, filepath: Any, trainer: Any) -> bool:
+        """As Lightning's, which gives a name that is taken a version (``-v1``)."""
+        plugin = trainer.strategy.checkpoint_io
+        if isinstance(plugin, AsyncNvmeCheckpointIO) and _local(filepath) in plugin._begun:
+            plugin.wait()
+        found: bool = super().file_exists(filepath, trainer)  # type: ignore[misc]
+        return found
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to save in the background."""
@@ -307,7 +317,7 @@ def _remove(target: str) -> None:
 
 
 def _model_checkpoint() -> Any:
-    stock = importlib.import_module(lightning_modules(_CALLBACKS)[0]).ModelCheckpoint
+    stock = importlib.import_module(lightning_modules(LIGHTNING)[0]).callbacks.ModelCheckpoint
     about = "Lightning's ``ModelCheckpoint`` with `NvmeModelCheckpointMixin`."
     return joined("NvmeModelCheckpoint", NvmeModelCheckpointMixin, stock, doc=about)
 

@@ -15,12 +15,10 @@ from typing import Any
 
 from nvmeio._residency import calls
 from nvmeio._storage.durable import make_directory
-from nvmeio.integrations._clients import joined, lightning_modules
+from nvmeio.integrations._clients import LIGHTNING, joined, lightning_modules
 from nvmeio.offload import SwappedOptimizer, follow, swapped_like
 
 __all__ = ["LightningSwappedOptimizer", "SwapOptimizers"]  # noqa: F822
-
-_PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
 
 class LightningSwappedOptimizer(SwappedOptimizer):
@@ -113,8 +111,8 @@ def __getattr__(name: str) -> Any:
     if name != "SwapOptimizers":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Two packages, two classes of the same name: a Trainer asks for its own.
-    bases = tuple(importlib.import_module(each).Callback for each in lightning_modules(_PACKAGES))
+    bases = tuple(importlib.import_module(each).Callback for each in lightning_modules(LIGHTNING))
     made = joined("SwapOptimizers", _SwapOptimizers, *bases)
-    if len(bases) == len(_PACKAGES):
+    if len(bases) == len(LIGHTNING):
         globals()[name] = made
     return made

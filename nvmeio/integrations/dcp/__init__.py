@@ -446,7 +446,7 @@ def _as_here(work: Callable[[], Value]) -> Callable[[], Value]:
 
 
 def _with_prefix(plan: SavePlan, rank: int) -> SavePlan:
-    return dataclasses.replace(plan, storage_data=_StoragePrefix(stored.prefix_of(rank)))
+    return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
 
 
 def _nbytes(item: WriteItem) -> int:

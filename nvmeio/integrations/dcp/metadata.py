@@ -116,11 +116,6 @@ def metadata_path(folder: Path, rank: int | None) -> Path:
     return folder / (METADATA if rank is None else f"__{rank}{METADATA}")
 
 
-def prefix_of(rank: int) -> str:
-    """What a rank's data files begin with, as torch has it."""
-    return f"__{rank}_"
-
-
 def replacing(prefix: str, save_id: str) -> str:
     """The same for a save that replaces a checkpoint: no file of that one has such a name."""
     return f"{prefix}{save_id[:8]}_"

@@ -198,13 +198,10 @@ class Skeletons:
     def _skeleton(self, dtype: torch.dtype, shape: torch.Size) -> FileLayout:
         key = (dtype, shape)
         if key not in self._known:
-            skip_data = getattr(torch.serialization, "skip_data", None)
-            if skip_data is None:
-                raise BackendUnavailableError("torch.serialization.skip_data is missing")
             # Never touched, so it takes address space and no memory.
             hollow = torch.empty(shape, dtype=dtype, device="cpu")
             sink = Sink()
-            with skip_data():  # a plain tensor: no code of others is run meanwhile
+            with torch.serialization.skip_data():  # of a plain tensor, so no code of others is run
                 torch.save(hollow, sink)  # type: ignore[arg-type]
             self._known[key] = layout_of(skeleton_of(sink), {"0": hollow.untyped_storage()})
             if hollow.nbytes != sum(record.nbytes for record in self._known[key].records):

@@ -1,0 +1,99 @@
+"""Names of Lightning's checkpoints that are written while training goes on."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from integrations import _lightning
+from integrations._lightning import new_module
+from support import PATIENCE_S
+
+from nvmeio.checkpoint import background
+from nvmeio.integrations import lightning as plugins
+from nvmeio.integrations.lightning import AsyncNvmeCheckpointIO
+
+pl = _lightning.pl  # a fixture
+
+
+class Late(AsyncNvmeCheckpointIO):
+    """No file gets its name before somebody waits for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        commit = background.Replacement.commit
+
+        def late(*arguments: Any) -> None:
+            assert self.gate.wait(PATIENCE_S)
+            commit(*arguments)
+
+        monkeypatch.setattr(background.Replacement, "commit", late)
+
+    def wait(self) -> None:
+        self.gate.set()
+        super().wait()
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        self.wait()
+        self.gate.clear()
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def kept(
+    pl: ModuleType, folder: Path, kind: Any, plugin: Any, options: dict[str, Any]
+) -> tuple[dict[str, int], list[str]]:
+    """The step in each file behind a training of eight steps, and the callback's best files."""
+
+    class Logging(type(new_module(pl))):  # type: ignore[misc]
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            self.log("number", float(len(self.losses)))
+            found: torch.Tensor = super().training_step(batch, index)
+            return found
+
+    callback = kind(dirpath=folder, filename="same", every_n_train_steps=1, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few workers and the like
+        trainer = pl.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            plugins=[plugin] if plugin is not None else None,
+            callbacks=[callback],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Logging())
+    steps = {
+        name: torch.load(folder / name, weights_only=False)["global_step"]
+        for name in os.listdir(folder)
+    }
+    return steps, [os.path.basename(path) for path in callback.best_k_models]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"save_top_k": -1, "monitor": "number"},
+        {"save_top_k": 3, "monitor": "number", "mode": "max"},
+        {"save_top_k": 2, "monitor": "number", "mode": "max", "save_last": "link"},
+    ],
+    ids=str,
+)
+def test_a_name_is_taken_while_its_file_is_written(
+    pl: ModuleType, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next save of the same name was written over it."""
+    stock = pl.callbacks.ModelCheckpoint
+    wanted = kept(pl, tmp_path / "stock", stock, None, options)
+
+    class Ours(plugins.NvmeModelCheckpointMixin, stock):  # type: ignore[misc,valid-type]
+        pass
+
+    assert kept(pl, tmp_path / "ours", Ours, Late(monkeypatch), options) == wanted
