@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nvmeio.integrations._clients import joined, on_demand
-from nvmeio.offload import SwappedOptimizer
-from nvmeio.offload.optimizer import swapped_like
+from nvmeio.offload import SwappedOptimizer, follow, swapped_like
 
 __all__ = ["NvmeOffloadTrainer", "NvmeOffloadTrainerMixin"]  # noqa: F822
 
@@ -61,12 +60,14 @@ class NvmeOffloadTrainerMixin:
         return optimizer if isinstance(optimizer, SwappedOptimizer) else None
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own optimizer, swapped."""
+        """The Trainer's own optimizer, swapped; a scheduler that it was given with goes on."""
         trainer: Any = self
         made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        if not isinstance(made, SwappedOptimizer):
-            made = trainer.optimizer = swapped_like(made, **self._nvme_offload)
-        return made
+        if self._swapped() is None:
+            trainer.optimizer = swapped_like(made, **self._nvme_offload)
+            if getattr(trainer.lr_scheduler, "optimizer", None) is made:
+                follow(trainer.lr_scheduler, trainer.optimizer)
+        return trainer.optimizer
 
     def close_offload(self) -> None:
         """Give back memory and swap files now, rather than with the Trainer."""

@@ -55,8 +55,12 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def trained(kind: Any, folder: Path, resume: Any = None, steps: int = 6, **options: Any) -> Any:
     arguments = {"max_grad_norm": 1.0, **options.pop("arguments", {})}
+    model = llama()
+    if "scheduler" in options:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        options["optimizers"] = optimizer, options.pop("scheduler")(optimizer)
     trainer = kind(
-        model=llama(),
+        model=model,
         args=transformers.TrainingArguments(
             output_dir=str(folder),
             max_steps=steps,
@@ -145,6 +149,26 @@ def test_a_training_that_was_killed_is_started_again(tmp_path: Path) -> None:
     again.close_offload()
     assert losses(again) == losses(killed)
     assert list(swap.iterdir()) == []
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_scheduler_of_ones_own_reaches_the_drive(nested: bool, tmp_path: Path) -> None:
+    """It went on with the optimizer in memory, and the rate on the drive stayed what it was."""
+
+    def falling(optimizer: Any) -> Any:
+        schedulers = torch.optim.lr_scheduler
+        made = schedulers.ExponentialLR(optimizer, 0.5)
+        return schedulers.ChainedScheduler([made], optimizer) if nested else made
+
+    theirs = trained(transformers.Trainer, tmp_path / "theirs", scheduler=falling)
+    offload = {"swap_dir": tmp_path / "swap"}
+    ours = trained(NvmeOffloadTrainer, tmp_path / "ours", scheduler=falling, nvme_offload=offload)
+    assert losses(ours) == losses(theirs)
+    for trainer in (ours, theirs):  # and once more, with what there is
+        trainer.train()
+    assert losses(ours) == losses(theirs)
+    assert ours.optimizer.param_groups[0]["lr"] == theirs.optimizer.param_groups[0]["lr"] < 1e-3
+    ours.close_offload()
 
 
 def test_it_wants_a_directory(tmp_path: Path) -> None:
