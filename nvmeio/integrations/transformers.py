@@ -93,16 +93,20 @@ def from_pretrained(
     Raises:
         IntegrityError: A file is malformed.
         TransferError: A file cannot be read.
-        ValueError: The weights are quantised by `nvmeio pack`: `stream_model` reads them.
+        ValueError: The weights are quantised by `nvmeio pack`: `stream_model` reads them. Or they
+            are not all: transformers itself loads a ``variant``, and the adapter of a directory.
         ImportError: transformers is not installed.
     """
     transformers = importlib.import_module("transformers")
+    folder = os.path.join(directory, options.pop("subfolder", ""))
+    if options.get("variant") or os.path.isfile(os.path.join(folder, "adapter_config.json")):
+        raise ValueError(f"{directory}: transformers itself only loads variants and adapters")
     if config is None:
-        config = transformers.AutoConfig.from_pretrained(directory)
+        config = transformers.AutoConfig.from_pretrained(folder)
     if not hasattr(model_class, "_from_config") or hasattr(model_class, "_model_mapping"):
         auto: Any = importlib.import_module("transformers.models.auto.auto_factory")
         model_class = auto._get_model_class(config, model_class._model_mapping)
-    state = load_safetensors(directory, handle=handle)
+    state = load_safetensors(folder, handle=handle)
     if any(name.endswith(packed_index.SUFFIXES) for name in state):
         raise ValueError(
             f"{os.fspath(directory)} holds weights that nvmeio pack quantised, which transformers "
@@ -113,9 +117,9 @@ def from_pretrained(
         # As transformers: older models have what generates in their config.json.
         old = {"_from_model_config": True}
         for name, more in (("config.json", old), ("generation_config.json", {})):
-            if os.path.isfile(os.path.join(directory, name)):
+            if os.path.isfile(os.path.join(folder, name)):
                 model.generation_config = transformers.GenerationConfig.from_pretrained(
-                    directory, name, **more
+                    folder, name, **more
                 )
     model.config._name_or_path = model.name_or_path = os.fspath(directory)
     return model
@@ -154,25 +158,20 @@ class NvmeTrainerMixin:
         finally:
             saving, self._nvme_saving = self._nvme_saving, None
             if saving is not None:
-                saving.give_up()
                 saving.release()
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         trainer: Any = self
         reason = why_not(trainer) if self.nvme_guard else None
-        if not self.nvme_guard or reason or not _is_plain(trainer):
-            if self.nvme_guard:
-                logger.warning(
-                    "nvme_guard: checkpoints are saved before training goes on: %s",
-                    reason or "their files are not those that are known here",
-                )
+        if reason is not None:
+            logger.warning("nvme_guard: checkpoints are saved before training goes on: %s", reason)
+        if reason is not None or not self.nvme_guard:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
             return
         if self._nvme_saving is None:
             self._nvme_saving = TrainerSaving(self.nvme_handle)
         saving = self._nvme_saving
         saving.wait()
-        saving.give_up()
         run_directory = trainer._get_output_dir(trial=trial)
         saving.begin(run_directory)
         with on_error(saving.give_up):
@@ -379,6 +378,8 @@ class TrainerSaving:
 def why_not(trainer: Any) -> str | None:
     """Why a Trainer's checkpoints cannot be written meanwhile; None if they can."""
     args = trainer.args
+    if not _is_plain(trainer):
+        return "their files are not those that are known here"
     if args.world_size > 1:
         return "several processes write into one checkpoint"
     if args.push_to_hub:

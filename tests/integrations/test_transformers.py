@@ -182,6 +182,22 @@ def test_options_reach_transformers(tmp_path: Path) -> None:
     assert_same(loaded, llama().bfloat16())
 
 
+def test_other_weights_than_the_directorys_are_not_passed_over(tmp_path: Path) -> None:
+    """Those of the directory itself were loaded, without a word."""
+    llama().save_pretrained(tmp_path)
+    torch.manual_seed(1)
+    other = transformers.LlamaForCausalLM(llama().config)
+    other.save_pretrained(tmp_path / "other")
+    loaded = from_pretrained(transformers.LlamaForCausalLM, tmp_path, subfolder="other")
+    assert_same(loaded, other)
+    other.save_pretrained(tmp_path, variant="fp16")
+    with pytest.raises(ValueError, match="variants and adapters"):
+        from_pretrained(transformers.LlamaForCausalLM, tmp_path, variant="fp16")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="variants and adapters"):
+        from_pretrained(transformers.LlamaForCausalLM, tmp_path)
+
+
 def test_loaded_weights_are_not_copied(tmp_path: Path, handle: nvmeio.AioHandle) -> None:
     save_pretrained(llama(), tmp_path)
     loaded = from_pretrained(transformers.LlamaForCausalLM, tmp_path, handle=handle)
