@@ -348,11 +348,12 @@ class TrainerSaving:
         hidden, self.directory = self.directory, None
         assert hidden is not None
         savers = self.savers[: self._files]
-        limit, others = trainer.args.save_total_limit, savers[1:]
+        kept = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
+        name = partial(_name, hidden, run_directory, savers[1:], *kept)
         if savers:
-            savers[0].after(lambda: _name(hidden, run_directory, others, limit))
+            savers[0].after(name)
         else:
-            _name(hidden, run_directory, [], limit)
+            name()
 
     def give_up(self) -> None:
         """The checkpoint was not made as a whole: it gets no name."""
@@ -392,18 +393,18 @@ def why_not(trainer: Any) -> str | None:
 
 
 def _name(
-    hidden: str, run_directory: str, others: list[BackgroundSaver], limit: int | None
+    hidden: str, run: str, others: list[BackgroundSaver], limit: int | None, best: str | None
 ) -> None:
     for saver in others:
         saver.wait()
     for name in os.listdir(hidden):
-        target = os.path.join(run_directory, name)
+        target = os.path.join(run, name)
         if os.path.isdir(target):
             shutil.rmtree(target)
         sync_directory(os.path.join(hidden, name))
         os.rename(os.path.join(hidden, name), target)
     os.rmdir(hidden)
-    sync_directory(run_directory)
+    sync_directory(run)
     rotate = getattr(importlib.import_module("transformers.trainer"), "rotate_checkpoints", None)
     if rotate is not None:
-        rotate(output_dir=run_directory, save_total_limit=limit, use_mtime=True)
+        rotate(run, limit, best, use_mtime=True)

@@ -34,6 +34,10 @@ class NvmeOffloadTrainerMixin:
         TypeError: `nvme_offload` is missing or has no "swap_dir".
     """
 
+    accelerator: Any  # the Trainer's, like these
+    optimizer: Any
+    lr_scheduler: Any
+
     def __init__(
         self, *args: Any, nvme_offload: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
@@ -42,32 +46,28 @@ class NvmeOffloadTrainerMixin:
         self._nvme_offload = dict(nvme_offload)
         super().__init__(*args, **kwargs)
         if self._nvme_offload.get("gradients") == "disk":
-            trainer: Any = self
             # The Trainer clips, and logs the norm, through the accelerator; that would see one
             # gradient only.
-            trainer.accelerator.clip_grad_norm_ = self._clip_grad_norm_
+            self.accelerator.clip_grad_norm_ = self._clip_grad_norm_
 
     def _clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        trainer: Any = self
         optimizer = self._swapped()
         if optimizer is None:
             raise RuntimeError("the Trainer clips gradients before it has made an optimizer")
-        return optimizer.clip_grad_norm_(max_norm, norm_type, scaler=trainer.accelerator.scaler)
+        return optimizer.clip_grad_norm_(max_norm, norm_type, scaler=self.accelerator.scaler)
 
     def _swapped(self) -> SwappedOptimizer | None:
-        trainer: Any = self
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return optimizer if isinstance(optimizer, SwappedOptimizer) else None
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own optimizer, swapped; a scheduler that it was given with goes on."""
-        trainer: Any = self
         made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if self._swapped() is None:
-            trainer.optimizer = swapped_like(made, **self._nvme_offload)
-            if getattr(trainer.lr_scheduler, "optimizer", None) is made:
-                follow(trainer.lr_scheduler, trainer.optimizer)
-        return trainer.optimizer
+            self.optimizer = swapped_like(made, **self._nvme_offload)
+            if getattr(self.lr_scheduler, "optimizer", None) is made:
+                follow(self.lr_scheduler, self.optimizer)
+        return self.optimizer
 
     def close_offload(self) -> None:
         """Give back memory and swap files now, rather than with the Trainer."""

@@ -296,7 +296,11 @@ def train(
         **options,
     )
     trainer = trainer_class(
-        model=llama(), args=arguments, train_dataset=Texts(), callbacks=[losses]
+        model=llama(),
+        args=arguments,
+        train_dataset=Texts(),
+        eval_dataset=Texts(),
+        callbacks=[losses],
     )
     if handle is not None:
         trainer.nvme_handle = handle
@@ -432,6 +436,21 @@ def test_training_goes_on_while_it_is_saved_and_files_are_the_same(
     assert sum(report.moved_bytes for report in trainer.reports) > 0
     rest, _ = train(NvmeTrainer, tmp_path / "more", 6, ours, **options)
     assert set(rest) == {5, 6}
+
+
+def test_the_best_checkpoint_of_a_run_before_is_kept(tmp_path: Path) -> None:
+    """Without its metric checkpoints are saved meanwhile, and it was the oldest of them."""
+    options = {"save_total_limit": 2, "metric_for_best_model": "loss"}
+
+    class Worse(transformers.Trainer):  # type: ignore[name-defined,misc]
+        def _determine_best_metric(self, *arguments: Any, **named: Any) -> bool:
+            self.state.best_global_step = 2
+            return False
+
+    _, trainer = train(Worse, tmp_path, 6, eval_strategy="steps", eval_steps=1, **options)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    train(Guarding, tmp_path, 10, tmp_path / "checkpoint-6", save_total_limit=2)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-10", "checkpoint-2"]
 
 
 class Overflowing(torch.amp.GradScaler):
