@@ -256,13 +256,12 @@ class NvmeModelCheckpointMixin:
     FSDP), a warning says so, and checkpoints are written as without this class.
     """
 
-    def file_exists(self, filepath: Any, trainer: Any) -> bool:
+    def file_exists(self, filepath: Any, trainer: Any) -> Any:
         """As Lightning's, which gives a name that is taken a version (``-v1``)."""
         plugin = trainer.strategy.checkpoint_io
         if isinstance(plugin, AsyncNvmeCheckpointIO) and _local(filepath) in plugin._begun:
             plugin.wait()
-        found: bool = super().file_exists(filepath, trainer)  # type: ignore[misc]
-        return found
+        return super().file_exists(filepath, trainer)  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to save in the background."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,48 @@ def test_loaded_masters_are_seen_by_the_next_forward(tmp_path: Path) -> None:
         module(x)
         two.load_state_dict(one.state_dict())
         assert torch.equal(module(x), first(x))
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("on_drive", [False, True])
+def test_masters_begin_with_weights_that_were_trained_in_memory(
+    on_drive: bool, before: bool, ratio: float, tmp_path: Path
+) -> None:
+    """They were those of a run `before`, or of the module before it was loaded, without a word."""
+    options: dict[str, Any] = {"master_dtype": torch.float32, "lr": 1e-2, "ratio": ratio}
+    x = torch.randn(2, 64).bfloat16()
+
+    def step(made: Any, optimizer: Any) -> None:
+        made(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain = linears().bfloat16()
+    in_memory = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    if before:
+        with swapped(plain, tmp_path / "before", **options) as one:
+            step(plain, one)
+            in_memory.load_state_dict(one.state_dict())
+    for _ in range(5):
+        step(plain, in_memory)
+    state = in_memory.state_dict()
+    assert before == ("master" in state["state"][0])
+    with contextlib.ExitStack() as opened:
+        made: Any = linears().bfloat16()
+        if on_drive:
+            made = SwappedModule(made, swap_dir=tmp_path, resident_bytes=1 << 20)
+            opened.enter_context(made)
+        two = opened.enter_context(swapped(made, tmp_path, **options))
+        made.load_state_dict(plain.state_dict())
+        two.load_state_dict(state)
+        assert torch.equal(made(x), plain(x))
+        step(made, two)
+        step(plain, in_memory)
+        torch.testing.assert_close(made(x), plain(x), rtol=0.02, atol=0.02)
+        masters = [each["master"] for each in two.state_dict()["state"].values()]
+        for master, weight in zip(masters, plain.parameters(), strict=True):
+            assert (master - weight).abs().max() < 1e-2
 
 
 def test_a_ratio_that_cannot_be_is_refused(tmp_path: Path) -> None:

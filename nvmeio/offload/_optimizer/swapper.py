@@ -33,7 +33,7 @@ from nvmeio.offload._optimizer.arithmetic import Stepper, placed
 from nvmeio.offload._optimizer.gradients import GradientSwapper
 from nvmeio.offload._optimizer.memory_plans import Cuts
 from nvmeio.offload._optimizer.params import StepInputs, SwappedParam, grads_of
-from nvmeio.offload._optimizer.turns import StateLoad, Step, Swapped
+from nvmeio.offload._optimizer.turns import MASTER, StateLoad, Step, Swapped
 from nvmeio.offload._swap_files.pipeline import DeviceTurns, Pipeline, Times, new_helper
 from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, Subgroup
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
@@ -304,7 +304,7 @@ class StateSwapper(Swapped):
         for number, small in load.change.small.items():
             load.change.small[number] = self._placed(pieces[number], small, groups)
         self.store.commit(load.change, list(groups))
-        if load.has_masters:
+        if any(entry and MASTER in entry for entry in states.values()):  # weights follow them
             try:
                 self.give_back(self.subgroups)
                 load.follow_resident_masters()

@@ -115,8 +115,8 @@ class Swapped:
         """The moves that bring the weights of parameters that live on the drive."""
         return [m for p in pieces for m in _param_moves(subgroup, p, self.param_of(p))]
 
-    def param_writes(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> list[FileSpan]:
-        """The moves that take rounded weights to parameters that live on the drive."""
+    def rounded_moves(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> list[FileSpan]:
+        """The moves between a slot and rounded weights that live on the drive."""
         return self.param_reads((p for p in pieces if self.param_of(p).stores_rounded), subgroup)
 
     # Weights to the drive, and back
@@ -187,7 +187,7 @@ class Swapped:
         """Copy weights of a slot into their parameters; returns what must be written for that."""
         for piece in pieces:
             weights_out(subgroup, piece, self.param_of(piece), slot)
-        return self.param_writes(subgroup, pieces)
+        return self.rounded_moves(subgroup, pieces)
 
 
 def weights_out(subgroup: Subgroup, piece: Piece, param: SwappedParam, slot: torch.Tensor) -> None:
@@ -318,7 +318,7 @@ class Step:
                 self._compute(subgroup, pieces, slot)
             else:
                 self._compute_there(swapped.device, subgroup, pieces, slot)
-            move_all(swapped.handles, slot, swapped.param_writes(subgroup, pieces), writing=True)
+            move_all(swapped.handles, slot, swapped.rounded_moves(subgroup, pieces), writing=True)
         self.settle()
 
     def settle(self) -> None:
@@ -373,7 +373,7 @@ class Step:
             self.why_no_undo = _NOT_STORED
         self._compute(subgroup, pieces, slot)
         writes = self._swapped.files.writes(subgroup, pieces)
-        return writes + self._swapped.param_writes(subgroup, pieces)
+        return writes + self._swapped.rounded_moves(subgroup, pieces)
 
     def _seal(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
         self.change.sums.update(self._swapped.files.sum_up(slot, pieces))
@@ -492,34 +492,31 @@ class StateLoad:
         self._states = states
         self.turns: list[SlotTurn] = []
         self.change = Change()
-        self._resident = [subgroup for subgroup in swapped.subgroups if subgroup.resident]
+        self._resident = [(s, swapped.resident[id(s)]) for s in swapped.subgroups if s.resident]
         for subgroup in swapped.subgroups:
             if subgroup.resident:
                 continue
-            in_stores = [p for p in subgroup.pieces if swapped.param_of(p).param_store is not None]
+            lent = [piece for piece in subgroup.pieces if piece.lent]
             self.turns.append(
                 SlotTurn(
-                    swapped.files.weights(subgroup, in_stores),
+                    swapped.files.weights(subgroup, lent)
+                    + swapped.rounded_moves(subgroup, subgroup.pieces),
                     functools.partial(self._take_over, subgroup),
-                    swapped.files.verifying(in_stores, []),
+                    swapped.files.verifying(lent, []),
                     functools.partial(self._seal, subgroup),
                 )
             )
             self.change.moved.update(p.number for p in subgroup.pieces if p.spans)
 
-    @property
-    def has_masters(self) -> bool:
-        """Whether there are master weights, which the parameters have to follow."""
-        return any(entry and MASTER in entry for entry in self._states.values())
-
     def load_resident(self) -> None:
-        for subgroup in self._resident:
-            self._take_over(subgroup, self._swapped.resident[id(subgroup)])
+        for subgroup, memory in self._resident:
+            reads = self._swapped.rounded_moves(subgroup, subgroup.pieces)
+            move_all(self._swapped.handles, memory, reads, writing=False)
+            self._take_over(subgroup, memory)
 
     def follow_resident_masters(self) -> None:
         """Bring the master weights that stay in memory into their parameters."""
-        for subgroup in self._resident:
-            slot = self._swapped.resident[id(subgroup)]
+        for subgroup, slot in self._resident:
             stored = [piece for piece in subgroup.pieces if piece.stored]
             writes = self._swapped.to_params(subgroup, stored, slot)
             move_all(self._swapped.handles, slot, writes, writing=True)
@@ -543,10 +540,12 @@ class StateLoad:
         self, subgroup: Subgroup, piece: Piece, entry: dict[str, Any] | None, slot: torch.Tensor
     ) -> None:
         param = self._swapped.param_of(piece)
-        if entry and MASTER in entry:
-            given = part(local(entry[MASTER]), piece.start, piece.stop, piece.shape)
+        master = (entry or {}).get(MASTER)
+        # A class in memory rounds it when it loads, and leaves it behind when it steps.
+        if master is not None and not master.dtype == param.dtype != piece.step_dtype:
+            given = part(local(master), piece.start, piece.stop, piece.shape)
             view(slot, piece.spans[WEIGHTS]).copy_(given)
-        elif param.param_store is None:
+        else:
             weights_in(subgroup, piece, param, slot)
 
     def _take_state(
