@@ -94,7 +94,7 @@ class NvmeCheckpointIO:
                 "`CheckpointIO` to define how you'd like to use `storage_options`."
             )
         target = _local(path)
-        os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
         return target
 
     def load_checkpoint(
@@ -299,13 +299,13 @@ def _writes_itself(strategy: Any) -> str | None:
 def _local(path: str | os.PathLike[str]) -> str:
     name = os.fspath(path)
     if name.startswith("file://"):
-        return name.removeprefix("file://")
-    if "://" in name:
+        name = name.removeprefix("file://")
+    elif "://" in name:
         raise ValueError(
             f"{name} is not a file of this machine: NvmeCheckpointIO writes to local file systems; "
             "leave it out of Trainer(plugins=…) for others"
         )
-    return name
+    return os.path.join(os.getcwd(), name)  # os.chdir must not move it while it is written
 
 
 def _remove(target: str) -> None:

@@ -97,3 +97,21 @@ def test_a_name_is_taken_while_its_file_is_written(
         pass
 
     assert kept(pl, tmp_path / "ours", Ours, Late(monkeypatch), options) == wanted
+
+
+def test_a_relative_name_is_that_of_the_call(
+    pl: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was found when the file was written, and removed, where the program was by then."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "old.ckpt").write_text(folder.name)
+    monkeypatch.chdir(here)
+    plugin = Late(monkeypatch)
+    plugin.save_checkpoint({"weight": torch.ones(3)}, "new.ckpt")
+    plugin.remove_checkpoint("old.ckpt")
+    monkeypatch.chdir(there)
+    plugin.teardown()
+    assert os.listdir(here) == ["new.ckpt"]
+    assert os.listdir(there) == ["old.ckpt"]
