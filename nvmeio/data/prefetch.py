@@ -159,11 +159,12 @@ class Prefetch(NotPickled, ClosingWork):
 
     def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:
         # By a thread: the collector may have come here from anywhere, and it is to be waited for.
+        # Without one nothing is done: what is in flight finishes by itself.
         # `_ahead` is not there where __init__ was interrupted.
         gathers = [each for each in getattr(self, "_ahead", ()) if isinstance(each, Gather)]
         if gathers and getpid() == self._pid:
             with contextlib.suppress(Exception):  # the program is at its end: the handle waits
-                threads.start(functools.partial(_drop, gathers), "nvmeio-prefetch", _ignore)
+                threads.start(functools.partial(_drop, gathers), "nvmeio-prefetch", lambda _: None)
 
     @property
     def closed(self) -> bool:
@@ -180,10 +181,6 @@ def _drop(gathers: list[Gather]) -> None:
         gather.cancel()
     for gather in gathers:
         gather.wait()
-
-
-def _ignore(_: BaseException) -> None:
-    """Do nothing without a thread: what is in flight finishes by itself."""
 
 
 class Gather(NotPickled, Begun[torch.Tensor]):

@@ -34,12 +34,6 @@ __all__ = [
     "NvmeModelCheckpointMixin",
 ]
 
-# Where the two packages keep the class that a Trainer's plugin has to be one of.
-_PLUGIN_MODULES = {
-    "lightning": "lightning.fabric.plugins.io.checkpoint_io",
-    "pytorch_lightning": "lightning_fabric.plugins.io.checkpoint_io",
-}
-
 
 class NvmeCheckpointIO:
     """Saves and loads a Trainer's checkpoints at the drive's speed, atomically and durably.
@@ -60,8 +54,8 @@ class NvmeCheckpointIO:
     def __init__(self, *, checksum: bool = True, handle: AioHandle | None = None) -> None:
         # A registered class is as good as a derived one to the Trainer, and neither package needs
         # to be imported before its user does so.
-        for name in lightning_modules(_PLUGIN_MODULES):
-            importlib.import_module(name).CheckpointIO.register(NvmeCheckpointIO)
+        for name in lightning_modules(LIGHTNING):
+            importlib.import_module(f"{name}.plugins.io").CheckpointIO.register(NvmeCheckpointIO)
         self._checksum = checksum
         self._handle = handle
 
@@ -114,9 +108,8 @@ class NvmeCheckpointIO:
             FileNotFoundError: There is none.
             IntegrityError: It is damaged.
         """
-        target = _local(path)
         loaded: dict[str, Any] = load(
-            target, map_location, weights_only=weights_only is not False, handle=self._handle
+            _local(path), map_location, weights_only=weights_only is not False, handle=self._handle
         )
         return loaded
 
@@ -163,6 +156,7 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
         self._made: BackgroundSaver | None = None
         self._thread = threading.get_ident()
         self._begun: set[str] = set()  # files that are saved or removed, since the last save
+        self._blocking = False  # a save returns when it is durable
 
     def guard(self, *optimizers: torch.optim.Optimizer) -> None:
         """Deprecated: does nothing; see `Checkpointer.guard`."""
@@ -192,7 +186,7 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
         target = self._prepared(path, storage_options)
         self._saver.save(checkpoint, target)
         self._begun = {target}
-        if threading.get_ident() != self._thread:
+        if self._blocking or threading.get_ident() != self._thread:
             self.wait()
 
     def load_checkpoint(
@@ -250,11 +244,18 @@ class NvmeModelCheckpointMixin:
     """What `NvmeModelCheckpoint` adds to a ``ModelCheckpoint``, of Lightning's or one's own.
 
     When training starts, the Trainer's own `CheckpointIO` gives way to an `AsyncNvmeCheckpointIO`
-    (one that was passed in ``plugins=[…]`` stays), which writes while training goes on.
+    (one that was passed in ``plugins=[…]`` stays), which writes while training goes on. Behind it,
+    ``trainer.save_checkpoint`` returns when the file is durable.
 
     If another plugin saves, or the strategy writes checkpoints of its own (DeepSpeed, sharded
     FSDP), a warning says so, and checkpoints are written as without this class.
     """
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """From now on a save returns when it is durable: there is no training to go on."""
+        super().teardown(trainer, pl_module, stage)  # type: ignore[misc]
+        if isinstance(trainer.strategy.checkpoint_io, AsyncNvmeCheckpointIO):
+            trainer.strategy.checkpoint_io._blocking = True
 
     def file_exists(self, filepath: Any, trainer: Any) -> Any:
         """As Lightning's, which gives a name that is taken a version (``-v1``)."""
@@ -275,8 +276,10 @@ class NvmeModelCheckpointMixin:
             return
         plugin = strategy.checkpoint_io
         if type(plugin).__name__ == "TorchCheckpointIO":
-            strategy.checkpoint_io = AsyncNvmeCheckpointIO()
-        elif not isinstance(plugin, AsyncNvmeCheckpointIO):
+            plugin = strategy.checkpoint_io = AsyncNvmeCheckpointIO()
+        if isinstance(plugin, AsyncNvmeCheckpointIO):
+            plugin._blocking = False
+        else:
             logger.warning(
                 "checkpoints are not written while training goes on: %s saves, and no "
                 "AsyncNvmeCheckpointIO",

@@ -298,7 +298,7 @@ def test_a_save_behind_the_fit_is_of_that_moment(
     """A change of the weights before all was written lost the file."""
     held.gate.set()
     plugin = AsyncNvmeCheckpointIO(handle=held.handle)
-    trainer = fit_wide(pl, tmp_path / "run", 1, plugin)
+    trainer = fit_wide(pl, tmp_path / "run", 1, plugin, pl.callbacks.ModelCheckpoint)
     held.gate.clear()
     weight = trainer.lightning_module.layers[0].weight
     wanted = weight.detach().clone()
@@ -687,6 +687,6 @@ def test_lightning_is_imported_by_its_user_only() -> None:
 
 
 def test_without_lightning_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins, "_PLUGIN_MODULES", {"no_such_lightning": "no_such_lightning.io"})
+    monkeypatch.setattr(plugins, "LIGHTNING", {"no_such_lightning": "no_such_lightning.io"})
     with pytest.raises(nvmeio.BackendUnavailableError, match="pip install lightning"):
         NvmeCheckpointIO()

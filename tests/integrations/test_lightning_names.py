@@ -115,3 +115,35 @@ def test_a_relative_name_is_that_of_the_call(
     plugin.teardown()
     assert os.listdir(here) == ["new.ckpt"]
     assert os.listdir(there) == ["old.ckpt"]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_save_behind_the_fit_is_there_when_it_returns(
+    pl: ModuleType, given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who loaded it at once found the file of before."""
+
+    class Ours(plugins.NvmeModelCheckpointMixin, pl.callbacks.ModelCheckpoint):  # type: ignore[misc,name-defined]
+        pass
+
+    path = tmp_path / "behind.ckpt"
+    torch.save({"global_step": "of before"}, path)
+    late = Late(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few workers and the like
+        trainer = pl.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            plugins=[late] if given else None,
+            callbacks=[Ours(dirpath=tmp_path / "run", every_n_train_steps=1)],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        late.gate.set()
+        trainer.fit(new_module(pl))
+    late.gate.clear()
+    if not given:
+        threading.Timer(0.2, late.gate.set).start()
+    trainer.save_checkpoint(path)
+    assert torch.load(path, weights_only=False)["global_step"] == 4
