@@ -393,8 +393,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         """Take over the state of an optimizer of this class, swapped or not.
 
         It is written to the drive subgroup by subgroup. Weights are the present values of the
-        parameters, or "master" if the state has that. So load the model first. A "master" that has
-        been through an optimizer in memory, which rounds it and does not step it, is not used.
+        parameters, so load the model first; or "master", unless a class in memory has rounded it.
 
         Args:
             state_dict: Of `optimizer_class`, or of this class.
