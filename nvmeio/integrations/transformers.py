@@ -93,19 +93,26 @@ def from_pretrained(
     Raises:
         IntegrityError: A file is malformed.
         TransferError: A file cannot be read.
-        ValueError: The weights are quantised by `nvmeio pack`: `stream_model` reads them. Or they
-            are not all: transformers itself loads a ``variant``, and the adapter of a directory.
+        ValueError: The weights are quantised by `nvmeio pack`: `stream_model` reads them. They are
+            not all: transformers itself loads a ``variant``, and the adapter of a directory. The
+            ``AutoModel…`` has no class for this model.
         ImportError: transformers is not installed.
     """
     transformers = importlib.import_module("transformers")
     folder = os.path.join(directory, options.pop("subfolder", ""))
     if options.get("variant") or os.path.isfile(os.path.join(folder, "adapter_config.json")):
-        raise ValueError(f"{directory}: transformers itself only loads variants and adapters")
-    if config is None:
-        config = transformers.AutoConfig.from_pretrained(folder)
+        raise ValueError(f"{folder}: load variants and adapters with transformers' from_pretrained")
+    config = config or transformers.AutoConfig.from_pretrained(folder)
     if not hasattr(model_class, "_from_config") or hasattr(model_class, "_model_mapping"):
         auto: Any = importlib.import_module("transformers.models.auto.auto_factory")
+        if type(config) not in model_class._model_mapping:
+            raise ValueError(
+                f"{model_class.__name__} has no class for {type(config).__name__}, which "
+                f"{folder} is of: name the model's own class"
+            )
         model_class = auto._get_model_class(config, model_class._model_mapping)
+        if model_class.config_class is config.sub_configs.get("text_config", config):
+            config = config.get_text_config()  # of a model of several parts it is the one for text
     state = load_safetensors(folder, handle=handle)
     if any(name.endswith(packed_index.SUFFIXES) for name in state):
         raise ValueError(
@@ -182,8 +189,7 @@ class NvmeTrainerMixin:
         saving = self._nvme_saving
         if saving is not None and saving.directory is not None:
             return saving.directory
-        found: str = super()._get_output_dir(trial=trial)  # type: ignore[misc]
-        return found
+        return super()._get_output_dir(trial=trial)  # type: ignore[misc,no-any-return]
 
     @property
     def _nvme_made(self) -> TrainerSaving | None:
@@ -203,13 +209,10 @@ class NvmeTrainerMixin:
         if not _is_plain(trainer):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         elif trainer.args.should_save:
-            made = self._nvme_made
-            for name, part in ((_OPTIMIZER, trainer.optimizer), (_SCHEDULER, trainer.lr_scheduler)):
-                path = os.path.join(output_dir, name)
-                if made is not None and name == _OPTIMIZER:
-                    made.save(part.state_dict(), path)
-                else:
-                    save(part.state_dict(), path, handle=self.nvme_handle)
+            made, at_once = self._nvme_made, partial(save, handle=self.nvme_handle)
+            large = at_once if made is None else made.save
+            large(trainer.optimizer.state_dict(), os.path.join(output_dir, _OPTIMIZER))
+            at_once(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         trainer: Any = self
@@ -239,11 +242,10 @@ def _is_plain(trainer: Any) -> bool:
     """Whether transformers would save with torch.save and safetensors from this process."""
     module = importlib.import_module("transformers.trainer")
     special = ("is_deepspeed_enabled", "is_fsdp_enabled", "is_distributed_loading_by_transformers")
-    if any(getattr(trainer, name, False) for name in special):
-        return False
-    return not any(
-        getattr(module, name, bool)()
-        for name in ("is_torch_xla_available", "is_sagemaker_mp_enabled")
+    elsewhere = ("is_torch_xla_available", "is_sagemaker_mp_enabled")
+    return not (
+        any(getattr(trainer, name, False) for name in special)
+        or any(getattr(module, name, bool)() for name in elsewhere)
     )
 
 

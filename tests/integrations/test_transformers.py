@@ -159,6 +159,24 @@ def test_the_class_that_was_saved_is_loaded(tmp_path: Path) -> None:
     assert_same(loaded, model)
 
 
+def test_the_part_for_text_of_a_model_of_several(tmp_path: Path) -> None:
+    both = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    text = {"vocab_size": 64, "intermediate_size_mlp": 64, "num_hidden_layers": 2, "head_dim": 16}
+    text |= {"num_key_value_heads": 2, "num_local_experts": 2, "pad_token_id": 0, **both}
+    vision = {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14, **both}
+    config = transformers.Llama4Config(text_config=text, vision_config=vision)
+    transformers.Llama4ForConditionalGeneration(config).save_pretrained(tmp_path)
+    loaded = from_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+    assert type(loaded) is transformers.Llama4ForCausalLM
+    assert_same(loaded, transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+def test_an_auto_class_without_a_class_for_the_model(tmp_path: Path) -> None:
+    save_pretrained(llama(), tmp_path)
+    with pytest.raises(ValueError, match="AutoModelForMaskedLM has no class for LlamaConfig"):
+        from_pretrained(transformers.AutoModelForMaskedLM, tmp_path)
+
+
 def test_how_tokens_are_generated(tmp_path: Path) -> None:
     """Older models say it in their config.json; what the caller says counts most."""
     llama().save_pretrained(tmp_path)
