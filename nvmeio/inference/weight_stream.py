@@ -194,6 +194,11 @@ class WeightStream(NotPickled, Closing):
         """The weights of a unit in use; RuntimeError if the call that uses it has changed them."""
         return [] if self._uses is None else self._uses.as_read(unit)
 
+    def hide(self, unit: Unit) -> None:
+        """A call with a unit's weights has ended: its modules show them no more."""
+        if self._uses is not None:
+            self._uses.hide(unit)
+
     def _ask(
         self, owner: OwnerThread, uses: Uses, unit: Unit, lockstep: Lockstep[Any] | None
     ) -> Claim:

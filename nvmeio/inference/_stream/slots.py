@@ -87,10 +87,10 @@ class WeightSlot(window.Slot[Unit]):
 
 
 class _WorkRoom:
-    """Room for converted weights: one place for all units, or lent to each.
+    """Room for converted weights, lent to each unit until the last tensor over it is gone.
 
-    `copies`, on a GPU, comes between what streams do there. With `lent` a unit keeps its part until
-    the last tensor over it is gone.
+    `copies`, on a GPU, comes between what streams do there. Without `lent` there is one place for
+    all units there.
     """
 
     def __init__(
@@ -102,15 +102,12 @@ class _WorkRoom:
         self._there: DevicePool | None = None
         self._shared: torch.Tensor | None = None
         self._used: list[Mark] = []  # of what is shared: by whom before, until when
-        if lent and copies is None:
+        if copies is None:
             self._host = LentPool(nbytes)
         elif lent:
             self._there = DevicePool(device, nbytes, copies)
         else:
-            if device.type == "cpu":
-                self._shared = buffers.empty_aligned(nbytes, dtype=torch.uint8)
-            else:
-                self._shared = devices.empty(nbytes, device)
+            self._shared = devices.empty(nbytes, device)
             self._used = [devices.now(device)]  # by whoever had this memory before
 
     def take(self, slot: WeightSlot) -> torch.Tensor:
@@ -125,9 +122,10 @@ class _WorkRoom:
             memory = self._lend(slot.unit)
         if memory is None:
             raise MemoryError(
-                f"there is no room to convert the weights of {slot.unit.name}: tensors over those "
-                "of another layer, which somebody keeps, have it. Let go of them, or pack the "
-                "model in the dtype in which it computes"
+                f"there is no room to convert the weights of {slot.unit.name}: a layer that calls "
+                "it has it, or tensors over another's weights, which somebody keeps. Name a module "
+                "that holds both in layers=, let go of the tensors, or pack the model in the dtype "
+                "in which it computes"
             ) from (None if self._there is None else self._there.refused)
         if self._copies is not None:
             self._copies.precede()  # which follows whoever had it before
@@ -163,15 +161,16 @@ class _WorkRoom:
 class SlotPools:
     """The pools of one stream, for weights that are used on `device`.
 
-    With `lent`, what is streamed or converted keeps its memory until the last tensor over it is
-    gone: backward may have one. MemoryError says how much memory there is.
+    What is streamed or converted keeps its memory until the last tensor over it is gone, on a GPU
+    with `lent` only: backward, or somebody's hook, may have one. MemoryError says how much memory
+    there is.
     """
 
     def __init__(self, shares: Shares, device: torch.device, lent: bool = False) -> None:
         self.device = device
         self._resident: PinnedPool | None = None
         self._window: PinnedPool | None = None
-        self._lent: LentPool | None = None  # in place of the window
+        self._lent: LentPool | None = None  # of a CPU, in place of the window
         self._largest = shares.window // max(shares.layers, 1)  # unit of the window
         self._work: _WorkRoom | None = None
         # Of what stays and was given up by a failure: its place is kept for it. The pool has just
@@ -191,7 +190,7 @@ class SlotPools:
         with on_error(self.close):
             if shares.resident:
                 self._resident = PinnedPool(shares.resident)
-            if shares.window and lent and not on_gpu:
+            if shares.window and not on_gpu:
                 self._lent = LentPool(shares.window)
             elif shares.window:
                 self._window = PinnedPool(shares.window)

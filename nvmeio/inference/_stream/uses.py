@@ -63,6 +63,7 @@ class Uses:
         )
         self._kept: WeightSlot | None = None  # used, and held for the other micro-batches
         self._fixed_slot: WeightSlot | None = None
+        self._fixed_shown: list[torch.Tensor] = []
         self._settled: dict[Unit, list[torch.Tensor]] = {}  # and what their modules show
         self.units_used = self.experts_read = 0
 
@@ -78,10 +79,10 @@ class Uses:
         stream = devices.stream_here(memory.device)
         with devices.on_stream(stream):
             memory.ready(slot)
-            slot.shown = stand_ins.install(self._fixed.targets, memory.tensors(slot, keep=True))
+            shown = stand_ins.install(self._fixed.targets, memory.tensors(slot, keep=True))
             slot.conversions.make()
             devices.now(memory.device).wait()  # for streams of any thread
-        self._fixed_slot = slot
+        self._fixed_slot, self._fixed_shown = slot, shown
 
     def close(self) -> None:
         """Take all weights away from the modules."""
@@ -112,11 +113,9 @@ class Uses:
             del shared  # the traceback of an interrupt must not keep a close waiting
 
     def _settle(self, slot: WeightSlot, caller: Hashable) -> None:
-        if isinstance(caller, Lockstep) or not self._keeper.settled(slot):
-            return
-        if not self.resources.memory.arrived(slot):
-            return  # streams of others, which do not ask, would not wait for the copies
-        if self.turns.share(caller):
+        # Streams of others, which do not ask, would not wait for copies that are on their way.
+        stays = self._keeper.settled(slot) and self.resources.memory.arrived(slot)
+        if stays and not isinstance(caller, Lockstep) and self.turns.share(caller):
             self._settled[slot.unit] = slot.shown
 
     def bar(self) -> Claim:
@@ -162,6 +161,17 @@ class Uses:
         stand_ins.check_as_read(unit.targets if shown else [], shown)
         return shown
 
+    def hide(self, unit: Unit) -> None:
+        """Take a unit that does not stay in place away from its modules.
+
+        In the thread that has the turn: when the owner gives the memory away, a moment later,
+        somebody may have taken a weight from its module.
+        """
+        slot = self._window.slot(unit)
+        if slot is not None and slot.shown and not self._keeper.settled(slot):
+            stand_ins.uninstall(unit.targets)
+            slot.shown = []
+
     def convert(self) -> None:
         """Convert what is in use. In the thread that uses it, and has the turn."""
         if self._use is not None:
@@ -189,8 +199,10 @@ class Uses:
     def _bring(self, unit: Unit, grad_mode: GradMode) -> WeightSlot:
         self._put_away(unit)
         slot = self._window.slot(unit)
-        if slot is not None and slot.bound:  # settled, or kept for micro-batches
+        if slot is not None and slot.shown:  # settled
             stand_ins.check(unit.targets, slot.shown)
+        elif slot is not None and slot.bound:  # kept for micro-batches
+            slot.shown = stand_ins.install(unit.targets, slot.tensors)
         if slot is None or not slot.bound or self._order.stays:
             slot = self._need(unit, grad_mode)
         if slot is not self._kept:
@@ -321,21 +333,18 @@ class Uses:
 
     def check_fixed(self) -> None:
         """Raise if something was put in the place of a weight that is always there."""
-        if self._fixed_slot is not None:
-            stand_ins.check(self._fixed.targets, self._fixed_slot.shown)
+        stand_ins.check(self._fixed.targets, self._fixed_shown)
 
     def shows_fixed(self) -> bool:
         """Whether the weights that are always there are in their places. From any thread."""
-        slot = self._fixed_slot
-        return slot is None or stand_ins.shows(self._fixed.targets, slot.shown)
+        return stand_ins.shows(self._fixed.targets, self._fixed_shown)
 
     def check_fixed_frozen(self) -> None:
         """Raise where somebody wants gradients of a weight that is always there.
 
         It would be trained in memory alone, and is in no state dict. From any thread.
         """
-        if self._fixed_slot is not None:
-            stand_ins.check_frozen(self._fixed.targets, self._fixed_slot.shown)
+        stand_ins.check_frozen(self._fixed.targets, self._fixed_shown)
 
     def counts(self) -> dict[str, Any]:
         window = self._window

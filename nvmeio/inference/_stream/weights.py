@@ -108,13 +108,14 @@ class Weights(Keeper[Unit, WeightSlot]):
 
     def unbind(self, slot: WeightSlot) -> None:
         """Show nothing; the room for conversions is the next one's."""
-        stand_ins.uninstall(slot.unit.targets)
+        if slot.shown:
+            stand_ins.uninstall(slot.unit.targets)
         slot.tensors, slot.shown, slot.conversions = [], [], Conversions()
         if self._trainable:
             for memory in (slot.memory, slot.work):
                 if memory is not None:
                     self.places.pop(memory.untyped_storage().data_ptr(), None)
-            slot.work = None
+        slot.work = None
         self._memory.let_go(slot)
 
     def _put_away_converted(self, slot: WeightSlot) -> None:
@@ -148,8 +149,6 @@ class Weights(Keeper[Unit, WeightSlot]):
 
     def take_anyway(self, unit: Unit) -> WeightSlot:
         """Try again without tensors in cycles, else raise: the budget was shared out for this."""
-        if not self._trainable:
-            raise RuntimeError(f"no slot for {unit!r}")
         collect()  # what is held by a tensor in a cycle
         slot = self.take(unit)
         if slot is None:
