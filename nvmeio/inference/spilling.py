@@ -224,7 +224,8 @@ class Spiller(Closing):
                 if record is None:
                     continue
                 part, shape = part_of(checkpoint.tensors[record.name]), tuple(parameter.shape)
-                order = None if record.order is None else _inverse(record.order)
+                # Which of the file's dimensions each is.
+                order = record.order and tuple(torch.tensor(record.order).argsort().tolist())
                 read = (part.dtype, shape, (part,), None, (record.name,), order)
                 weights[id(parameter)] = Weight(record.name, *read)
             parts = partition(root, weights, self._modules)
@@ -313,10 +314,6 @@ def _looks(parameter: torch.Tensor) -> tuple[int, int]:
     return version_of(parameter), parameter.data_ptr()
 
 
-def _inverse(order: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted(range(len(order)), key=order.__getitem__))
-
-
 def _write(path: Path, tensors: dict[str, torch.Tensor], handle: AioHandle) -> None:
     prefix, entries = headers.build(
         [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()], None
@@ -353,9 +350,9 @@ def _own_directory(parent: Path) -> tuple[Path, int]:
 
 def _remove(path: Path, lock: int, pid: int) -> None:
     if pid == os.getpid():  # the parent's, in a fork of it
-        shutil.rmtree(path, ignore_errors=True)
-        unlock(lock)
+        unlock(lock)  # first: what an interrupt leaves, whoever makes one there next removes
         os.close(lock)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_abandoned(parent: Path) -> None:

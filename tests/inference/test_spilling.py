@@ -15,6 +15,7 @@ from torch import nn
 
 import nvmeio
 from nvmeio.errors import ClosedError, TransferError
+from nvmeio.inference import spilling
 from nvmeio.inference.spilling import Spiller, park, put_out, spill
 
 
@@ -265,6 +266,21 @@ def test_what_a_killed_process_left_is_removed_and_what_is_in_use_is_not(tmp_pat
         with Spiller(tmp_path) as second:
             assert sorted(tmp_path.iterdir()) == sorted([first.path, second.path])
         assert len(list(first.path.iterdir())) == 1
+
+
+def test_what_an_interrupt_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stayed locked by this process, and nobody removed it before its end."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(spilling.shutil, "rmtree", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            spill(layers(), tmp_path)
+    assert list(tmp_path.iterdir())
+    spill(layers(), tmp_path).close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_fork_leaves_the_files_of_its_parent(tmp_path: Path) -> None:
