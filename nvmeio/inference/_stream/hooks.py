@@ -64,7 +64,9 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
     for module in {target.module: None for target in stream.fixed.targets}:
         if module is not model and not stream.trainable:
             calls.wrap(module, _quietly)
-    model.register_forward_pre_hook(functools.partial(_begin, stream), with_kwargs=True)
+    model.register_forward_pre_hook(  # a hook: those before it may set the model's cache
+        lambda _, __, named: stream.begin_pass(cache_among(named)[1]), with_kwargs=True
+    )
     calls.wrap(model, functools.partial(_whole_pass, stream))
     for module in model.modules():
         if hasattr(module, "save_pretrained"):
@@ -122,13 +124,6 @@ def _computing_with(
 def _quietly(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     _check_grad("a part of the model", args, kwargs)
     return calls.quietly(call)(*args, **kwargs)
-
-
-def _begin(
-    stream: WeightStream, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> None:
-    """Begin a pass; in a hook, so that hooks before it may set the model's cache."""
-    stream.begin_pass(cache_among(named)[1])
 
 
 def _whole_pass(

@@ -319,10 +319,9 @@ class Uses:
     def need_experts(self, unit: Unit, hit: Sequence[int], cuda_stream: Any) -> None:
         """Read those experts of a unit in use that are missing."""
         slot = self._window.slot(unit)
-        experts = unit.experts
-        if experts is None or slot is None:
+        if unit.experts is None or slot is None:
             return
-        self._keeper.dense = len(hit) >= _DENSE_SHARE * experts.number
+        self._keeper.dense = len(hit) >= _DENSE_SHARE * unit.experts.number
         missing = [expert for expert in hit if not slot.experts[expert]]
         if missing:
             with on_error(self._give_up), devices.on_stream(cuda_stream):
