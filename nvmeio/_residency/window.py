@@ -381,7 +381,7 @@ class LentPool:
         if self._apart_bytes and self.in_use_bytes + nbytes > self.budget_bytes:
             return None
         lease, lent = lease_now(self._pool, nbytes) or (None, None)
-        return None if lease is None or lent is None else self._lend(unit, lent, lease)
+        return None if lease is None or lent is None else self._lend(unit, lent, lease, 0)
 
     def take_apart(self, unit: Unit, nbytes: int) -> Slot[Unit] | None:
         """Memory outside of the pool, for a unit that finds enough free bytes only in pieces.
@@ -390,15 +390,18 @@ class LentPool:
         """
         if self.in_use_bytes + nbytes > self.budget_bytes:
             return None
-        lent = empty_aligned(nbytes, dtype=torch.uint8)
         self._apart_bytes += nbytes
-        return self._lend(unit, lent, None)
+        return self._lend(unit, empty_aligned(nbytes, dtype=torch.uint8), None, nbytes)
 
-    def _lend(self, unit: Unit, lent: torch.Tensor, lease: Lease | None) -> Slot[Unit]:
+    def take_beyond(self, unit: Unit, nbytes: int) -> Slot[Unit]:
+        """Memory that no budget counts, where tensors that somebody keeps have the pool's."""
+        return self._lend(unit, empty_aligned(nbytes, dtype=torch.uint8), None, 0)
+
+    def _lend(self, unit: Unit, lent: torch.Tensor, lease: Lease | None, apart: int) -> Slot[Unit]:
         room = memory_at(lent.data_ptr(), lent.nbytes, lent)
         # The arena stays mapped for as long as the storage lives, whatever is closed
         mark = weakref.ref(room, self._ended.put)
-        self._out[id(mark)] = mark, lease, lent.nbytes
+        self._out[id(mark)] = mark, lease, apart
         return Slot(unit, lent, torch.frombuffer(room, dtype=torch.uint8))
 
     def _take_back(self) -> None:

@@ -191,31 +191,29 @@ class WeightStream(NotPickled, Closing):
             del stays
 
     def as_read(self, unit: Unit) -> list[torch.Tensor]:
-        """The weights of a unit in use; RuntimeError if the call that uses it has changed them."""
-        return [] if self._uses is None else self._uses.as_read(unit)
+        """The weights of a unit whose call has ended; RuntimeError if it has changed them.
 
-    def hide(self, unit: Unit) -> None:
-        """A call with a unit's weights has ended: its modules show them no more."""
-        if self._uses is not None:
-            self._uses.hide(unit)
+        Its modules show those of a unit that does not stay in place no more, unless backward comes.
+        """
+        return [] if self._uses is None else self._uses.as_read(unit)
 
     def _ask(
         self, owner: OwnerThread, uses: Uses, unit: Unit, lockstep: Lockstep[Any] | None
     ) -> Claim:
         self._own_pass.waits()
+        entered: Any = None
         try:
             with profiled("wait", unit.name):
                 entered = in_turn(
                     owner, uses.enter, unit, _caller(lockstep), self._cuda_stream(), self._grads()
                 )
-            try:
-                uses.convert()
-                return entered
-            finally:
-                del entered
+            uses.convert()
+            return entered  # type: ignore[no-any-return]
         except BaseException:
             self._own_pass.spoil()
             raise
+        finally:
+            del entered  # the traceback of an interrupt must not keep the turn
 
     def _grads(self) -> GradMode:
         if not self._trainable:

@@ -155,8 +155,8 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
         super().__init__(checksum=checksum, handle=handle)
         self._made: BackgroundSaver | None = None
         self._thread = threading.get_ident()
-        self._begun: set[str] = set()  # files that are saved or removed, since the last save
-        self._blocking = False  # a save returns when it is durable
+        self._begun: set[str] = set()  # files that were ever saved or removed
+        self._trainer: Any = None  # behind its fit a save returns when it is durable
 
     def guard(self, *optimizers: torch.optim.Optimizer) -> None:
         """Deprecated: does nothing; see `Checkpointer.guard`."""
@@ -184,9 +184,10 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
             TransferError: An earlier save failed. This one was not begun.
         """
         target = self._prepared(path, storage_options)
+        self._begun.add(target)
         self._saver.save(checkpoint, target)
-        self._begun = {target}
-        if self._blocking or threading.get_ident() != self._thread:
+        ended = self._trainer is not None and self._trainer.state.status != "running"
+        if ended or threading.get_ident() != self._thread:
             self.wait()
 
     def load_checkpoint(
@@ -251,12 +252,6 @@ class NvmeModelCheckpointMixin:
     FSDP), a warning says so, and checkpoints are written as without this class.
     """
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """From now on a save returns when it is durable: there is no training to go on."""
-        super().teardown(trainer, pl_module, stage)  # type: ignore[misc]
-        if isinstance(trainer.strategy.checkpoint_io, AsyncNvmeCheckpointIO):
-            trainer.strategy.checkpoint_io._blocking = True
-
     def file_exists(self, filepath: Any, trainer: Any) -> Any:
         """As Lightning's, which gives a name that is taken a version (``-v1``)."""
         plugin = trainer.strategy.checkpoint_io
@@ -278,7 +273,7 @@ class NvmeModelCheckpointMixin:
         if type(plugin).__name__ == "TorchCheckpointIO":
             plugin = strategy.checkpoint_io = AsyncNvmeCheckpointIO()
         if isinstance(plugin, AsyncNvmeCheckpointIO):
-            plugin._blocking = False
+            plugin._trainer = trainer
         else:
             logger.warning(
                 "checkpoints are not written while training goes on: %s saves, and no "
@@ -308,7 +303,8 @@ def _local(path: str | os.PathLike[str]) -> str:
             f"{name} is not a file of this machine: NvmeCheckpointIO writes to local file systems; "
             "leave it out of Trainer(plugins=…) for others"
         )
-    return os.path.join(os.getcwd(), name)  # os.chdir must not move it while it is written
+    # os.chdir must not move it while it is written.
+    return name if os.path.isabs(name) else os.path.join(os.getcwd(), name)
 
 
 def _remove(target: str) -> None:

@@ -116,7 +116,7 @@ def from_pretrained(
     state = load_safetensors(folder, handle=handle)
     if any(name.endswith(packed_index.SUFFIXES) for name in state):
         raise ValueError(
-            f"{os.fspath(directory)} holds weights that nvmeio pack quantised, which transformers "
+            f"{folder} holds weights that nvmeio pack quantised, which transformers "
             "cannot compute with: use nvmeio.stream_model(directory), or load what it was made from"
         )
     model = model_class.from_pretrained(None, config=config, state_dict=state, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
@@ -117,11 +118,28 @@ def test_a_relative_name_is_that_of_the_call(
     assert os.listdir(there) == ["old.ckpt"]
 
 
+def test_an_absolute_name_needs_no_current_directory(
+    pl: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone() -> str:
+        raise FileNotFoundError("the current directory was removed")
+
+    monkeypatch.setattr(os, "getcwd", gone)
+    plugins.NvmeCheckpointIO().save_checkpoint({"weight": torch.ones(3)}, tmp_path / "a.ckpt")
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("given", [False, True])
 def test_a_save_behind_the_fit_is_there_when_it_returns(
-    pl: ModuleType, given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pl: ModuleType, given: bool, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who loaded it at once found the file of before."""
+
+    class Fails(type(new_module(pl))):  # type: ignore[misc]
+        def on_train_batch_end(self, *_: Any) -> None:
+            if fails and self.trainer.global_step == 3:
+                raise ArithmeticError("of the third step")
 
     class Ours(plugins.NvmeModelCheckpointMixin, pl.callbacks.ModelCheckpoint):  # type: ignore[misc,name-defined]
         pass
@@ -141,9 +159,10 @@ def test_a_save_behind_the_fit_is_there_when_it_returns(
             enable_model_summary=False,
         )
         late.gate.set()
-        trainer.fit(new_module(pl))
+        with pytest.raises(ArithmeticError) if fails else contextlib.nullcontext():
+            trainer.fit(Fails())
     late.gate.clear()
     if not given:
         threading.Timer(0.2, late.gate.set).start()
     trainer.save_checkpoint(path)
-    assert torch.load(path, weights_only=False)["global_step"] == 4
+    assert torch.load(path, weights_only=False)["global_step"] == (3 if fails else 4)

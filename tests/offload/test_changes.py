@@ -296,6 +296,31 @@ def test_masters_begin_with_weights_that_were_trained_in_memory(
             assert (master - weight).abs().max() < 1e-2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_of_before_a_run_in_half_precision_are_left_behind(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Those of another dtype than the swapped weights' were taken, and all its steps were gone."""
+    options: dict[str, Any] = {"master_dtype": torch.float32, "lr": 1e-2}
+    before, plain, after = (linears() for _ in range(3))
+    in_memory = torch.optim.Adam(plain.to(dtype).parameters(), lr=1e-2)
+    with swapped(before.bfloat16(), tmp_path / "before", **options) as one:
+        before(torch.randn(2, 64).bfloat16()).square().sum().backward()
+        one.step()
+        plain.load_state_dict(before.state_dict())
+        in_memory.load_state_dict(one.state_dict())
+    for _ in range(5):
+        for weight in plain.parameters():
+            weight.grad = torch.ones_like(weight)
+        in_memory.step()
+    after.bfloat16().load_state_dict(plain.state_dict())
+    with swapped(after, tmp_path / "after", **options) as two:
+        two.load_state_dict(in_memory.state_dict())
+        masters = [each["master"] for each in two.state_dict()["state"].values()]
+        for master, weight in zip(masters, plain.parameters(), strict=True):
+            assert master.equal(weight.bfloat16().float())
+
+
 def test_a_ratio_that_cannot_be_is_refused(tmp_path: Path) -> None:
     """All state was on the drive whatever it said: the parameters live in those files."""
     made = linears()

@@ -117,7 +117,6 @@ def _computing_with(
     try:
         return calls.quietly(lambda: _own(stream, unit, call(*args, **kwargs)))()
     finally:
-        stream.hide(unit)  # before its memory is another's: what looks from now on finds no bytes
         del use
 
 

@@ -98,6 +98,7 @@ class _WorkRoom:
     ) -> None:
         self._device = device
         self._copies = copies
+        self._may_raise = lent
         self._host: LentPool | None = None
         self._there: DevicePool | None = None
         self._shared: torch.Tensor | None = None
@@ -122,10 +123,9 @@ class _WorkRoom:
             memory = self._lend(slot.unit)
         if memory is None:
             raise MemoryError(
-                f"there is no room to convert the weights of {slot.unit.name}: a layer that calls "
-                "it has it, or tensors over another's weights, which somebody keeps. Name a module "
-                "that holds both in layers=, let go of the tensors, or pack the model in the dtype "
-                "in which it computes"
+                f"there is no room to convert the weights of {slot.unit.name}: tensors over those "
+                "of another layer, which somebody keeps, have it. Let go of them, or pack the "
+                "model in the dtype in which it computes"
             ) from (None if self._there is None else self._there.refused)
         if self._copies is not None:
             self._copies.precede()  # which follows whoever had it before
@@ -139,6 +139,8 @@ class _WorkRoom:
             return self._there.take(unit.converted_bytes)
         assert self._host is not None
         lent = self._host.take(unit, unit.converted_bytes)
+        if lent is None and not self._may_raise:
+            lent = self._host.take_beyond(unit, unit.converted_bytes)
         return None if lent is None else lent.memory
 
     def used_by(self, stream: Any) -> None:
@@ -162,8 +164,8 @@ class SlotPools:
     """The pools of one stream, for weights that are used on `device`.
 
     What is streamed or converted keeps its memory until the last tensor over it is gone, on a GPU
-    with `lent` only: backward, or somebody's hook, may have one. MemoryError says how much memory
-    there is.
+    with `lent` only: backward, somebody's hook or a traceback may have one. MemoryError says how
+    much memory there is.
     """
 
     def __init__(self, shares: Shares, device: torch.device, lent: bool = False) -> None:
@@ -204,14 +206,15 @@ class SlotPools:
 
     # Slots
 
-    def take(self, unit: Unit, stays: bool) -> WeightSlot | None:
-        """A slot for a unit, or None where none is free now."""
+    def take(self, unit: Unit, stays: bool, beyond: bool = False) -> WeightSlot | None:
+        """A slot for a unit, or None where none is free now; on a CPU, `beyond` the budget then."""
         devices.check_answers(self.device)
         if self._lent is not None and not stays:
             nbytes = unit.layout.nbytes
             # In like parts of the largest: layers whose sizes differ by pages leave no odd pieces.
             like = self._largest // (self._largest // nbytes)
             lent = self._lent.take(unit, round_down(like, PAGE_BYTES))
+            lent = lent or (self._lent.take_beyond(unit, nbytes) if beyond else None)
             if lent is None:
                 return None
             return WeightSlot(unit, None, lent.host[:nbytes], lent.memory[:nbytes])

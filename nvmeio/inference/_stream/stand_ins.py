@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from nvmeio._residency.calls import Origin, saving, version_of
+from nvmeio._threads.closing import on_error
 from nvmeio.errors import an
 from nvmeio.inference._plan.units import Target, Unit
 
@@ -456,7 +457,7 @@ def install(targets: Sequence[Target], tensors: Sequence[Any]) -> list[torch.Ten
     check_absent(targets)
     parameters: dict[int, nn.Parameter] = {}
     shown: list[torch.Tensor] = []
-    with torch._C.DisableTorchFunctionSubclass():  # as above
+    with on_error(uninstall, targets), torch._C.DisableTorchFunctionSubclass():  # as above
         for module, attribute, is_buffer, number, empty, _ in targets:
             if is_buffer:
                 shown.append(tensors[number].data)

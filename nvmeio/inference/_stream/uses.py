@@ -154,23 +154,19 @@ class Uses:
     def as_read(self, unit: Unit) -> list[torch.Tensor]:
         """What a unit shows; raises if the call that uses it has changed that.
 
-        In the thread that has the turn.
+        In the thread that has the turn, and at the call's end. What does not stay goes from its
+        modules now: when the owner gives the memory away, a moment later, somebody may have taken
+        a weight from them.
         """
         slot = self._window.slot(unit)
         shown = [] if slot is None else slot.shown
         stand_ins.check_as_read(unit.targets if shown else [], shown)
-        return shown
-
-    def hide(self, unit: Unit) -> None:
-        """Take a unit that does not stay in place away from its modules.
-
-        In the thread that has the turn: when the owner gives the memory away, a moment later,
-        somebody may have taken a weight from its module.
-        """
-        slot = self._window.slot(unit)
-        if slot is not None and slot.shown and not self._keeper.settled(slot):
+        if slot is not None and shown and not (self._order.stays or self._keeper.settled(slot)):
             stand_ins.uninstall(unit.targets)
             slot.shown = []
+            if torch.is_autocast_enabled(self.resources.memory.device.type):
+                torch.clear_autocast_cache()  # keeps weights, and copies, to the end of its block
+        return shown
 
     def convert(self) -> None:
         """Convert what is in use. In the thread that uses it, and has the turn."""

@@ -148,9 +148,10 @@ class Weights(Keeper[Unit, WeightSlot]):
         self._memory.give_back(slot)
 
     def take_anyway(self, unit: Unit) -> WeightSlot:
-        """Try again without tensors in cycles, else raise: the budget was shared out for this."""
-        collect()  # what is held by a tensor in a cycle
-        slot = self.take(unit)
+        """Memory beside what somebody keeps: raises where so much may be kept as backward does."""
+        if self._trainable:
+            collect()  # what is held by a tensor in a cycle
+        slot = self._memory.take(unit, unit.resident, beyond=not self._trainable)
         if slot is None:
             raise MemoryError(
                 f"there is no room for {unit.name} in the window: its memory is held by layers "

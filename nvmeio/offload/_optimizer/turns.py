@@ -542,7 +542,8 @@ class StateLoad:
         param = self._swapped.param_of(piece)
         master = (entry or {}).get(MASTER)
         # A class in memory rounds it when it loads, and leaves it behind when it steps.
-        if master is not None and not master.dtype == param.dtype != piece.step_dtype:
+        rounded = 0 if param.dtype == piece.step_dtype else param.dtype.itemsize
+        if master is not None and master.dtype.itemsize > rounded:
             given = part(local(master), piece.start, piece.stop, piece.shape)
             view(slot, piece.spans[WEIGHTS]).copy_(given)
         else:
