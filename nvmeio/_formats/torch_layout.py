@@ -198,9 +198,11 @@ def pickled(
 ) -> Pickling:
     """Pickle an object as `torch.save` would, in the thread whose modes its own code must see.
 
-    Raises UnknownWriterError if this torch pickles in another way, and what pickling the object
-    raises. Cost: 8 us a tensor.
+    Raises UnknownWriterError if this torch has no `skip_data`, and what pickling the object raises.
+    Cost: 8 us a tensor.
     """
+    if getattr(torch.serialization, "skip_data", None) is None:
+        raise unknown_torch("torch.serialization.skip_data is missing")
     seen = torch_pickler.Seen({}, {})
     watching: Any = torch_pickler.PickleModule(pickle_module, seen, ends=True)
     nowhere: Any = io.BytesIO()

@@ -476,8 +476,7 @@ def shown_as(parameter: torch.Tensor, data: Any) -> nn.Parameter:
     Servers' kernels are chosen by what was noted on a weight when it was quantised.
     """
     if not isinstance(data, torch.Tensor):
-        made_of: nn.Parameter = data.shown_as(parameter)
-        return made_of
+        return data.shown_as(parameter)  # type: ignore[no-any-return]
     own = type(parameter) if isinstance(parameter, nn.Parameter) else nn.Parameter
     kind = getattr(own, "shown", own)  # not what stands for it
     # With a version of its own, as autograd looks at it.

@@ -201,8 +201,7 @@ class Uses:
             slot.shown = stand_ins.install(unit.targets, slot.tensors)
         if slot is None or not slot.bound or self._order.stays:
             slot = self._need(unit, grad_mode)
-        if slot is not self._kept:
-            slot.holds += 1
+        slot.holds += slot is not self._kept
         self._kept = None
         return slot
 
