@@ -45,7 +45,7 @@ from nvmeio._pages import TENSOR_ALIGNMENT, round_up
 from nvmeio._residency.calls import version_of
 from nvmeio._storage.durable import make_directory, reserve
 from nvmeio._storage.locks import hold, unlock
-from nvmeio._storage.untrusted import create, make_private_directory
+from nvmeio._storage.untrusted import make_private_directory
 from nvmeio._threads.closing import Closing, opened
 from nvmeio.handle import AioHandle
 from nvmeio.inference._plan.budget import check_numbers, share_out
@@ -214,7 +214,7 @@ class Spiller(Closing):
         there = _checks.device("device", device)
         index = self.path / f"model{shards.INDEX_SUFFIX}"
         with contextlib.closing(self), contextlib.ExitStack() as stack:
-            with open(create(index), "wb") as file:
+            with open(index, "xb") as file:
                 file.write(shards.index_text(self._shards, 0))
             root = nn.ModuleList(self._modules)
             checkpoint = stack.enter_context(contextlib.closing(SafetensorsSet(index)))
@@ -318,8 +318,7 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], handle: AioHandle) -> N
     prefix, entries = headers.build(
         [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()], None
     )
-    os.close(create(path))  # the weights are the user's own
-    with files.open(path, "r+") as file:
+    with files.open(path, "x") as file:  # no descriptor that an interrupt leaves open
         head = buffers.empty_aligned(len(prefix), dtype=torch.uint8)
         head.copy_(torch.frombuffer(bytearray(prefix), dtype=torch.uint8))
         handle.sync_pwrite(head, file, 0)
