@@ -48,3 +48,16 @@ def new_module(pl: ModuleType, optimizers: Any = None) -> Any:
             return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), 16)
 
     return Module()
+
+
+def quiet_trainer(pl: ModuleType, epochs: int, plugin: Any, *callbacks: Any) -> Any:
+    """A Trainer on the CPU; a plugin of None is Lightning's own."""
+    return pl.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        plugins=[plugin] if plugin is not None else None,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from integrations import _lightning
-from integrations._lightning import new_module
+from integrations._lightning import new_module, quiet_trainer
 from support import needs_protection, run_python, spin_until
 
 import nvmeio
@@ -62,15 +62,7 @@ def fit(
     module = new_module(pl)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # few workers, few batches, no logger
-        trainer = pl.Trainer(
-            max_epochs=epochs,
-            accelerator="cpu",
-            plugins=[plugin] if plugin is not None else None,
-            callbacks=[callback],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = quiet_trainer(pl, epochs, plugin, callback)
         trainer.fit(module, ckpt_path=resume)
     return module.losses, trainer
 

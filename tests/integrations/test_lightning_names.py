@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from integrations import _lightning
-from integrations._lightning import new_module
+from integrations._lightning import new_module, quiet_trainer
 from support import PATIENCE_S
 
 from nvmeio.checkpoint import background
@@ -61,15 +61,7 @@ def kept(
     callback = kind(dirpath=folder, filename="same", every_n_train_steps=1, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of few workers and the like
-        trainer = pl.Trainer(
-            max_epochs=2,
-            accelerator="cpu",
-            plugins=[plugin] if plugin is not None else None,
-            callbacks=[callback],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = quiet_trainer(pl, 2, plugin, callback)
         trainer.fit(Logging())
     steps = {
         name: torch.load(folder / name, weights_only=False)["global_step"]
@@ -149,15 +141,8 @@ def test_a_save_behind_the_fit_is_there_when_it_returns(
     late = Late(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of few workers and the like
-        trainer = pl.Trainer(
-            max_epochs=1,
-            accelerator="cpu",
-            plugins=[late] if given else None,
-            callbacks=[Ours(dirpath=tmp_path / "run", every_n_train_steps=1)],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        ours = Ours(dirpath=tmp_path / "run", every_n_train_steps=1)
+        trainer = quiet_trainer(pl, 1, late if given else None, ours)
         late.gate.set()
         with pytest.raises(ArithmeticError) if fails else contextlib.nullcontext():
             trainer.fit(Fails())

@@ -98,7 +98,7 @@ class _WorkRoom:
     ) -> None:
         self._device = device
         self._copies = copies
-        self._may_raise = lent
+        self._within_budget = lent
         self._host: LentPool | None = None
         self._there: DevicePool | None = None
         self._shared: torch.Tensor | None = None
@@ -139,7 +139,7 @@ class _WorkRoom:
             return self._there.take(unit.converted_bytes)
         assert self._host is not None
         lent = self._host.take(unit, unit.converted_bytes)
-        if lent is None and not self._may_raise:
+        if lent is None and not self._within_budget:
             lent = self._host.take_beyond(unit, unit.converted_bytes)
         return None if lent is None else lent.memory
 
