@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,31 @@ def test_a_run_whose_reading_thread_has_ended_says_so(
     def run() -> None:
         with pytest.raises(ClosedError):
             pipeline.run([SlotTurn([], idle), SlotTurn([], idle)])
+
+    with thread(run):
+        pass
+    pipeline.close()
+
+
+def test_a_run_that_found_no_memory_to_begin_with_keeps_no_reader_waiting(
+    handles: DriveHandles, helper: OwnerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reads that it had begun waited for ever for a slot, and so did the next step for them."""
+    pipeline = Pipeline(handles, read_ahead=True, write_behind=True, helper=helper)
+    pipeline.make(NBYTES, 3)
+    turns = [SlotTurn([], idle) for _ in range(8)]
+    begin, begun = helper.begin, iter(range(6))
+
+    def refused(*work: Any) -> Any:
+        if next(begun, None) is None:
+            raise MemoryError
+        return begin(*work)
+
+    def run() -> None:
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(helper, "begin", refused)
+            pipeline.run(turns)
+        pipeline.run(turns)
 
     with thread(run):
         pass

@@ -279,7 +279,8 @@ class _Filled:
         self._helper = helper
         self._ahead: deque[Future[torch.Tensor | None]] = deque()
         if helper is not None:
-            self._ahead.extend(helper.begin(self._read, turn) for turn in turns)
+            with on_error(self.end):  # what was begun would wait for ever for a slot
+                self._ahead.extend(helper.begin(self._read, turn) for turn in turns)
 
     def next(self, turn: SlotTurn) -> torch.Tensor:
         """The slot of the next turn, once it is read."""
