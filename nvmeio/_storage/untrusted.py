@@ -81,13 +81,17 @@ def create(path: str | os.PathLike[str], mode: int = FILE_MODE) -> int:
 
 def open_nameless(directory: str | os.PathLike[str]) -> File:
     """Open a new file without a name for reading and writing: closing removes it."""
-    fd, name = tempfile.mkstemp(prefix=".nvmeio-", dir=directory)
-    try:
-        return open_again(name, fd)
-    finally:
-        os.close(fd)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+
+    def made() -> File:
+        fd, name = tempfile.mkstemp(prefix=".nvmeio-", dir=directory)
+        try:
+            return open_again(name, fd)
+        finally:
+            os.close(fd)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+
+    return run_interruptible(made)
 
 
 def open_again(path: str, fd: int) -> File:

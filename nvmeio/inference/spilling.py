@@ -35,7 +35,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from nvmeio import _checks, buffers, files
+from nvmeio import _checks, files
+from nvmeio._bindings import OwnFds
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_set import SafetensorsSet
@@ -45,8 +46,9 @@ from nvmeio._pages import TENSOR_ALIGNMENT, round_up
 from nvmeio._residency.calls import version_of
 from nvmeio._storage.durable import make_directory, reserve
 from nvmeio._storage.locks import hold, unlock
-from nvmeio._storage.untrusted import make_private_directory
+from nvmeio._storage.untrusted import FILE_MODE, make_private_directory
 from nvmeio._threads.closing import Closing, opened
+from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.handle import AioHandle
 from nvmeio.inference._plan.budget import check_numbers, share_out
 from nvmeio.inference._plan.slot_layout import Weight, part_of
@@ -125,8 +127,7 @@ class Spiller(Closing):
         with contextlib.ExitStack() as undo:
             self._mover = undo.enter_context(handle_for(handle, directory))
             make_directory(directory)
-            _remove_abandoned(Path(directory))
-            self.path, lock = _own_directory(Path(directory))
+            self.path, lock = run_interruptible(lambda: _own_directory(Path(directory)))
             undo.callback(weakref.finalize(self, _remove, self.path, lock, os.getpid()))
             self._undo = undo.pop_all()
 
@@ -165,9 +166,8 @@ class Spiller(Closing):
                 (self.path / shard).unlink(missing_ok=True)
                 raise
             self._shards.append((shard, list(tensors)))
-        for name, (written, order) in found.items():
-            record = _Written(weakref.ref(written), name, order, _looks(written))
-            self._written[id(written)] = record
+        for name, (each, order) in found.items():
+            self._written[id(each)] = _Written(weakref.ref(each), name, order, _looks(each))
         self._modules.append(module)
 
     def release(self, module: nn.Module) -> None:
@@ -214,8 +214,7 @@ class Spiller(Closing):
         there = _checks.device("device", device)
         index = self.path / f"model{shards.INDEX_SUFFIX}"
         with contextlib.closing(self), contextlib.ExitStack() as stack:
-            with open(index, "xb") as file:
-                file.write(shards.index_text(self._shards, 0))
+            index.write_bytes(shards.index_text(self._shards, 0))
             root = nn.ModuleList(self._modules)
             checkpoint = stack.enter_context(contextlib.closing(SafetensorsSet(index)))
             weights: dict[int, Weight] = {}
@@ -319,39 +318,41 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], handle: AioHandle) -> N
         [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()], None
     )
     with files.open(path, "x") as file:  # no descriptor that an interrupt leaves open
-        head = buffers.empty_aligned(len(prefix), dtype=torch.uint8)
-        head.copy_(torch.frombuffer(bytearray(prefix), dtype=torch.uint8))
-        handle.sync_pwrite(head, file, 0)
+        os.chmod(path, FILE_MODE)  # until here its directory lets nobody in
+        handle.sync_pwrite(torch.frombuffer(bytearray(prefix), dtype=torch.uint8), file, 0)
         for name, tensor in tensors.items():
-            if tensor.nbytes:
-                handle.sync_pwrite(tensor.detach(), file, entries[name].start)
+            handle.sync_pwrite(tensor.detach(), file, entries[name].start)
 
 
 # The directory
 
 
-def _own_directory(parent: Path) -> tuple[Path, int]:
-    """A new directory, and a descriptor that has it locked for as long as its files have names."""
+def _own_directory(parent: Path) -> tuple[Path, OwnFds]:
+    """A new directory, and what has it locked for as long as its files have names.
+
+    Dropped at any step, it locks nothing any more, and whoever makes one there next removes it.
+    """
+    _remove_abandoned(parent)
     while True:
         path = parent / f"{_PREFIX}{secrets.token_hex(4)}"
         make_private_directory(path)
+        lock = OwnFds()
         try:
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = lock.open(False, str(path), os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             continue  # another process took it for an abandoned one
         with contextlib.suppress(OSError):  # where there are no locks, nobody removes it either
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(fd, fcntl.LOCK_EX)
         if path.exists():
-            hold(lock)
+            hold(fd)
             return path, lock
-        os.close(lock)
 
 
-def _remove(path: Path, lock: int, pid: int) -> None:
+def _remove(path: Path, lock: OwnFds, pid: int) -> None:
     if pid == os.getpid():  # the parent's, in a fork of it
-        unlock(lock)  # first: what an interrupt leaves, whoever makes one there next removes
-        os.close(lock)
-        shutil.rmtree(path, ignore_errors=True)
+        unlock(lock.buffered)  # first: what an interrupt leaves is not locked
+        lock.close()
+        run_interruptible(lambda: shutil.rmtree(path, ignore_errors=True), closes=True)
 
 
 def _remove_abandoned(parent: Path) -> None:
