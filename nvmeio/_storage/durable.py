@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import shutil
 from collections.abc import Callable, Sequence
 
 from nvmeio import files
@@ -186,6 +187,14 @@ def make_directory(
         if failed.errno == errno.ENOENT and len(missing) > 1:
             raise _nothing_above(wanted or path, missing[-1]) from failed
         raise transfer_error(failed, "mkdir", wanted or os.fspath(path)) from failed
+
+
+def remove_directory(path: str | os.PathLike[str]) -> None:
+    """Remove a directory with all that is in it, as far as that is possible.
+
+    Not in the main thread: an interrupt within `shutil.rmtree` closes a descriptor twice.
+    """
+    run_interruptible(lambda: shutil.rmtree(path, ignore_errors=True), closes=True)
 
 
 def check_above(path: str | os.PathLike[str]) -> None:

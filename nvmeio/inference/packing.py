@@ -29,8 +29,7 @@ from nvmeio._io.handles import handle_for
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._pages import PAGE_BYTES, TENSOR_ALIGNMENT, round_up
-from nvmeio._storage import crc32
-from nvmeio._storage.durable import make_directory, rename, sync_directory, sync_file
+from nvmeio._storage import crc32, durable
 from nvmeio._storage.untrusted import INDEX_BYTES, read_json
 from nvmeio.errors import nearest
 from nvmeio.handle import AioHandle
@@ -179,8 +178,8 @@ def pack(
         temporaries = []
         for target in targets:
             temporary = target.parent / f".{target.name}.packing-{secrets.token_hex(4)}"
-            stack.callback(shutil.rmtree, temporary, ignore_errors=True)  # before it is there
-            make_directory(temporary)
+            stack.callback(durable.remove_directory, temporary)  # before it is there
+            durable.make_directory(temporary)
             temporaries.append(temporary)
         directories = temporaries
         if ranks > 1:
@@ -196,9 +195,9 @@ def pack(
         report = _write(directories, contents, checkpoint, mover, call)
         for directory in directories:
             _copy_others(source, directory, next(iter(model.parameters())).dtype)
-            sync_directory(directory)
+            durable.sync_directory(directory)
         for temporary in temporaries:
-            sync_directory(temporary)
+            durable.sync_directory(temporary)
         _publish(temporaries, targets)
     return report
 
@@ -224,7 +223,7 @@ def _publish(temporaries: Sequence[Path], targets: Sequence[Path]) -> None:
     with contextlib.ExitStack() as undo:
         for temporary, target in zip(temporaries, targets, strict=True):
             undo.callback(_take_back, target, temporary, temporary.stat().st_ino)
-            rename(temporary, target)
+            durable.rename(temporary, target)
         undo.pop_all()
 
 
@@ -509,4 +508,4 @@ def _copy_others(source: Path, target: Path, dtype: torch.dtype) -> None:
     config["dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for entry in target.iterdir():
-        sync_file(entry)
+        durable.sync_file(entry)

@@ -24,7 +24,6 @@ import fcntl
 import mmap
 import os
 import secrets
-import shutil
 import tempfile
 import weakref
 from collections.abc import Collection, Sequence
@@ -44,7 +43,7 @@ from nvmeio._io.handles import handle_for
 from nvmeio._memory.tensors import extent
 from nvmeio._pages import TENSOR_ALIGNMENT, round_up
 from nvmeio._residency.calls import version_of
-from nvmeio._storage.durable import make_directory, reserve
+from nvmeio._storage.durable import make_directory, remove_directory, reserve
 from nvmeio._storage.locks import hold, unlock
 from nvmeio._storage.untrusted import FILE_MODE, make_private_directory
 from nvmeio._threads.closing import Closing, opened
@@ -352,7 +351,7 @@ def _remove(path: Path, lock: OwnFds, pid: int) -> None:
     if pid == os.getpid():  # the parent's, in a fork of it
         unlock(lock.buffered)  # first: what an interrupt leaves is not locked
         lock.close()
-        run_interruptible(lambda: shutil.rmtree(path, ignore_errors=True), closes=True)
+        remove_directory(path)
 
 
 def _remove_abandoned(parent: Path) -> None:
@@ -363,7 +362,7 @@ def _remove_abandoned(parent: Path) -> None:
             with contextlib.suppress(OSError), opened(path, flags) as lock:
                 if os.fstat(lock).st_uid == os.geteuid():
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path, ignore_errors=True)
+                    remove_directory(path)
 
 
 def park(parameters: Sequence[torch.Tensor], directory: str | os.PathLike[str]) -> mmap.mmap | None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from nvmeio._formats import packed_index
-from nvmeio._storage.durable import sync_directory
+from nvmeio._storage.durable import remove_directory, sync_directory
 from nvmeio._threads.closing import do_all, on_error
 from nvmeio.checkpoint import load, save
 from nvmeio.checkpoint.background import BackgroundSaver
@@ -332,7 +332,7 @@ class TrainerSaving:
         os.makedirs(run_directory, exist_ok=True)
         for name in os.listdir(run_directory):
             if name.startswith(_HIDDEN):  # of a program that was killed, or interrupted
-                shutil.rmtree(os.path.join(run_directory, name), ignore_errors=True)
+                remove_directory(os.path.join(run_directory, name))
         self.directory = tempfile.mkdtemp(prefix=_HIDDEN, dir=run_directory)
 
     def save(self, state: object, path: str) -> None:

@@ -334,7 +334,7 @@ def test_an_interrupt_between_the_names_leaves_nothing(
     at: int, tmp_path: Path, folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models.saved(llama, tmp_path / "model")
-    rename, done = packing.rename, []
+    rename, done = packing.durable.rename, []
 
     def interrupted(source: Path, target: Path) -> None:
         rename(source, target)
@@ -342,7 +342,7 @@ def test_an_interrupt_between_the_names_leaves_nothing(
         if len(done) == at + 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(packing, "rename", interrupted)
+    monkeypatch.setattr(packing.durable, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pack(tmp_path / "model", folders)
     assert done

@@ -275,7 +275,7 @@ def test_what_an_interrupt_left_is_removed(tmp_path: Path, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(spilling.shutil, "rmtree", interrupted)
+        patch.setattr(spilling, "remove_directory", interrupted)
         with pytest.raises(KeyboardInterrupt):
             spill(layers(), tmp_path)
     assert list(tmp_path.iterdir())

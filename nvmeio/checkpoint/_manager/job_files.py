@@ -13,7 +13,6 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 import stat
 import struct
 
@@ -112,7 +111,7 @@ class FileOfEachRank(SaveJob):
             return recycled
         setup = self.setup
         temporary = self._make_directory()
-        undo = on_error(shutil.rmtree, temporary, ignore_errors=True)
+        undo = on_error(durable.remove_directory, temporary)
         with undo, self.messages.telling():
             self.messages.put("place", os.path.basename(temporary).encode())
             recycled = self._write_file(temporary)
@@ -178,7 +177,7 @@ class FileOfEachRank(SaveJob):
             if os.path.isdir(self.path):
                 self._exchange(temporary)
                 durable.sync_directory(self.setup.directory)
-                shutil.rmtree(temporary, ignore_errors=True)
+                durable.remove_directory(temporary)
             else:
                 durable.rename(temporary, self.path)
 

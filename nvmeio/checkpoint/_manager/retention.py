@@ -17,7 +17,6 @@ import errno
 import logging
 import os
 import re
-import shutil
 import stat
 import time
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 from nvmeio import _checks
 from nvmeio._files.descriptors import open_error
 from nvmeio._formats.sniff import STEP
-from nvmeio._storage.durable import check_above, rename, write_small
+from nvmeio._storage.durable import check_above, remove_directory, rename, write_small
 from nvmeio._storage.locks import lock_alone
 from nvmeio._storage.replace import SUFFIX, remove_leftovers, temporary_name
 from nvmeio._storage.untrusted import create
@@ -163,7 +162,7 @@ def remove(generation: Generation) -> None:
         return
     away = take_directory(generation.path)
     if away is not None:
-        shutil.rmtree(away, ignore_errors=True)
+        remove_directory(away)
 
 
 def take_directory(path: str) -> str | None:
@@ -195,7 +194,7 @@ def remove_dead(directory: str) -> None:
             if match[1] == LATEST:
                 unlink(entry.path)
             elif entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path, ignore_errors=True)
+                remove_directory(entry.path)
 
 
 def stamp(fd: int, directory: str) -> None:

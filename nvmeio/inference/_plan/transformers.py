@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
+from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.errors import BackendUnavailableError, IntegrityError, an
 from nvmeio.inference._plan.slot_layout import WeightPart, concatenated, part_of, stacked
 
@@ -83,16 +84,19 @@ def empty_model(config: Any, dtype: torch.dtype | None, checkpoint: SafetensorsS
     `dtype` is that of the weights; None takes the configuration's, or that of the checkpoint.
     ValueError if the configuration names no architecture.
     """
-    transformers = require()
     wanted = dtype or config.dtype or _dtype_of(checkpoint)
-    with torch.device("meta"):
-        model: Any = _class_of(transformers, config)._from_config(config, dtype=wanted)
+
+    def made() -> Any:
+        with torch.device("meta"):
+            return _class_of(require(), config)._from_config(config, dtype=wanted)
+
+    # In the main thread an interrupt has left the context on, for all that the program made then.
+    model = run_interruptible(made)
     model.tie_weights()
     _to_meta(model)
     _keep_in_float32(model, wanted)
     _not_saved_as_buffers(model, checkpoint)
-    model.eval()
-    return model  # type: ignore[no-any-return]
+    return model.eval()  # type: ignore[no-any-return]
 
 
 def _to_meta(model: nn.Module) -> None:
