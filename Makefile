@@ -27,7 +27,7 @@ DOCS_STAMP := $(VENV)-docs/.installed
 CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-clients serve-vllm serve-sglang stress interrupts power native-check coverage lint type editor-check format bench bench-small bench-instructions bench-checkpoint bench-offload bench-inference figures tables docs plots clients gpu-check wheel-check clean
+.PHONY: help demo test test-fast test-clients serve-vllm serve-sglang stress interrupts power native-check coverage lint type editor-check format bench bench-small bench-instructions bench-checkpoint bench-offload bench-inference figures tables docs plots clients gpu-test gpu-check wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -164,6 +164,9 @@ tables: $(STAMP) ## the tables of README and docs again, from benchmarks/measure
 	@$(BIN)/python benchmarks/figures.py --tables
 
 GPU_ARGS ?=
+
+gpu-test: $(STAMP) ## the tests that need a CUDA device; `make test` hides devices from all others
+	@$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 gpu-check: $(STAMP) ## CUDA and cuFile on this machine, in seven minutes; without a GPU, what would be done
 	@$(BIN)/python benchmarks/gpu_check.py --summary gpu-summary.md --json gpu.json --table gpu.md $(GPU_ARGS)

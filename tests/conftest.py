@@ -61,6 +61,8 @@ def warm_process() -> Iterator[None]:
 
         uvloop.new_event_loop().close()  # it keeps a pipe of its own from its first use on
     copy_on_write.support()  # a descriptor for the process
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")  # the driver keeps pipes and more
     with extensions.kept_with_environment(), programs.forking():
         yield
 
@@ -151,10 +153,14 @@ class TimeLeft:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Each process of several begins to read the modules at another place.
+    """Devices that there are are hidden, but for what needs one (``-m gpu``).
 
-    In a fresh clone it is pytest that compiles them: so each compiles some for the others.
+    Most tests have devices of their own, and those of the machine would mix with them. And each
+    process of several begins to read the modules at another place: in a fresh clone it is pytest
+    that compiles them, so each compiles some for the others.
     """
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     here = Path(__file__).parent
     worker = getattr(config, "workerinput", None)
     if worker is None:

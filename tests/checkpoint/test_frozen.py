@@ -158,7 +158,7 @@ def test_shards_are_protected_and_not_copied(mesh: Any, monkeypatch: pytest.Monk
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     whole = torch.randn(NUMEL).view(1024, -1)
-    shard = distribute_tensor(whole, mesh, [Shard(0)])
+    shard = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
     small = distribute_tensor(torch.ones(3, 5), mesh, [Shard(1)], src_data_rank=None)
     wanted = whole.clone()
     gate, fill = threading.Event(), frozen.fill
@@ -207,10 +207,12 @@ def test_shards_that_have_more_to_copy(mesh: Any) -> None:
     """Gradients and Parameters are deepcopy's affair, as of tensors that are no shards."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    shard = distribute_tensor(torch.ones(NUMEL), mesh, [Shard(0)])
+    shard = distribute_tensor(torch.ones(NUMEL), mesh, [Shard(0)], src_data_rank=None)
     shard.requires_grad_()
     (shard * 3).sum().backward()
-    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(NUMEL), mesh, [Shard(0)]))
+    parameter = torch.nn.Parameter(
+        distribute_tensor(torch.ones(NUMEL), mesh, [Shard(0)], src_data_rank=None)
+    )
     taken = nvmeio.snapshot([shard, parameter])
     with torch.no_grad():
         shard.zero_()
