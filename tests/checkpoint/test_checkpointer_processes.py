@@ -351,7 +351,8 @@ def test_a_forked_child_drops_a_writer(tmp_path: Path) -> None:
     """It removed the temporary file of its parent."""
     ran = run_python(
         f"""
-        import os, torch, nvmeio, nvmeio.checkpoint
+        import os, warnings, torch, nvmeio, nvmeio.checkpoint
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
         writer = nvmeio.FastFileWriter({str(tmp_path / "a.pt")!r})
         writer.write(b"some")
         child = os.fork()

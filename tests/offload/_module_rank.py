@@ -122,7 +122,8 @@ def nothing_in_memory(module: SwappedModule) -> None:
     module.evict()
     for each in module.module.modules():
         state = getattr(each, "_get_fsdp_state", lambda: None)()
-        for group in [] if state is None else state._fsdp_param_groups:
+        alone = [getattr(state, "_fsdp_param_group", None)]  # before torch 2.12
+        for group in filter(None, getattr(state, "_fsdp_param_groups", alone)):
             for shard in group.fsdp_params:
                 for tensor in (shard._sharded_param_data, shard.sharded_param._local_tensor):
                     assert tensor.untyped_storage().nbytes() <= 2 * tensor.itemsize
