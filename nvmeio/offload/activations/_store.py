@@ -117,7 +117,7 @@ class ActivationStore:
         """Write the oldest until something fits, or nothing is left to write."""
         self._round += 1
         self._failed = None
-        while not fits() and self._await_write(self._begin_writes(0)):
+        while not fits() and self._await_write(self._begin_writes(0), 0):
             pass
 
     # Saving
@@ -151,16 +151,17 @@ class ActivationStore:
         """
         self._round += 1
         self._failed = None
-        while True:
-            full = self._begin_writes(self._enough)
-            if self._memory_bytes <= self.saving_bytes or not self._await_write(full):
-                return
+        # The error has no name here: its frames end in this one, and would keep all that they know.
+        while self._await_write(self._begin_writes(self._enough), self.saving_bytes):
+            pass
 
-    def _await_write(self, full: TransferError | None) -> bool:
-        """Wait for the oldest write; False if there is none.
+    def _await_write(self, full: TransferError | None, most: int) -> bool:
+        """Wait for the oldest write; False if there is none, or `most` bytes are in memory.
 
         Raises if there is none since one has failed, or the drive has no room (`full`).
         """
+        if self._memory_bytes <= most:
+            return False
         if not self.writing:
             failed, self._failed = self._failed or full, None
             if failed is not None:
