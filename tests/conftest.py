@@ -161,6 +161,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # From Python 3.12 on, of a fork beside threads; the programs of tests write nothing else.
+    os.environ["PYTHONWARNINGS"] = "ignore:This process (pid=:DeprecationWarning"
     here = Path(__file__).parent
     worker = getattr(config, "workerinput", None)
     if worker is None:

@@ -450,6 +450,8 @@ def begin_anew(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(devices, "_side_streams", {})
     patch.setattr(devices, "_events", {})
     patch.setattr(devices, "pause_for", synchronized)
+    # A torch that is built with CUDA has a runtime, which knows nothing of this device.
+    patch.setattr(system, "prompt_runtime", lambda: None)
 
 
 def fake_cuda(patch: pytest.MonkeyPatch) -> FakeCuda:

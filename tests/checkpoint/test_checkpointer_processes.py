@@ -351,8 +351,7 @@ def test_a_forked_child_drops_a_writer(tmp_path: Path) -> None:
     """It removed the temporary file of its parent."""
     ran = run_python(
         f"""
-        import os, warnings, torch, nvmeio, nvmeio.checkpoint
-        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
+        import os, torch, nvmeio, nvmeio.checkpoint
         writer = nvmeio.FastFileWriter({str(tmp_path / "a.pt")!r})
         writer.write(b"some")
         child = os.fork()

@@ -74,7 +74,7 @@ def test_a_failed_save_leaves_the_old_file(path: Path) -> None:
     """torch.save ends the archive and flushes it all the same."""
     nvmeio.save({"old": 1}, path)
     for state in ({"a": lambda: None}, {"a": noise(1000), "b": Refuses()}):
-        with pytest.raises(Exception, match=r"pickle|refuses"):
+        with pytest.raises(Exception, match=r"<lambda>|refuses"):
             torch.save(state, nvmeio.FastFileWriter(path))
         assert torch.load(path) == {"old": 1} and names_in(path.parent) == [path.name]
 

@@ -69,6 +69,7 @@ def prepare(patch: pytest.MonkeyPatch, gpu_check: Any, cuda: Accelerator) -> Non
         free, total = own_info(*given)
         return free + KEPT, total
 
+    patch.setattr(torch.version, "cuda", None)  # by which steps tell a GPU, and what is traced
     patch.setattr(gpu_check, "run_step", run_here)
     patch.setattr(gpu_check.common, "TURNS", 1)
     patch.setattr(machine, "look_into_cufile", usable)
