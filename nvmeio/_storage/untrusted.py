@@ -80,7 +80,10 @@ def create(path: str | os.PathLike[str], mode: int = FILE_MODE) -> int:
 
 
 def open_nameless(directory: str | os.PathLike[str]) -> File:
-    """Open a new file without a name for reading and writing: closing removes it."""
+    """Open a new file without a name for reading and writing: closing removes it.
+
+    Not in the main thread, where an interrupt would leave its descriptor, and its name.
+    """
 
     def made() -> File:
         fd, name = tempfile.mkstemp(prefix=".nvmeio-", dir=directory)
