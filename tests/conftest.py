@@ -162,7 +162,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # From Python 3.12 on, of a fork beside threads; the programs of tests write nothing else.
-    os.environ["PYTHONWARNINGS"] = "ignore:This process (pid=:DeprecationWarning"
+    given = os.environ.get("PYTHONWARNINGS")
+    ours = "ignore:This process (pid=:DeprecationWarning"
+    os.environ["PYTHONWARNINGS"] = f"{given},{ours}" if given else ours
     here = Path(__file__).parent
     worker = getattr(config, "workerinput", None)
     if worker is None:
