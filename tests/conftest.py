@@ -162,7 +162,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # From Python 3.12 on, of a fork beside threads; the programs of tests write nothing else.
-    given = os.environ.get("PYTHONWARNINGS")
+    given = os.environ.get("PYTHONWARNINGS")  # with which modules end in another order, too
     ours = "ignore:This process (pid=:DeprecationWarning"
     os.environ["PYTHONWARNINGS"] = f"{given},{ours}" if given else ours
     here = Path(__file__).parent
