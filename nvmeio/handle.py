@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -554,9 +553,9 @@ class AioHandle(HandleSettings, ClosingWork):
         """`close`, awaited."""
         await self._cores.aclose()
 
-    def __del__(self, finalizing: Any = sys.is_finalizing) -> None:
-        # At the end of a forked child modules have lost their names; what is in flight is not its.
-        if finalizing() or (cores := getattr(self, "_cores", None)) is None or cores.released:
+    def __del__(self) -> None:
+        cores = getattr(self, "_cores", None)
+        if cores is None or cores.released:
             return
         try:
             if cores.in_flight:
