@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -161,10 +162,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # From Python 3.12 on, of a fork beside threads; the programs of tests write nothing else.
-    given = os.environ.get("PYTHONWARNINGS")  # with which modules end in another order, too
-    ours = "ignore:This process (pid=:DeprecationWarning"
-    os.environ["PYTHONWARNINGS"] = f"{given},{ours}" if given else ours
+    if sys.version_info >= (3, 12):  # of a fork beside threads; programs of tests write nothing else
+        given = os.environ.get("PYTHONWARNINGS")
+        ours = "ignore:This process (pid=:DeprecationWarning"
+        os.environ["PYTHONWARNINGS"] = f"{given},{ours}" if given else ours
     here = Path(__file__).parent
     worker = getattr(config, "workerinput", None)
     if worker is None:
