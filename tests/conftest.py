@@ -162,7 +162,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if sys.version_info >= (3, 12):  # of a fork beside threads; programs of tests write nothing else
+    if sys.version_info >= (3, 12):  # of a fork beside threads, on stderr
         given = os.environ.get("PYTHONWARNINGS")
         ours = "ignore:This process (pid=:DeprecationWarning"
         os.environ["PYTHONWARNINGS"] = f"{given},{ours}" if given else ours
