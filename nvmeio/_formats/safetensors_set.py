@@ -144,7 +144,8 @@ def _parts(path: Path) -> list[tuple[Path, list[str] | None]]:
     """The files of a whole or an index, each with the tensors that count; None is all of them."""
     if not shards.is_index(path):
         return [(path, None)]
-    parts = shards.read_index(path)
+    # Index and shards of one directory, also if `path` goes through a link that is changed.
+    parts = shards.read_index(Path(os.path.realpath(path.parent), path.name))
     for shard, names in parts.items():
         if not shard.exists():
             detail = f"{path} names it for tensor {names[0]!r}, but it is not there"

@@ -72,10 +72,9 @@ def how_to_load(directory: str) -> str:
     return ""
 
 
-def kind_of(path: str | os.PathLike[str]) -> Kind:
-    """The format of a file; NoCheckpointError if it is none that is known."""
-    with files.open(path) as file:
-        head = _head_of(file)
+def kind_of(file: files.File) -> Kind:
+    """The format of an open file; NoCheckpointError if it is none that is known."""
+    head = _head_of(file)
     if file.path.endswith(".safetensors") or _has_json(head):
         return "safetensors"
     if head.startswith(LOCAL_MAGIC):

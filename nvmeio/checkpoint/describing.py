@@ -11,6 +11,7 @@ import torch
 
 from nvmeio._formats import packed_index, pickle_calls, pickle_values
 from nvmeio._formats.pickle_values import Global, PickledCall, StorageRef
+from nvmeio._formats.safetensors_set import header_of
 from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of, open_checkpoint
 from nvmeio._formats.torch_file import TorchFile, scan_pickle, spans_of, unsafe_globals
 from nvmeio._formats.torch_part import head_of
@@ -19,7 +20,6 @@ from nvmeio._io.handles import CallHandle
 from nvmeio._io.spans import Load
 from nvmeio._storage import crc32
 from nvmeio._threads.interruptible import run_interruptible
-from nvmeio.checkpoint.safetensors import read_header
 from nvmeio.files import File, read_buffered
 
 # A record that is read for its checksum where the archive does not say whether it has any.
@@ -99,35 +99,39 @@ def describe(path: str | os.PathLike[str]) -> Description:
 
 
 def _describe(path: str | os.PathLike[str]) -> Description:
-    kind = kind_of(path)
-    if kind == "safetensors":
-        return _of_safetensors(path)
-    if kind == "torch legacy":
-        raise NoCheckpointError(
-            f"{path} is in torch's format from before its zip files, which has no directory"
-        )
-    if kind == "part":
-        with open_checkpoint(path) as file:
+    with open_checkpoint(path) as file:
+        kind = kind_of(file)
+        if kind == "safetensors":
+            return _of_safetensors(file)
+        if kind == "torch legacy":
+            raise NoCheckpointError(
+                f"{path} is in torch's format from before its zip files, which has no directory"
+            )
+        if kind == "part":
             return Description(file.path, kind, file.size(), [], [], [], head_of(file).what)
-    with open_checkpoint(path) as file, CallHandle(None, path) as handle:
-        checkpoint = TorchFile(file, handle.get, Load())
-        summed = _is_summed(checkpoint.archive, file)
-        records = [_record(entry, summed) for entry in checkpoint.archive.entries]
-        if checkpoint.archive.is_script:
-            raise NoCheckpointError(f"{path} is a TorchScript archive")
-        scan = scan_pickle(checkpoint)
-        spans_of(checkpoint, file, scan)
-        prefix = checkpoint.archive.prefix
-        offsets = {key: checkpoint.records[f"data/{key}"].offset for key in scan.storages}
-        tensors = [
-            _tensor(name, call, ref, f"{prefix}data/{ref.key}", offsets[ref.key])
-            for name, call, ref in _tensors_in(scan.value)
-        ]
-        forbidden = [] if scan.globals <= pickle_values.COMMON_GLOBALS else unsafe_globals(file)
-        call = pickle_calls.refused(scan)
-        if call is not None:
-            forbidden.append(call)
-        return Description(file.path, kind, file.size(), records, tensors, sorted(forbidden))
+        with CallHandle(None, path) as handle:
+            return _of_archive(file, handle)
+
+
+def _of_archive(file: File, handle: CallHandle) -> Description:
+    checkpoint = TorchFile(file, handle.get, Load())
+    summed = _is_summed(checkpoint.archive, file)
+    records = [_record(entry, summed) for entry in checkpoint.archive.entries]
+    if checkpoint.archive.is_script:
+        raise NoCheckpointError(f"{file.path} is a TorchScript archive")
+    scan = scan_pickle(checkpoint)
+    spans_of(checkpoint, file, scan)
+    prefix = checkpoint.archive.prefix
+    offsets = {key: checkpoint.records[f"data/{key}"].offset for key in scan.storages}
+    tensors = [
+        _tensor(name, call, ref, f"{prefix}data/{ref.key}", offsets[ref.key])
+        for name, call, ref in _tensors_in(scan.value)
+    ]
+    forbidden = [] if scan.globals <= pickle_values.COMMON_GLOBALS else unsafe_globals(file)
+    call = pickle_calls.refused(scan)
+    if call is not None:
+        forbidden.append(call)
+    return Description(file.path, "torch", file.size(), records, tensors, sorted(forbidden))
 
 
 def _record(entry: ZipEntry, summed: bool) -> RecordFacts:
@@ -156,14 +160,14 @@ def alignment_of(offset: int) -> int:
     return min(offset & -offset, 2 << 20) if offset else 2 << 20
 
 
-def _of_safetensors(path: str | os.PathLike[str]) -> Description:
-    header = read_header(path)
+def _of_safetensors(file: File) -> Description:
+    header = header_of(file)
     tensors = [
         TensorFacts(name, entry.dtype, entry.shape, entry.nbytes, "", entry.start, "cpu")
         for name, entry in header.tensors.items()
     ]
     what = packed_index.part_in_words(header.metadata)
-    return Description(os.fspath(path), "safetensors", os.stat(path).st_size, [], tensors, [], what)
+    return Description(file.path, "safetensors", file.size(), [], tensors, [], what)
 
 
 # The tensors of a scanned pickle

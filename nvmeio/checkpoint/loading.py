@@ -85,7 +85,9 @@ def load(
         weights_only: Refuse to unpickle what is not known to be harmless. Pass False only for
             files of a source that you trust: they can run any code.
         mmap: True: torch.load maps the file, which reads a page when it is touched; for files that
-            are larger than memory, or of which little is used. None and False read all of it here.
+            are larger than memory, or of which little is used. The file is opened once, so a writer
+            that replaces `path` meanwhile changes nothing. The storages' ``filename`` is a name of
+            the open file below /proc. None and False read all of the file here.
         handle: Moves the bytes, and stays open; None makes one for this call.
         progress: Told how far it is: ``progress(what, done_bytes, total_bytes)``; see
             `nvmeio.progress`. Not of files that are left to torch.load.
@@ -226,7 +228,7 @@ def load_file(
             check_older(file)
             return Loaded(partial(unpickling.load_older, file, options), opened)
         if through_torch:
-            return Loaded(partial(unpickling.load_through_torch, path, options), opened)
+            return _left_to_torch(file, options, opened)
         if ranks is None and how.handle is None and file.size() <= SMALL_BYTES:
             return _load_small(file, how, opened)
         from nvmeio._io.handles import CallHandle
@@ -336,6 +338,7 @@ def _to_unpickle(
 
 
 def _left_to_torch(file: File, options: LoadOptions, opened: contextlib.ExitStack) -> Loaded:
+    # torch opens the file by its name up to three times: by now another one may have `path`.
     same = opened.enter_context(same_file(file))
     return Loaded(partial(unpickling.load_through_torch, same, options), opened)
 

@@ -114,13 +114,13 @@ def _verify(
     progress: Callable[[int], None],
     flight: InFlight,
 ) -> Verdict:
-    kind = kind_of(path)
-    if kind == "torch legacy":
-        raise NoCheckpointError(
-            f"{path} is in torch's format from before its zip files, which has no checksums"
-        )
     kinds = {"safetensors": _verify_safetensors, "part": _verify_part, "torch": _verify_archive}
     with open_checkpoint(path) as file, CallHandle(handle, path) as call_handle:
+        kind = kind_of(file)
+        if kind == "torch legacy":
+            raise NoCheckpointError(
+                f"{path} is in torch's format from before its zip files, which has no checksums"
+            )
         return kinds[kind](file, call_handle, partial(_stream, file, call_handle, progress, flight))
 
 

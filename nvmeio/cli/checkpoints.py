@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from nvmeio import files
 from nvmeio._formats.sniff import NoCheckpointError, kind_of
 from nvmeio.checkpoint.describing import Description, alignment_of, describe
 from nvmeio.checkpoint.verifying import Problem, Verdict, verify
@@ -91,7 +92,8 @@ def _below(directory: Path, top: str, seen: set[str]) -> Iterator[Path]:
 
 def _may_be_one(path: Path) -> bool:
     try:
-        kind_of(path)
+        with files.open(path) as file:
+            kind_of(file)
     except NoCheckpointError:
         return path.suffix in _PROMISE
     except FileNotFoundError:

@@ -401,7 +401,8 @@ def test_torchscript_is_refused_as_torch_does(path: Path) -> None:
 def test_the_legacy_format_in_any_protocol(protocol: int, path: Path) -> None:
     options = {"_use_new_zipfile_serialization": False, "pickle_protocol": protocol}
     torch.save([noise(3)], path, **options)
-    assert kind_of(path) == "torch legacy"
+    with nvmeio.files.open(path) as file:
+        assert kind_of(file) == "torch legacy"
     assert_same(load(path, weights_only=False), [noise(3)])
 
 
@@ -591,6 +592,26 @@ def test_mmap_maps_the_file(path: Path, stands_in: None) -> None:
     assert_same(found, {"a": noise(100_000)})
     assert str(path) in Path("/proc/self/maps").read_text()
     assert_same(nvmeio.load(path, mmap=False), found)
+
+
+def test_a_mapped_load_is_of_one_file_though_its_link_changes(
+    tmp_path: Path, stands_in: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch got the path and opened it twice: values of one checkpoint, tensors of the next."""
+    latest = tmp_path / "latest"
+    for step in (1, 2):
+        nvmeio.save({"step": step, "a": torch.full((3,), step)}, tmp_path / f"{step}.pt")
+    latest.symlink_to("1.pt")
+    from_file = torch.UntypedStorage.from_file
+
+    def change_first(*arguments: Any, **options: Any) -> Any:
+        latest.unlink()
+        latest.symlink_to("2.pt")
+        return from_file(*arguments, **options)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", change_first)
+    found = nvmeio.load(latest, mmap=True)
+    assert found["step"] == 1 and found["a"].tolist() == [1, 1, 1]
 
 
 def test_fake_mode_makes_fake_tensors(path: Path, stands_in: None) -> None:

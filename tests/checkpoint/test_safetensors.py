@@ -517,6 +517,31 @@ def test_a_set_of_shards_is_saved_and_loaded(tmp_path: Path) -> None:
     assert_same(load_safetensors(tmp_path / "model.safetensors.index.json"), tensors)
 
 
+def test_index_and_shards_are_of_one_directory_though_a_link_to_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index was read through the link, and so were its shards, a moment later."""
+    for step in (1, 2):
+        (tmp_path / str(step)).mkdir()
+        tensors = {name: torch.full((4,), step) for name in "ab"}
+        nvmeio.save_safetensors(tensors, tmp_path / str(step), max_shard_size=32)
+    latest = tmp_path / "latest"
+    read_index = shards.read_index
+
+    def read_then_change(path: Path) -> dict[Path, list[str]]:
+        found = read_index(path)
+        latest.unlink()
+        latest.symlink_to("2")
+        return found
+
+    monkeypatch.setattr(shards, "read_index", read_then_change)
+    for path in (latest, latest / "model.safetensors.index.json"):
+        latest.unlink(missing_ok=True)
+        latest.symlink_to("1")
+        found = nvmeio.load_safetensors(path)
+        assert [found[name].tolist() for name in "ab"] == [[1] * 4, [1] * 4]
+
+
 def test_a_tensor_larger_than_a_shard_is_not_divided(tmp_path: Path) -> None:
     tensors = ten()
     save_safetensors(tensors, tmp_path, max_shard_size=min(t.nbytes for t in tensors.values()) // 2)

@@ -24,7 +24,7 @@ from typer.testing import CliRunner, Result
 
 import nvmeio
 from nvmeio._formats.sniff import NoCheckpointError
-from nvmeio.checkpoint import verifying
+from nvmeio.checkpoint import describing, verifying
 from nvmeio.checkpoint.describing import TensorFacts, alignment_of, describe
 from nvmeio.checkpoint.verifying import verify
 from nvmeio.cli import app, checkpoints
@@ -296,6 +296,30 @@ def test_safetensors(tmp_path: Path) -> None:
     path.write_bytes(whole[:-1])
     assert run("verify", path).exit_code == 1
     assert run("inspect", path).exit_code == 1
+
+
+@pytest.mark.parametrize("look", ["verify", "inspect"])
+def test_one_file_is_looked_at_though_its_link_changes(
+    look: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The format was found in one file, and another one by then was checked for it: DAMAGED."""
+    nvmeio.save(noise(100), tmp_path / "1")
+    nvmeio.save_safetensors({"a": noise(300)}, tmp_path / "2")
+    latest = tmp_path / "latest"
+    latest.symlink_to("1")
+    for module in (verifying, describing):
+        kind_of = module.kind_of
+
+        def change_then(found: Any, kind_of: Any = kind_of) -> Any:
+            kind = kind_of(found)
+            latest.unlink()
+            latest.symlink_to("2")
+            return kind
+
+        monkeypatch.setattr(module, "kind_of", change_then)
+    facts = verify(latest) if look == "verify" else describe(latest)
+    assert facts.kind == "torch" and facts.nbytes == (tmp_path / "1").stat().st_size
+    assert not getattr(facts, "problems", [])
 
 
 # inspect

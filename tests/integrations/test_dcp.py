@@ -35,6 +35,7 @@ from integrations._dcp_states import (
 from programs import Program
 from support import raw
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan
 
 import nvmeio
 from nvmeio._storage import replace
@@ -63,6 +64,40 @@ def test_each_reads_what_the_other_wrote(writer: Any, reader: Any, tmp_path: Pat
     found = blank(state)
     dcp.load(found, storage_reader=reader(tmp_path))
     assert_same(found, state)
+
+
+def test_metadata_and_items_are_of_one_checkpoint_though_a_link_to_it_changes(
+    tmp_path: Path,
+) -> None:
+    """Metadata of one checkpoint placed items in the data files of another."""
+    for step in (1, 2):
+        save({"a": torch.full((300,), step)}, tmp_path / str(step))
+    latest = tmp_path / "latest"
+    latest.symlink_to("1")
+
+    class Changing(NvmeStorageReader):
+        def read_metadata(self, *arguments: Any, **options: Any) -> Any:
+            metadata = super().read_metadata(*arguments, **options)
+            latest.unlink()
+            latest.symlink_to("2")
+            return metadata
+
+    found = {"a": torch.zeros(300, dtype=torch.int64)}
+    dcp.load(found, storage_reader=Changing(latest))
+    assert found["a"].unique().tolist() == [1]
+
+
+def test_ranks_that_find_different_checkpoints_are_refused(tmp_path: Path) -> None:
+    """Each rank reads the metadata itself: a link that changes gave them different ones."""
+    plans = []
+    for step in (1, 2):
+        save({"a": torch.full((300,), step)}, tmp_path / str(step))
+        reader = NvmeStorageReader(tmp_path / str(step))
+        reader.read_metadata()
+        plans.append(reader.prepare_local_plan(LoadPlan([])))
+    assert reader.prepare_global_plan([plans[0]] * 2) == [plans[0]] * 2
+    with pytest.raises(nvmeio.IntegrityError, match=r"rank 0 has found .*/1, and rank 1 another"):
+        reader.prepare_global_plan(plans)
 
 
 def test_items_are_archives_with_valid_checksums_and_page_aligned_data(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import logging
 import os
 import pickle
 import uuid
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -348,6 +349,7 @@ class NvmeStorageReader(_InDirectory, StorageReader):
         self._extension_registry = _extension_registry
         self._handle = handle
         self.storage_data: dict[MetadataIndex, _StorageInfo] = {}
+        self._folder, self._version = self.path, 0
         self.load_id = str(uuid.uuid4())
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
@@ -355,6 +357,7 @@ class NvmeStorageReader(_InDirectory, StorageReader):
         self.storage_data = {}
         if checkpoint_id:
             self.path = Path(checkpoint_id)
+        self._folder, self._version = self.path, 0
         self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -365,9 +368,12 @@ class NvmeStorageReader(_InDirectory, StorageReader):
             IntegrityError: The metadata file is damaged, or none, or names what is not DCP's own or
                 lies outside of the checkpoint.
         """
-        path = stored.metadata_path(self.path, kwargs.get("rank"))
+        # The data files are those beside this one, also if `path` is a link that is changed.
+        self._folder = Path(os.path.realpath(self.path))
+        path = stored.metadata_path(self._folder, kwargs.get("rank"))
         with naming("open", path):
             data = read_small(path, stored.METADATA_BYTES)
+        self._version = zlib.crc32(data)
         metadata = stored.load_metadata(data, str(path))
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
@@ -394,11 +400,27 @@ class NvmeStorageReader(_InDirectory, StorageReader):
         self.use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing is to be prepared."""
-        return plan
+        """Tell the coordinator which checkpoint this rank has found."""
+        found = (os.fspath(self._folder), self._version)
+        return dataclasses.replace(plan, storage_data=found) if self.use_collectives else plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing is to be prepared."""
+        """Check that all ranks have found the same checkpoint.
+
+        Raises:
+            IntegrityError: They have not: it was replaced, or a link to it changed, meanwhile.
+        """
+        found = {rank: plan.storage_data for rank, plan in enumerate(plans) if plan.storage_data}
+        first = next(iter(found), 0)
+        for rank, (folder, version) in found.items():
+            if version != found[first][1]:
+                raise IntegrityError(
+                    f"{self.path}: rank {first} has found the checkpoint in {found[first][0]}, and "
+                    f"rank {rank} another one in {folder}: it was replaced while it was opened. "
+                    "Load it again, or name a directory that nobody replaces",
+                    expected=found[first],
+                    found=(folder, version),
+                )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -415,7 +437,7 @@ class NvmeStorageReader(_InDirectory, StorageReader):
         def read() -> None:
             with CallHandle(self._handle, self.path) as handle:
                 read_items(
-                    handle.get(), self.path, wanted, planner, self._extension_registry, flight
+                    handle.get(), self._folder, wanted, planner, self._extension_registry, flight
                 )
 
         run_interruptible(_as_here(read), flight.cancel)
