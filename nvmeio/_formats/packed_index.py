@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from nvmeio._formats.safetensors_header import TensorEntry
+from nvmeio._formats.safetensors.headers import TensorEntry
 from nvmeio._io.drives import Striping
 from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio._storage import crc32

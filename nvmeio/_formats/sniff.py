@@ -12,7 +12,8 @@ from typing import Literal
 
 from nvmeio import files
 from nvmeio._files.descriptors import open_error
-from nvmeio._formats.torch_zip import LOCAL_MAGIC
+from nvmeio._formats.torch_archives.torch_part import PART_MAGIC
+from nvmeio._formats.torch_archives.torch_zip import LOCAL_MAGIC
 from nvmeio._storage import locks
 from nvmeio.errors import NvmeioError
 
@@ -20,7 +21,6 @@ Kind = Literal["torch", "torch legacy", "safetensors", "part"]
 
 STEP = re.compile(r"step-([0-9]{8,})(\.pt)?")  # a Checkpointer's names
 
-PART_MAGIC = b"nvmeio-part-1\n"
 _HEAD_BYTES = 64
 
 # torch's magic number as the first pickle of its format from before zip files: LONG1 and ten bytes

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from nvmeio._formats import safetensors_header as headers
+from nvmeio._formats.safetensors import headers
 from nvmeio._pages import round_up
 from nvmeio._storage import crc32
 from nvmeio._storage.replace import replace_file

@@ -21,8 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvmeio._formats import torch_unpickler
-from nvmeio._formats.torch_file import TorchFile, same_file, size_error, unsafe_globals
+from nvmeio._formats.torch_archives import torch_unpickler
+from nvmeio._formats.torch_archives.torch_file import (
+    TorchFile,
+    same_file,
+    size_error,
+    unsafe_globals,
+)
 from nvmeio._io.long_call import LongCall
 from nvmeio.files import File
 

@@ -20,7 +20,7 @@ import torch
 from nvmeio._checks import NotPickled
 from nvmeio._distributed import DEFAULT_TIMEOUT_S
 from nvmeio._distributed.rank_store import RankStore
-from nvmeio._formats.torch_writing import padded_nbytes
+from nvmeio._formats.torch_archives.torch_writing import padded_nbytes
 from nvmeio._io.handles import new_handle
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads import shutdown

@@ -9,13 +9,19 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._formats import packed_index, pickle_calls, pickle_values
-from nvmeio._formats.pickle_values import Global, PickledCall, StorageRef
-from nvmeio._formats.safetensors_set import header_of
+from nvmeio._formats import packed_index
+from nvmeio._formats.safetensors.open_set import header_of
 from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of, open_checkpoint
-from nvmeio._formats.torch_file import TorchFile, scan_pickle, spans_of, unsafe_globals
-from nvmeio._formats.torch_part import head_of
-from nvmeio._formats.torch_zip import Archive, ZipEntry
+from nvmeio._formats.torch_archives import pickle_calls, pickle_values
+from nvmeio._formats.torch_archives.pickle_values import Global, PickledCall, StorageRef
+from nvmeio._formats.torch_archives.torch_file import (
+    TorchFile,
+    scan_pickle,
+    spans_of,
+    unsafe_globals,
+)
+from nvmeio._formats.torch_archives.torch_part import head_of
+from nvmeio._formats.torch_archives.torch_zip import Archive, ZipEntry
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.spans import Load
 from nvmeio._storage import crc32

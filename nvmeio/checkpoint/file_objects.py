@@ -21,8 +21,8 @@ import torch
 
 from nvmeio import buffers
 from nvmeio._checks import NotPickled
-from nvmeio._formats import torch_zip
 from nvmeio._formats.sniff import open_checkpoint
+from nvmeio._formats.torch_archives import torch_zip
 from nvmeio._io.handles import new_handle
 from nvmeio._io.inflight import WriteBehind
 from nvmeio._storage.replace import Replacement

@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 import torch
 from torch.utils import _pytree
 
-from nvmeio._formats.torch_layout import StorageRecord
+from nvmeio._formats.torch_archives.torch_layout import StorageRecord
 from nvmeio._memory.copy_on_write import support
 from nvmeio._memory.mappings import Mapping
 from nvmeio._pages import PAGE_BYTES, round_up

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._checks import NotPickled
-from nvmeio._formats.safetensors_header import TensorEntry
-from nvmeio._formats.safetensors_set import SafetensorsSet
-from nvmeio._formats.safetensors_shards import as_package, device_of, noted
+from nvmeio._formats.safetensors.headers import TensorEntry
+from nvmeio._formats.safetensors.open_set import SafetensorsSet
+from nvmeio._formats.safetensors.shards import as_package, device_of, noted
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.spans import Load, Span

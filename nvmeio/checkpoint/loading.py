@@ -26,10 +26,10 @@ import torch
 
 from nvmeio import _checks
 from nvmeio._distributed import DEFAULT_TIMEOUT_S
-from nvmeio._formats import pickle_values
-from nvmeio._formats.pickle_values import Scan
 from nvmeio._formats.sniff import check_older, open_checkpoint
-from nvmeio._formats.torch_file import (
+from nvmeio._formats.torch_archives import pickle_values
+from nvmeio._formats.torch_archives.pickle_values import Scan
+from nvmeio._formats.torch_archives.torch_file import (
     TorchFile,
     check_calls,
     places_of,
@@ -37,7 +37,7 @@ from nvmeio._formats.torch_file import (
     scan_pickle,
     spans_of,
 )
-from nvmeio._formats.torch_zip import LOCAL_MAGIC, SMALL_BYTES
+from nvmeio._formats.torch_archives.torch_zip import LOCAL_MAGIC, SMALL_BYTES
 from nvmeio._io.long_call import LongCall
 from nvmeio._threads.interruptible import in_thread, run_interruptible
 from nvmeio.checkpoint import _unpickling as unpickling

@@ -18,13 +18,12 @@ import torch
 
 from nvmeio import files
 from nvmeio._files.descriptors import open_error
-from nvmeio._formats import safetensors_header as headers
-from nvmeio._formats import safetensors_shards as shards
-from nvmeio._formats.safetensors_header import Header
-from nvmeio._formats.safetensors_set import SafetensorsSet, header_of
-from nvmeio._formats.safetensors_shards import device_of, failed_save, missing
-from nvmeio._formats.torch_layout import FileLayout, KnownBytes, StorageRecord
-from nvmeio._formats.torch_writing import padded_nbytes, write_part
+from nvmeio._formats.safetensors import headers, shards
+from nvmeio._formats.safetensors.headers import Header
+from nvmeio._formats.safetensors.open_set import SafetensorsSet, header_of
+from nvmeio._formats.safetensors.shards import device_of, failed_save, missing
+from nvmeio._formats.torch_archives.torch_layout import FileLayout, KnownBytes, StorageRecord
+from nvmeio._formats.torch_archives.torch_writing import padded_nbytes, write_part
 from nvmeio._io.handles import handle_for
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall

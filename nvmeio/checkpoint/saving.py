@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nvmeio._bindings import memory_at
-from nvmeio._formats import torch_layout
-from nvmeio._formats.torch_layout import DEFAULT_PROTOCOL, FileLayout, UnknownWriterError
+from nvmeio._formats.torch_archives import torch_layout
+from nvmeio._formats.torch_archives.torch_layout import (
+    DEFAULT_PROTOCOL,
+    FileLayout,
+    UnknownWriterError,
+)
 from nvmeio._io.long_call import LongCall
 from nvmeio._memory import holds
 from nvmeio._storage import crc32
@@ -176,7 +180,7 @@ def _write(
     call: LongCall,
 ) -> None:
     # Most states that people try first are small: what only others need is imported here.
-    from nvmeio._formats.torch_writing import padded_nbytes, write_part
+    from nvmeio._formats.torch_archives.torch_writing import padded_nbytes, write_part
     from nvmeio._io.handles import CallHandle
     from nvmeio._io.inflight import InFlight
 

@@ -19,14 +19,15 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._formats import packed_index, torch_zip
+from nvmeio._formats import packed_index
 from nvmeio._formats.packed_index import Share
-from nvmeio._formats.safetensors_header import Header
-from nvmeio._formats.safetensors_set import header_of
+from nvmeio._formats.safetensors.headers import Header
+from nvmeio._formats.safetensors.open_set import header_of
 from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of, open_checkpoint
-from nvmeio._formats.torch_file import TorchFile, scan_pickle, spans_of
-from nvmeio._formats.torch_part import HEAD_BYTES, head_of
-from nvmeio._formats.torch_zip import ZipEntry
+from nvmeio._formats.torch_archives import torch_zip
+from nvmeio._formats.torch_archives.torch_file import TorchFile, scan_pickle, spans_of
+from nvmeio._formats.torch_archives.torch_part import HEAD_BYTES, head_of
+from nvmeio._formats.torch_archives.torch_zip import ZipEntry
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._io.spans import Load

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
+from nvmeio._formats.safetensors.open_set import SafetensorsSet, StoredTensor
 from nvmeio._formats.weights_digest import SAMPLE_BYTES, SAMPLES, How, samples
 from nvmeio._storage import crc32
 from nvmeio.files import File

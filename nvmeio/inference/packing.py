@@ -19,11 +19,10 @@ from torch import nn
 from nvmeio import _checks, buffers, files
 from nvmeio._checks import Paths
 from nvmeio._formats import packed_index
-from nvmeio._formats import safetensors_header as headers
-from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.packed_index import Dealing
-from nvmeio._formats.safetensors_header import TensorEntry
-from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._formats.safetensors import headers, shards
+from nvmeio._formats.safetensors.headers import TensorEntry
+from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio._io.drives import weights_of
 from nvmeio._io.handles import handle_for
 from nvmeio._io.inflight import InFlight

@@ -36,9 +36,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio import _checks, files
 from nvmeio._bindings import OwnFds
-from nvmeio._formats import safetensors_header as headers
-from nvmeio._formats import safetensors_shards as shards
-from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._formats.safetensors import headers, shards
+from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio._io.handles import handle_for
 from nvmeio._memory.tensors import extent
 from nvmeio._pages import TENSOR_ALIGNMENT, round_up

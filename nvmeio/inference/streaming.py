@@ -15,7 +15,7 @@ from torch import nn
 from nvmeio import _checks
 from nvmeio._checks import Paths
 from nvmeio._distributed import DEFAULT_TIMEOUT_S
-from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio._io import long_call
 from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices

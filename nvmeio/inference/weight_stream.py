@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from nvmeio._checks import NotPickled
-from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio._io.drives import DriveHandles
 from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices

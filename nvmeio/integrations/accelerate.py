@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio import _checks, files
-from nvmeio._formats.safetensors_set import header_of
+from nvmeio._formats.safetensors.open_set import header_of
 from nvmeio._io.drives import DriveHandles
 from nvmeio._memory.mappings import Mapping as MemoryMapping
 from nvmeio._pages import PAGE_BYTES, round_down, round_up

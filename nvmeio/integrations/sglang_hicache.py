@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from nvmeio import buffers
-from nvmeio._formats.safetensors_shards import parse_size
+from nvmeio._formats.safetensors.shards import parse_size
 from nvmeio._kv_blocks.store import BlockStore
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._threads.closing import members

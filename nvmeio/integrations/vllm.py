@@ -34,7 +34,7 @@ import torch
 from nvmeio import buffers, files
 from nvmeio._distributed.rank_store import several
 from nvmeio._files import system as system_module
-from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor, tensor_on
+from nvmeio._formats.safetensors.open_set import SafetensorsSet, StoredTensor, tensor_on
 from nvmeio._io.handles import handle_for
 from nvmeio._io.inflight import in_groups
 from nvmeio._io.spans import Load, Span

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from nvmeio._formats.safetensors_shards import parse_size
+from nvmeio._formats.safetensors.shards import parse_size
 from nvmeio._kv_blocks.store import BlockStore
 from nvmeio.integrations._clients import client, joined, on_demand
 from nvmeio.integrations._kv_identity import ServedModel, WeightOptions, identity_of

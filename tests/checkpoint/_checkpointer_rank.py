@@ -16,7 +16,7 @@ from inside import saver_of
 
 import nvmeio
 import nvmeio.checkpoint
-from nvmeio._formats import torch_writing
+from nvmeio._formats.torch_archives import torch_writing
 from nvmeio.checkpoint._multi_rank import agreement
 from nvmeio.testing import FakeEngine
 

@@ -12,7 +12,7 @@ from checkpoint._objects import assert_same, noise
 from faults._support import MIB
 
 import nvmeio
-from nvmeio._formats.torch_layout import plan_layout
+from nvmeio._formats.torch_archives.torch_layout import plan_layout
 
 
 def state_of(step: int, numel: int = 5000) -> dict[str, Any]:

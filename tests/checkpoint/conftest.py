@@ -12,7 +12,7 @@ from faults._support import MIB
 from support import HeldEngine
 
 import nvmeio
-from nvmeio._formats import torch_writing
+from nvmeio._formats.torch_archives import torch_writing
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from checkpoint._objects import assert_same
 from support import HeldEngine, needs_protection, run_python
 
 import nvmeio
-from nvmeio._formats import torch_writing
+from nvmeio._formats.torch_archives import torch_writing
 from nvmeio.checkpoint.background import BackgroundSaver
 from nvmeio.testing import FakeEngine
 

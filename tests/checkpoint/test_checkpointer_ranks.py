@@ -18,8 +18,8 @@ from checkpoint._rank_program import MIB, own, replicated, same
 from checkpoint._ranks import running_ranks
 
 import nvmeio
-from nvmeio._formats.torch_layout import plan_layout
-from nvmeio._formats.torch_writing import padded_nbytes
+from nvmeio._formats.torch_archives.torch_layout import plan_layout
+from nvmeio._formats.torch_archives.torch_writing import padded_nbytes
 from nvmeio.checkpoint._multi_rank import agreement
 
 if not (dist.is_available() and dist.is_gloo_available()):

@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nvmeio
-from nvmeio._formats import pickle_values, torch_unpickler
+from nvmeio._formats.torch_archives import pickle_values, torch_unpickler
 from nvmeio._io.spans import Load
 from nvmeio._memory import mappings, system
 from nvmeio.checkpoint import _unpickling as unpickling

@@ -31,8 +31,8 @@ from checkpoint._objects import (
 from support import HeldEngine, on_every_loop, run_python, spin_until, until
 
 import nvmeio
-from nvmeio._formats import torch_file
 from nvmeio._formats.sniff import kind_of
+from nvmeio._formats.torch_archives import torch_file
 from nvmeio._io.spans import Load
 from nvmeio._memory import mappings, system
 from nvmeio.checkpoint import _unpickling as unpickling

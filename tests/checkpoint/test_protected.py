@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import collect, needs_protection
 
-from nvmeio._formats.torch_layout import StorageRecord
+from nvmeio._formats.torch_archives.torch_layout import StorageRecord
 from nvmeio.checkpoint._snapshot import protected as protected_module
 from nvmeio.checkpoint._snapshot.copies import RecordSpan
 from nvmeio.checkpoint._snapshot.protected import AsideMemory, Protected

@@ -20,8 +20,7 @@ import nvmeio
 from nvmeio._distributed.messages import Messages
 from nvmeio._distributed.rank_store import RankStore
 from nvmeio._distributed.shared_spans import RankSpan, rounds_by_source
-from nvmeio._formats.sniff import PART_MAGIC
-from nvmeio._formats.torch_part import HEAD_BYTES
+from nvmeio._formats.torch_archives.torch_part import HEAD_BYTES, PART_MAGIC
 from nvmeio._io.spans import Region, Run, Span, plan_reads
 from nvmeio._pages import PAGE_BYTES
 from nvmeio._threads.interruptible import Cancelled

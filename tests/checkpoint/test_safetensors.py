@@ -20,8 +20,7 @@ from support import HeldEngine, on_every_loop, raw, run_python, until
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nvmeio
-from nvmeio._formats import safetensors_header as headers
-from nvmeio._formats import safetensors_shards as shards
+from nvmeio._formats.safetensors import headers, shards
 from nvmeio.checkpoint import saving
 from nvmeio.checkpoint.safetensors import (
     SMALL_BYTES,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nvmeio
-from nvmeio._formats import safetensors_header as headers
+from nvmeio._formats.safetensors import headers
 from nvmeio.checkpoint.safetensors import (
     load_safetensors,
 )

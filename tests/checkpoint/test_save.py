@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from support import HeldEngine, on_every_loop, run_python, until
 
 import nvmeio
-from nvmeio._formats import torch_layout, torch_pickler
+from nvmeio._formats.torch_archives import torch_layout, torch_pickler
 from nvmeio._io.long_call import LongCall
 from nvmeio._storage import crc32
 from nvmeio._threads.interruptible import Cancelled

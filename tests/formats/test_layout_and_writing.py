@@ -17,8 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nvmeio
-from nvmeio._formats import torch_layout, torch_writing
-from nvmeio._formats.torch_writing import Crc, finish, join_crcs, padded_nbytes, write_part
+from nvmeio._formats.torch_archives import torch_layout, torch_writing
+from nvmeio._formats.torch_archives.torch_writing import (
+    Crc,
+    finish,
+    join_crcs,
+    padded_nbytes,
+    write_part,
+)
 from nvmeio._io.inflight import InFlight
 from nvmeio._memory import holds, mappings
 from nvmeio._storage import crc32

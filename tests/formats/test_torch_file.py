@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import nvmeio
-from nvmeio._formats.torch_file import TorchFile
+from nvmeio._formats.torch_archives.torch_file import TorchFile
 from nvmeio._io.spans import Load
 
 

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nvmeio
-from nvmeio._formats import torch_layout as torch_layout_module
-from nvmeio._formats.torch_layout import FileLayout, TorchRecords, plan_layout
+from nvmeio._formats.torch_archives import torch_layout as torch_layout_module
+from nvmeio._formats.torch_archives.torch_layout import FileLayout, TorchRecords, plan_layout
 from nvmeio.errors import BackendUnavailableError, IntegrityError
 
 

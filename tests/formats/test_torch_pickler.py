@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoint._objects import SAFE
 
-from nvmeio._formats import torch_layout, torch_pickler
+from nvmeio._formats.torch_archives import torch_layout, torch_pickler
 
 
 def pickled(state: object) -> bytes:

@@ -24,9 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nvmeio
-from nvmeio._formats import pickle_values, torch_unpickler
-from nvmeio._formats.pickle_values import PickleError
-from nvmeio._formats.torch_unpickler import UnknownTorchError, unpickle
+from nvmeio._formats.torch_archives import pickle_values, torch_unpickler
+from nvmeio._formats.torch_archives.pickle_values import PickleError
+from nvmeio._formats.torch_archives.torch_unpickler import UnknownTorchError, unpickle
 from nvmeio.checkpoint import _unpickling as unpickling
 
 PLAIN = ("tied", "odd shapes", "training", "sizes", "many small")

@@ -90,7 +90,7 @@ def test_shared_experts_that_are_stored_with_other_values_are_refused(tmp_path: 
 
 def test_no_byte_of_an_expert_that_no_token_needs_is_read(tmp_path: Path, stream: Make) -> None:
     """Counted below the handle, block by block, beside what the loaded model routes to."""
-    from nvmeio._formats.safetensors_set import header_of
+    from nvmeio._formats.safetensors.open_set import header_of
 
     saved(lambda: mixtral(experts=8, intermediate_size=1024), tmp_path)
     whole = loaded(tmp_path)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support import run_python
 from torch import nn
 
-from nvmeio._formats.safetensors_set import FileBytes
+from nvmeio._formats.safetensors.open_set import FileBytes
 from nvmeio._pages import PAGE_BYTES
 from nvmeio.inference._plan.budget import share_out
 from nvmeio.inference._plan.slot_layout import (

@@ -26,7 +26,7 @@ from support import (
 )
 
 import nvmeio
-from nvmeio._formats.safetensors_set import header_of
+from nvmeio._formats.safetensors.open_set import header_of
 from nvmeio._memory import mappings
 from nvmeio.checkpoint.safetensors import read_header
 from nvmeio.errors import IntegrityError, ShortTransferError, TransferError

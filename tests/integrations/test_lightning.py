@@ -22,7 +22,7 @@ from integrations._lightning import new_module, quiet_trainer
 from support import needs_protection, run_python, spin_until
 
 import nvmeio
-from nvmeio._formats import torch_writing
+from nvmeio._formats.torch_archives import torch_writing
 from nvmeio.checkpoint import background
 from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots
 from nvmeio.integrations import lightning as plugins

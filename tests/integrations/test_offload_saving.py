@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from support import spin_until
 
 import nvmeio
-from nvmeio._formats import torch_writing
+from nvmeio._formats.torch_archives import torch_writing
 from nvmeio.integrations.dcp import NvmeStorageReader, NvmeStorageWriter
 from nvmeio.offload import SwappedModule, SwappedOptimizer
 

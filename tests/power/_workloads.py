@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import nvmeio
-from nvmeio._formats import torch_writing
+from nvmeio._formats.torch_archives import torch_writing
 from nvmeio._kv_blocks.store import BlockStore
 from nvmeio.integrations.dcp import NvmeStorageReader, NvmeStorageWriter
 from nvmeio.offload import SwappedOptimizer

@@ -16,7 +16,7 @@ from support import new_descriptors, open_descriptors
 
 import nvmeio
 from nvmeio import tuned
-from nvmeio._formats import safetensors_shards
+from nvmeio._formats.safetensors import shards as safetensors_shards
 from nvmeio._storage.untrusted import SETTINGS_BYTES, read_small
 from nvmeio.checkpoint._manager import restoring, retention
 from nvmeio.checkpoint.safetensors import _holds

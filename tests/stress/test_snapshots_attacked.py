@@ -21,7 +21,7 @@ from faults._support import finish, start_python
 from support import needs_protection
 
 import nvmeio
-from nvmeio._formats import torch_writing
+from nvmeio._formats.torch_archives import torch_writing
 from nvmeio.testing import FakeEngine
 
 MIB = 1 << 20
@@ -199,7 +199,7 @@ KILLED = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
 import torch, nvmeio
-from nvmeio._formats import torch_writing
+from nvmeio._formats.torch_archives import torch_writing
 from nvmeio.testing import FakeEngine
 
 torch_writing.STAGING_BYTES, torch_writing.STAGINGS = 256 << 10, 2  # else it takes in all of it

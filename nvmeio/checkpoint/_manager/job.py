@@ -27,8 +27,13 @@ import torch
 
 from nvmeio._distributed.messages import Messages
 from nvmeio._distributed.rank_store import RankStore
-from nvmeio._formats.torch_layout import FileLayout, KnownBytes, UnknownWriterError, pickled
-from nvmeio._formats.torch_writing import Crc, padded_nbytes, write_part
+from nvmeio._formats.torch_archives.torch_layout import (
+    FileLayout,
+    KnownBytes,
+    UnknownWriterError,
+    pickled,
+)
+from nvmeio._formats.torch_archives.torch_writing import Crc, padded_nbytes, write_part
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._pages import PAGE_BYTES

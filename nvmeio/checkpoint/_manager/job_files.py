@@ -18,8 +18,13 @@ import struct
 
 from nvmeio import files
 from nvmeio._files.descriptors import open_error
-from nvmeio._formats.torch_layout import FileLayout
-from nvmeio._formats.torch_writing import Crc, finish, padded_nbytes, unfinished_pages
+from nvmeio._formats.torch_archives.torch_layout import FileLayout
+from nvmeio._formats.torch_archives.torch_writing import (
+    Crc,
+    finish,
+    padded_nbytes,
+    unfinished_pages,
+)
 from nvmeio._storage import durable
 from nvmeio._storage.locks import check_unused, hold, lock_alone, unlock
 from nvmeio._storage.replace import Replacement, temporary_name

@@ -25,9 +25,9 @@ from typing import Any
 
 from nvmeio import files
 from nvmeio._distributed.rank_store import pauses
-from nvmeio._formats.torch_layout import FileLayout
-from nvmeio._formats.torch_part import HEAD_BYTES, PartHead, pack, sum_of
-from nvmeio._formats.torch_writing import Crc, finish, join_crcs, unfinished_pages
+from nvmeio._formats.torch_archives.torch_layout import FileLayout
+from nvmeio._formats.torch_archives.torch_part import HEAD_BYTES, PartHead, pack, sum_of
+from nvmeio._formats.torch_archives.torch_writing import Crc, finish, join_crcs, unfinished_pages
 from nvmeio._storage.durable import sync_data
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads.closing import unlink

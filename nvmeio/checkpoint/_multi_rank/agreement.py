@@ -19,8 +19,8 @@ from typing import Any
 
 from nvmeio._distributed.messages import Messages
 from nvmeio._distributed.rank_store import Calls, RankStore, checked_group
-from nvmeio._formats import torch_zip
-from nvmeio._formats.torch_layout import FileLayout, KnownBytes
+from nvmeio._formats.torch_archives import torch_zip
+from nvmeio._formats.torch_archives.torch_layout import FileLayout, KnownBytes
 from nvmeio._memory import system
 
 # Who saves together

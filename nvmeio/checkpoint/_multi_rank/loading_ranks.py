@@ -27,7 +27,7 @@ from nvmeio._distributed.messages import Messages
 from nvmeio._distributed.rank_store import Calls, RankStore
 from nvmeio._distributed.shared_spans import RankSpan, read_together
 from nvmeio._files.descriptors import open_error
-from nvmeio._formats.torch_file import TorchFile
+from nvmeio._formats.torch_archives.torch_file import TorchFile
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Span
 from nvmeio._threads.interruptible import Cancellation

@@ -23,10 +23,10 @@ from nvmeio._distributed.exchange import NoExchange
 from nvmeio._distributed.rank_store import RankStore
 from nvmeio._distributed.shared_spans import RankSpan
 from nvmeio._files.descriptors import open_error
-from nvmeio._formats import torch_zip
 from nvmeio._formats.sniff import open_checkpoint
-from nvmeio._formats.torch_file import is_asked_for
-from nvmeio._formats.torch_part import HEAD_BYTES, PartHead, head_of
+from nvmeio._formats.torch_archives import torch_zip
+from nvmeio._formats.torch_archives.torch_file import is_asked_for
+from nvmeio._formats.torch_archives.torch_part import HEAD_BYTES, PartHead, head_of
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.spans import read_scattered
 from nvmeio._threads.closing import on_error

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._formats.torch_layout import FileLayout, StorageRecord
+from nvmeio._formats.torch_archives.torch_layout import FileLayout, StorageRecord
 from nvmeio._io.inflight import MOST_BYTES
 from nvmeio._memory import devices as devices_module
 from nvmeio._memory import mappings, system

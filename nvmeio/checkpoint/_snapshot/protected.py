@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from itertools import compress
 
 from nvmeio import buffers
-from nvmeio._formats.torch_layout import StorageRecord
+from nvmeio._formats.torch_archives.torch_layout import StorageRecord
 from nvmeio._memory import holds, mappings, system
 from nvmeio._memory.copy_on_write import LEAST_BYTES, MOST_RANGES, WriteProtection, whole_pages
 from nvmeio._memory.mappings import Mapping

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from nvmeio._formats.torch_layout import Data, StorageRecord
+from nvmeio._formats.torch_archives.torch_layout import Data, StorageRecord
 from nvmeio._io.inflight import Stagings
 from nvmeio._memory.copy_on_write import HOW_TO_ALLOW, support
 from nvmeio._threads.closing import on_error

@@ -31,7 +31,7 @@ import torch
 from nvmeio import buffers
 from nvmeio._distributed.exchange import Exchange
 from nvmeio._formats.packed_index import cuts
-from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio._io.drives import DriveHandles
 from nvmeio._pages import PAGE_BYTES, round_down, round_up
 from nvmeio._residency.reader import Fill, Reader, WantedBytes

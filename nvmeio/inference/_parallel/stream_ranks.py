@@ -18,7 +18,7 @@ from nvmeio._distributed.exchange import Exchange
 from nvmeio._distributed.messages import Messages
 from nvmeio._distributed.rank_store import Calls, RankStore
 from nvmeio._formats import packed_index
-from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio._io.drives import DriveHandles
 from nvmeio._residency.reader import Reader
 from nvmeio._threads.closing import on_error

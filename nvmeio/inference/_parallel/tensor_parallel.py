@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio._residency import calls
 from nvmeio.errors import TransferError, an
 from nvmeio.inference._parallel.stream_ranks import Ranks, digest_of

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio.errors import IntegrityError
 from nvmeio.files import read_buffered
 from nvmeio.inference._plan import packed_format, transformers

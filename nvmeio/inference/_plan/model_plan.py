@@ -18,7 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from nvmeio import _checks
 from nvmeio._checks import Paths
 from nvmeio._formats import packed_index
-from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
+from nvmeio._formats.safetensors.open_set import SafetensorsSet, StoredTensor
 from nvmeio._memory import devices, system
 from nvmeio.errors import an
 from nvmeio.inference import hub

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 
 from nvmeio._formats import packed_index
-from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats.packed_index import SUFFIXES, DrivePart
-from nvmeio._formats.safetensors_set import FileBytes, SafetensorsSet, StoredTensor
+from nvmeio._formats.safetensors import headers
+from nvmeio._formats.safetensors.open_set import FileBytes, SafetensorsSet, StoredTensor
 from nvmeio.errors import IntegrityError, counted
 from nvmeio.inference._plan.quantization import Quantised, can_quantise, check_setting
 from nvmeio.inference._plan.slot_layout import WeightPart, part_of

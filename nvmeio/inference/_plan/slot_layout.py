@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
+from nvmeio._formats.safetensors.open_set import SafetensorsSet, StoredTensor
 from nvmeio._io.spans import HOLE_BYTES, read_to
 from nvmeio._pages import PAGE_BYTES, round_down, round_up
 from nvmeio._residency.tiled_linear import row_bounds

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
+from nvmeio._formats.safetensors.open_set import SafetensorsSet, StoredTensor
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.errors import BackendUnavailableError, IntegrityError, an
 from nvmeio.inference._plan.slot_layout import WeightPart, concatenated, part_of, stacked

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio._pages import TENSOR_ALIGNMENT, round_up
 from nvmeio._residency.tiled_linear import can_be_tiled
 from nvmeio.errors import an

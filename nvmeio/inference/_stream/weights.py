@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio._io.drives import DriveHandles
 from nvmeio._residency.reader import Fill, Reader
 from nvmeio._residency.window import Keeper

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from nvmeio._formats import torch_zip
-from nvmeio._formats.safetensors_shards import is_inside
+from nvmeio._formats.safetensors.shards import is_inside
+from nvmeio._formats.torch_archives import torch_zip
 from nvmeio._memory.tensors import extent
 from nvmeio._storage.untrusted import read_small
 from nvmeio.errors import IntegrityError

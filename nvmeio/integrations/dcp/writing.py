@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio._checks import NotPickled
-from nvmeio._formats.torch_layout import (
+from nvmeio._formats.torch_archives.torch_layout import (
     FileLayout,
     KnownBytes,
     Sink,
@@ -33,7 +33,7 @@ from nvmeio._formats.torch_layout import (
     plan_layout,
     skeleton_of,
 )
-from nvmeio._formats.torch_writing import write_part
+from nvmeio._formats.torch_archives.torch_writing import write_part
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._memory import tensors

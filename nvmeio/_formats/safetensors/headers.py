@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._formats.safetensors_shards import as_package
+from nvmeio._formats.safetensors.shards import as_package
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio.errors import IntegrityError, counted
 

@@ -14,10 +14,9 @@ import torch
 
 from nvmeio import files
 from nvmeio._files.descriptors import open_error
-from nvmeio._formats import safetensors_header as headers
-from nvmeio._formats import safetensors_shards as shards
-from nvmeio._formats.safetensors_header import Header, TensorEntry
-from nvmeio._formats.safetensors_shards import as_package
+from nvmeio._formats.safetensors import headers, shards
+from nvmeio._formats.safetensors.headers import Header, TensorEntry
+from nvmeio._formats.safetensors.shards import as_package
 from nvmeio._io.spans import Load, Span
 from nvmeio._memory.tensors import aligned_as
 from nvmeio._storage.untrusted import Unchanged

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from nvmeio._formats import pickle_values
-from nvmeio._formats.pickle_values import (
+from nvmeio._formats.torch_archives import pickle_values
+from nvmeio._formats.torch_archives.pickle_values import (
     COMMON_GLOBALS,
     ORDERED_DICT,
     PARAMETER,

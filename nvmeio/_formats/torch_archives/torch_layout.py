@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from nvmeio._formats import torch_pickler, torch_zip
+from nvmeio._formats.torch_archives import torch_pickler, torch_zip
 from nvmeio._pages import PAGE_BYTES
 from nvmeio._storage import crc32
 from nvmeio._threads.interruptible import run_interruptible

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._formats.torch_layout import (
+from nvmeio._formats.torch_archives.torch_layout import (
     FileLayout,
     KnownBytes,
     ReadOnce,

@@ -16,7 +16,7 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nvmeio._formats.pickle_values import (
+from nvmeio._formats.torch_archives.pickle_values import (
     Global,
     Keys,
     PickledCall,

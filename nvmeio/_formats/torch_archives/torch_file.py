@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from nvmeio import files
-from nvmeio._formats import pickle_calls, pickle_values, torch_unpickler, torch_zip
-from nvmeio._formats.pickle_values import Scan
+from nvmeio._formats.torch_archives import pickle_calls, pickle_values, torch_unpickler, torch_zip
+from nvmeio._formats.torch_archives.pickle_values import Scan
 from nvmeio._memory import system
 from nvmeio._memory.tensors import aligned_as
 from nvmeio._pages import PAGE_BYTES, round_down
