@@ -10,7 +10,7 @@ are loaded when they are first asked for: `import nvmeio` imports no torch.
 import importlib
 import typing
 
-from nvmeio import _interpreter  # noqa: F401 - first: refuses Pythons in which torch would hang
+from nvmeio._threads import interpreter as _interpreter  # noqa: F401 - refuses some Pythons first
 from nvmeio.errors import AlignmentError as AlignmentError
 from nvmeio.errors import BackendUnavailableError as BackendUnavailableError
 from nvmeio.errors import BatchError as BatchError

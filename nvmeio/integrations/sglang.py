@@ -16,7 +16,7 @@ before the next one is touched. So the device holds a window of layers and those
 and the process at no time more of its own than a layer and `PARKED_BYTES`.
 
 What the layers hold can then be read within their forward only. What SGLang reads elsewhere stays
-(`kept_parameters`), and what cannot work is refused (`_sglang_settings`): at start with the flag
+(`kept_parameters`), and what cannot work is refused (`sglang_settings`): at start with the flag
 that helps (CUDA graphs, whose replay skips Python, and others), weight updates and exports by a
 mark that SGLang itself looks for. A draft model is left as SGLang makes it. Embedding and head stay
 on the device: SGLang reads their weights without calling them.
@@ -43,8 +43,8 @@ from nvmeio.handle import AioHandle
 from nvmeio.inference.spilling import Spiller, park, put_out
 from nvmeio.inference.weight_stream import WeightStream
 from nvmeio.integrations._clients import client, joined
-from nvmeio.integrations._kv_identity import server_begins
-from nvmeio.integrations._sglang_settings import (
+from nvmeio.integrations._serving.kv_identity import server_begins
+from nvmeio.integrations._serving.sglang_settings import (
     TRIED,
     VARIABLE,
     Settings,

@@ -37,7 +37,7 @@ from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._threads.closing import members
 from nvmeio.errors import ClosedError
 from nvmeio.integrations._clients import client, joined, on_demand, resolved
-from nvmeio.integrations._kv_identity import ServedModel, WeightOptions, identity_of
+from nvmeio.integrations._serving.kv_identity import ServedModel, WeightOptions, identity_of
 
 __all__ = ["HiCache", "NvmeHiCache"]  # noqa: F822 (made by __getattr__)
 

@@ -44,7 +44,7 @@ from nvmeio.checkpoint import load
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle
 from nvmeio.integrations._clients import client, joined
-from nvmeio.integrations._kv_identity import server_begins
+from nvmeio.integrations._serving.kv_identity import server_begins
 
 __all__ = ["iterate_weights", "register"]
 

@@ -30,7 +30,7 @@ import torch
 from nvmeio._formats.safetensors.shards import parse_size
 from nvmeio._kv_blocks.store import BlockStore
 from nvmeio.integrations._clients import client, joined, on_demand
-from nvmeio.integrations._kv_identity import ServedModel, WeightOptions, identity_of
+from nvmeio.integrations._serving.kv_identity import ServedModel, WeightOptions, identity_of
 
 __all__ = ["NvmeTier", "Tier"]  # noqa: F822 (made by __getattr__)
 

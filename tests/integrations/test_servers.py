@@ -23,8 +23,8 @@ from support import run_python, spin_until_collected
 from torch import nn
 
 from nvmeio.errors import BackendUnavailableError, ClosedError, TransferError
-from nvmeio.integrations import _sglang_settings
 from nvmeio.integrations import sglang as for_sglang
+from nvmeio.integrations._serving import sglang_settings
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -437,7 +437,7 @@ def test_sglang_that_is_missing_is_told(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_every_refusal_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    for why, places in _sglang_settings.REFUSED.items():
+    for why, places in sglang_settings.REFUSED.items():
         for place in places:
             function, _, attributes = place.partition(" ")
             value: Any = "on"
@@ -448,5 +448,5 @@ def test_every_refusal_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
             )
             monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
             with pytest.raises(ValueError, match=rf"{re.escape(why)}\. Start it with .*--\w") as no:
-                _sglang_settings.check_server(())
+                sglang_settings.check_server(())
             assert f"{attributes} is 'on'" in str(no.value)

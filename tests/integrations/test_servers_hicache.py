@@ -21,7 +21,8 @@ from support import thread
 from nvmeio._kv_blocks import transfers
 from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import BackendUnavailableError, TransferError
-from nvmeio.integrations import _kv_identity, sglang_hicache
+from nvmeio.integrations import sglang_hicache
+from nvmeio.integrations._serving import kv_identity
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -78,7 +79,7 @@ def double() -> ModuleType:
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """In these tests weights are written by the process that is the server."""
-    monkeypatch.setattr(_kv_identity, "_began", [])
+    monkeypatch.setattr(kv_identity, "_began", [])
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ from inference._models import llama, saved
 from integrations._serving_commands import commands
 from safetensors.torch import load_file, save_file
 
-from nvmeio.integrations import _sglang_settings
 from nvmeio.integrations import sglang as for_sglang
+from nvmeio.integrations._serving import sglang_settings
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(1800)]
 
@@ -223,10 +223,10 @@ def test_what_is_refused_is_where_sglang_has_it() -> None:
 
     namespaces = namespace_of(ServerArgs)
     derived = {"backend", "enable_torch_compile", "is_startup_weight_load_overlap"}
-    for place in itertools.chain.from_iterable(_sglang_settings.REFUSED.values()):
+    for place in itertools.chain.from_iterable(sglang_settings.REFUSED.values()):
         function, _, attributes = place.partition(" ")
         *between, field = attributes.split(".")
         if field not in derived:
             assert namespaces[field] == ".".join([function.removeprefix("get_"), *between])
-    for module in _sglang_settings.READ_AHEAD:
+    for module in sglang_settings.READ_AHEAD:
         assert importlib.util.find_spec(module) is not None

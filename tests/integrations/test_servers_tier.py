@@ -23,7 +23,8 @@ from interrupting import at_places, at_random_times, everywhere
 
 from nvmeio._kv_blocks.table import Table
 from nvmeio.errors import BackendUnavailableError
-from nvmeio.integrations import _kv_identity, vllm_tier
+from nvmeio.integrations import vllm_tier
+from nvmeio.integrations._serving import kv_identity
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -102,7 +103,7 @@ def doubles() -> dict[str, ModuleType]:
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """In these tests weights are written by the process that is the server."""
-    monkeypatch.setattr(_kv_identity, "_began", [])
+    monkeypatch.setattr(kv_identity, "_began", [])
 
 
 @pytest.fixture
@@ -479,10 +480,10 @@ def test_weights_that_came_while_the_server_started_are_not_trusted(
     """Which of them it had loaded nobody could tell: half of a download, half of a training."""
     model = kv_weights.made(tmp_path / "model")
     began = os.stat(model / "model.safetensors").st_ctime - 1
-    monkeypatch.setattr(_kv_identity, "_began", [began])
+    monkeypatch.setattr(kv_identity, "_began", [began])
     stored(opened(Primary(), str(model)), [b"a"]).shutdown()
     assert "written to after this server began" in caplog.text
-    monkeypatch.setattr(_kv_identity, "_began", [began + 2])
+    monkeypatch.setattr(kv_identity, "_began", [began + 2])
     assert hits(opened(Primary(), str(model)), interface, [b"a"]) == [False]
 
 

@@ -23,7 +23,7 @@ from nvmeio.checkpoint.safetensors import _holds
 from nvmeio.cli.tune import space
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.integrations import accelerate as accelerating
-from nvmeio.integrations._sglang_settings import read_settings
+from nvmeio.integrations._serving.sglang_settings import read_settings
 from nvmeio.integrations.dcp import metadata
 from nvmeio.offload._generations import manifests
 

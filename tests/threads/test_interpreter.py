@@ -9,7 +9,7 @@ import pytest
 from faults._support import run_python
 
 import nvmeio
-from nvmeio import _interpreter
+from nvmeio._threads import interpreter
 
 ROOT = Path(nvmeio.__file__).parents[1]
 
@@ -65,13 +65,13 @@ def test_python_without_its_gil_is_refused_before_torch_is_imported():
 
 def test_a_free_threaded_python_with_its_gil_on_is_taken(monkeypatch):
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True, raising=False)
-    _interpreter.check()
+    interpreter.check()
 
 
 def test_python_without_subinterpreters_is_taken(monkeypatch):
     for name in ("_interpreters", "_xxsubinterpreters"):
         monkeypatch.setitem(sys.modules, name, None)  # an ImportError
-    _interpreter.check()
+    interpreter.check()
 
 
 @pytest.mark.parametrize("free_threaded", [False, True])
