@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rooms import Import, PackageTree, order_on_page
 from support import run_python
 
 import nvmeio
@@ -26,37 +27,15 @@ ROOT = Path(nvmeio.__file__).parent
 
 # The tree of this page, read from above: who stands lower on it may import who stands higher.
 PAGE = ROOT.parent / "docs/architecture.md"
-# A job computes on its caller's device.
-ALLOWED = {("nvmeio._threads.interruptible", "nvmeio._memory.devices")}
 SYSTEMS = ("checkpoint", "inference", "offload", "data")  # none imports another
 
 
-def modules() -> dict[str, Path]:
-    """Every module of the package by its full name."""
-    found = {}
-    for path in sorted(ROOT.rglob("*.py")):
-        parts = ("nvmeio", *path.relative_to(ROOT).with_suffix("").parts)
-        found[".".join(parts).removesuffix(".__init__")] = path
-    return found
-
-
-module_here = sys.modules[__name__]
-MODULES = modules()
+TREE = PackageTree(ROOT)
+MODULES = TREE.modules
 INSIDE = [name for name in MODULES if name != "nvmeio"]
+module_here = sys.modules[__name__]
 
-
-def rooms_in_order(page: str) -> list[str]:
-    """The modules and packages right below nvmeio, as the page's tree has them."""
-    tree = page.split("    nvmeio/\n", 1)[1].split("\nA module imports", 1)[0]
-    rows = re.findall(r"^ {6}(\S.*)$", tree, re.MULTILINE)
-    names = []
-    for row in rows:
-        first, *others = re.split(r"/? {2,}|/ ", row)
-        names += [first, *(name for name in others if f"nvmeio.{name}" in MODULES)]
-    return names
-
-
-ROOMS = rooms_in_order(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else []
+ROOMS = order_on_page(PAGE.read_text(encoding="utf-8"), TREE) if PAGE.exists() else []
 needs_page = pytest.mark.skipif(not ROOMS, reason="nvmeio is installed without its docs/")
 
 
@@ -64,53 +43,17 @@ def layer_of(module: str) -> int:
     return ROOMS.index(module.split(".")[1])
 
 
-def is_type_checking(test: ast.expr) -> bool:
-    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-
-
-def walk(node: ast.AST, for_types: bool, at_top: bool) -> Iterator[tuple[ast.AST, bool, bool]]:
-    """Nodes below; whether they are for type checkers only, and run when the module is imported."""
-    for child in ast.iter_child_nodes(node):
-        typed = for_types or (isinstance(node, ast.If) and is_type_checking(node.test))
-        top = at_top and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
-        yield child, typed, top
-        yield from walk(child, typed, top)
-
-
 @functools.cache
 def tree_of(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(encoding="utf-8"))
 
 
-@functools.cache
-def imports_of(module: str) -> tuple[tuple[str, bool, bool], ...]:
-    """Imported modules: full name, for type checkers only, at import time."""
-    tree = tree_of(module)
-    package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
-    found = []
-    for node, typed, top in walk(tree, False, True):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, base] if base else above)
-            for alias in node.names:  # `from nvmeio import files` means nvmeio.files
-                inner = f"{base}.{alias.name}"
-                names.append(inner if inner in MODULES or inner == "nvmeio._native" else base)
-        found += [(name, typed, top) for name in names]
-    return tuple(found)
+def imports_of(module: str) -> tuple[Import, ...]:
+    return TREE.imports_of(module)
 
 
 def inner_imports(module: str, for_types: bool = True) -> set[str]:
-    """Modules of nvmeio that a module imports."""
-    return {
-        name
-        for name, typed, _ in imports_of(module)
-        if (name == "nvmeio" or name.startswith("nvmeio.")) and (for_types or not typed)
-    }
+    return TREE.inner_imports(module, for_types)
 
 
 # Layers
@@ -132,16 +75,21 @@ def importing(wrong: Callable[[str, str], bool]) -> list[tuple[str, str]]:
     ]
 
 
+# Rooms and layers: the rules are `rooms.PackageTree`'s, which `.ci/parts` reports too
+
+
 @needs_page
 def test_imports_point_upward_on_the_page() -> None:
     """Types count too: what a module is about, it must know from below."""
+    assert TREE.upward(ROOMS) == []
 
-    def is_downward(module: str, name: str) -> bool:
-        if name in ("nvmeio", "nvmeio._native") or (module, name) in ALLOWED:
-            return False
-        return layer_of(name) > layer_of(module)
 
-    assert importing(is_downward) == []
+def test_rooms_do_not_import_each_other_in_a_circle() -> None:
+    assert TREE.circles() == []
+
+
+def test_no_room_is_crowded() -> None:
+    assert TREE.crowded() == []
 
 
 def test_only_the_outermost_layers_import_the_whole_package() -> None:
@@ -274,16 +222,12 @@ def test_the_rules_see_what_breaks_them(monkeypatch: pytest.MonkeyPatch) -> None
     """Each of them names the module and what it imports."""
 
     def imports(**what: set[str]) -> None:
-        found = {f"nvmeio.{module}": names for module, names in what.items()}
-        monkeypatch.setattr(module_here, "inner_imports", lambda name: found.get(name, set()))
+        broken = {f"nvmeio.{module}": names for module, names in what.items()}
+        monkeypatch.setattr(module_here, "inner_imports", lambda name: broken.get(name, set()))
 
-    imports(files={"nvmeio.offload", "nvmeio", "nvmeio.errors"})
-    for rule, name in (
-        (test_imports_point_upward_on_the_page, "nvmeio.offload"),
-        (test_only_the_outermost_layers_import_the_whole_package, "nvmeio"),
-    ):
-        with pytest.raises(AssertionError, match=rf"\('nvmeio.files', '{name}'\)"):
-            rule()
+    imports(files={"nvmeio"})
+    with pytest.raises(AssertionError, match=r"\('nvmeio.files', 'nvmeio'\)"):
+        test_only_the_outermost_layers_import_the_whole_package()
     imports(cli={"nvmeio.checkpoint._manager.saver", "nvmeio.pool"})
     for rule, name in (
         (
@@ -308,7 +252,7 @@ def test_private_modules_are_seen() -> None:
 
 
 def test_there_are_no_circles() -> None:
-    """At run time; a type may know its user."""
+    """Among modules, wherever they are; at run time: a type may know its user."""
     graph = {module: inner_imports(module, for_types=False) & set(INSIDE) for module in INSIDE}
     done: set[str] = set()
 
@@ -321,12 +265,6 @@ def test_there_are_no_circles() -> None:
 
     for module in graph:
         visit(module, ())
-
-
-def test_modules_are_about_one_thing() -> None:
-    """Past 600 lines a module wants splitting (STYLE)."""
-    lengths = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
-    assert {name: lines for name, lines in lengths.items() if lines > 600} == {}
 
 
 @needs_page
