@@ -20,12 +20,6 @@ _TO_MEND = {
     ("nvmeio.checkpoint._manager.restoring", "nvmeio.checkpoint.loading"),
     ("nvmeio.checkpoint._multi_rank.drives", "nvmeio.checkpoint._manager.retention"),
     ("nvmeio.checkpoint._multi_rank.loading_ranks", "nvmeio.checkpoint._manager.retention"),
-    ("nvmeio.inference._plan.model_plan", "nvmeio.inference._parallel.stream_ranks"),
-    ("nvmeio.inference._plan.model_plan", "nvmeio.inference._parallel.tensor_parallel"),
-    ("nvmeio.inference._plan.model_plan", "nvmeio.inference._stream.stand_ins"),
-    ("nvmeio.inference._plan.model_plan", "nvmeio.inference.hub"),
-    ("nvmeio.inference._stream.hooks", "nvmeio.inference.weight_stream"),
-    ("nvmeio.inference._stream.uses", "nvmeio.inference.block_schedule"),
     ("nvmeio.offload._swap_files.swap_dirs", "nvmeio.offload._generations.manifests"),
 }
 # A job computes on its caller's device.

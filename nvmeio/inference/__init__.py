@@ -2,9 +2,10 @@
 
 Reading order for newcomers: `streaming` (`stream_model`); `_plan` (what is streamed): `slot_layout`
 (what a weight is read from, and where it lies), `units` (what is streamed as one), `budget` (what
-stays), `model_plan`; `weight_stream` (the caller's side), and behind it `_stream`: `hooks` and
-`stand_ins` (the seam to a model), `turns` (who may use the weights), `uses` (what is in memory for
-it), `weights` (how that is read and shown), `slots` (memory). Of several ranks `_parallel`.
+stays); `_model_plan` (all of that for one model); `weight_stream` (the caller's side), `_hooks`
+(the seam to a model); behind them `_stream`: `stand_ins` (what modules show), `turns` (who may use
+the weights), `uses` (what is in memory for it), `weights` (how that is read and shown), `slots`
+(memory), `lockstep` (micro-batches). `_parallel` is for several ranks.
 
 `packing` writes what is read best, `spilling` what a model has in memory; `kv_cache` puts past keys
 and values away, `prefixes` keeps them for other processes; `block_schedule` computes large batches

@@ -48,10 +48,10 @@ from nvmeio._storage.untrusted import FILE_MODE, make_private_directory
 from nvmeio._threads.closing import Closing, opened
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.handle import AioHandle
+from nvmeio.inference import _hooks
 from nvmeio.inference._plan.budget import check_numbers, share_out
 from nvmeio.inference._plan.slot_layout import Weight, part_of
 from nvmeio.inference._plan.units import partition
-from nvmeio.inference._stream import hooks
 from nvmeio.inference._stream.stand_ins import Elsewhere
 from nvmeio.inference.weight_stream import WeightStream
 
@@ -243,7 +243,7 @@ class Spiller(Closing):
             )
             for module in self._modules:
                 self.release(module)
-            hooks.attach(root, stream)
+            _hooks.attach(root, stream)
             return stream
 
     # Steps

@@ -22,11 +22,10 @@ from nvmeio._memory import devices
 from nvmeio._threads.closing import on_error
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
-from nvmeio.inference import kv_cache
+from nvmeio.inference import _hooks, kv_cache
+from nvmeio.inference._model_plan import Asked, ModelPlan, name_of, plan_model
 from nvmeio.inference._parallel.stream_ranks import Ranks
 from nvmeio.inference._plan import packed_format, transformers
-from nvmeio.inference._plan.model_plan import Asked, ModelPlan, name_of, plan_model
-from nvmeio.inference._stream import hooks
 from nvmeio.inference.weight_stream import WeightStream
 from nvmeio.progress import Progress
 
@@ -207,7 +206,7 @@ def stream_model(
             ranks=ranks,
         )
         undo.callback(stream.close)
-        hooks.attach(model, stream)
+        _hooks.attach(model, stream)
         if plan.parallel is not None:
             plan.parallel.attach(model)
         model.weight_stream = stream

@@ -1,6 +1,6 @@
 """`WeightStream`: layers into memory ahead of the computation, and out of it behind.
 
-How it works: a wrapper around the call of each unit's modules (`_stream.hooks`) asks for a claim on
+How it works: a wrapper around the call of each unit's modules (`_hooks`) asks for a claim on
 the unit. It waits until the unit's bytes are there and its parameters lie over them; what comes
 next is being read by then. The claim ends with the call, however that ends; the parameters are
 taken away and the slot is given back. One thread does all that is asked, and owns that state
@@ -37,17 +37,16 @@ from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio._threads.shutdown import Ending
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
-from nvmeio.inference import block_schedule
 from nvmeio.inference._parallel.rank_reader import RankReader
 from nvmeio.inference._parallel.stream_ranks import Ranks, new_reader
 from nvmeio.inference._plan.budget import Shares
 from nvmeio.inference._plan.units import Partition, Unit
+from nvmeio.inference._stream.lockstep import Lockstep, lockstep_here
 from nvmeio.inference._stream.slots import SlotPools
 from nvmeio.inference._stream.stand_ins import ABSENT
 from nvmeio.inference._stream.turns import CLOSED, OwnPass, in_turn
 from nvmeio.inference._stream.uses import GradMode, Uses
 from nvmeio.inference._stream.weights import EmbeddingRows, Resources
-from nvmeio.inference.block_schedule import Lockstep
 from nvmeio.progress import Progress
 
 Value = TypeVar("Value")
@@ -176,7 +175,7 @@ class WeightStream(NotPickled, Closing):
             IntegrityError: A file was written to.
             ClosedError: The stream is closed.
         """
-        lockstep = block_schedule.current()
+        lockstep = lockstep_here()
         if lockstep is not None:
             lockstep.hand_on()
         self._own_pass.check()
@@ -243,7 +242,7 @@ class WeightStream(NotPickled, Closing):
         if memory is not None:
             owner.post(uses.note_lent, unit)
             return memory
-        caller = _caller(block_schedule.current())
+        caller = _caller(lockstep_here())
         with profiled("wait", unit.name):
             make = in_turn(
                 owner, uses.lend, unit, converted, caller, self._cuda_stream(), self._grads()

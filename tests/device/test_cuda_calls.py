@@ -22,7 +22,7 @@ from nvmeio._memory import devices, page_locked
 from nvmeio._threads.interruptible import in_thread
 from nvmeio._threads.threads import Thread
 from nvmeio.engines.cufile import driver
-from nvmeio.inference.block_schedule import Lockstep
+from nvmeio.inference._stream.lockstep import Lockstep
 
 GPU = torch.device("cuda:2")
 

@@ -25,7 +25,7 @@ from nvmeio.checkpoint._snapshot import copies
 from nvmeio.engines.base import Options
 from nvmeio.engines.cufile import driver
 from nvmeio.engines.device_ring import RingEngine
-from nvmeio.inference.block_schedule import Lockstep
+from nvmeio.inference._stream.lockstep import Lockstep
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.testing import FakeEngine
 

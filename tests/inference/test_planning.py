@@ -183,7 +183,7 @@ def test_a_limit_of_data_counts() -> None:
     script = """
         import resource, torch
         from nvmeio._memory import system as _memory_system
-        from nvmeio.inference._plan.model_plan import memory_left
+        from nvmeio.inference._model_plan import memory_left
         used = _memory_system.proc_bytes("/proc/self/status", "VmData")
         resource.setrlimit(resource.RLIMIT_DATA, (used + (64 << 20), used + (64 << 20)))
         print(memory_left())

@@ -34,9 +34,9 @@ from nvmeio._storage import crc32
 from nvmeio.checkpoint.safetensors import read_header, save_safetensors
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.inference import pack
+from nvmeio.inference._hooks import linear_in_tiles
 from nvmeio.inference._plan.slot_layout import CutSums, FileExtent, Weight, WeightPart, rows_of
 from nvmeio.inference._plan.units import Tile
-from nvmeio.inference._stream.hooks import linear_in_tiles
 from nvmeio.testing import FakeEngine
 
 pytestmark = pytest.mark.usefixtures("small_ones_are_cut")
@@ -457,7 +457,7 @@ def test_memory_that_is_left_decides_where_nobody_says_how_much(
     tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = saved_net(tmp_path / "net.safetensors")
-    monkeypatch.setattr("nvmeio.inference._plan.model_plan.memory_left", lambda: BUDGET)
+    monkeypatch.setattr("nvmeio.inference._model_plan.memory_left", lambda: BUDGET)
     net = stream(empty_net(), tmp_path / "net.safetensors")
     assert in_memory(net) <= BUDGET // 2
     assert net(whole_numbers(3, NARROW)).equal(whole(whole_numbers(3, NARROW)))
@@ -465,10 +465,10 @@ def test_memory_that_is_left_decides_where_nobody_says_how_much(
     with pytest.raises(ValueError, match="with matrices in tiles") as refused:
         stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=1000)
     needed = int(str(refused.value).split("with matrices in tiles, ")[1].split()[0])
-    monkeypatch.setattr("nvmeio.inference._plan.model_plan.memory_left", lambda: needed * 3 // 2)
+    monkeypatch.setattr("nvmeio.inference._model_plan.memory_left", lambda: needed * 3 // 2)
     net = stream(empty_net(), tmp_path / "net.safetensors")
     assert tiles_of(net, "head")
     assert in_memory(net) == needed
     assert net(whole_numbers(3, NARROW)).equal(whole(whole_numbers(3, NARROW)))
-    monkeypatch.setattr("nvmeio.inference._plan.model_plan.memory_left", lambda: 1000)
+    monkeypatch.setattr("nvmeio.inference._model_plan.memory_left", lambda: 1000)
     assert not tiles_of(stream(empty_net(), tmp_path / "net.safetensors"), "head")

@@ -21,10 +21,10 @@ from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio.errors import ClosedError, DeviceTimeoutError
 from nvmeio.inference._plan.units import Partition, Unit
 from nvmeio.inference._stream import stand_ins
+from nvmeio.inference._stream.lockstep import Lockstep
 from nvmeio.inference._stream.slots import WeightSlot
 from nvmeio.inference._stream.turns import CLOSED, Turns, Waiting
 from nvmeio.inference._stream.weights import Resources, Weights
-from nvmeio.inference.block_schedule import Lockstep
 
 # Where a token's routing named this share of the experts or more, the next layer's are read whole
 # and ahead; below it, those that are named are read when they are.
