@@ -17,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from nvmeio import _checks
 from nvmeio._checks import Paths
-from nvmeio._formats import packed_index
+from nvmeio._formats import model_directory, packed_index
 from nvmeio._formats.safetensors.open_set import SafetensorsSet, StoredTensor
 from nvmeio._memory import devices, system
 from nvmeio.errors import an
@@ -243,6 +243,8 @@ class Asked(NamedTuple):
         elif revision is not None:
             raise ValueError("revision is for a repository on the hub: give its name as the model")
         sources, given = _sources(given if directory is None else directory, checkpoint, rank)
+        for source in sources:
+            model_directory.refuse_adapter(source)
         check_numbers(rest["window"], resident_bytes)
         return cls(
             given,

@@ -18,6 +18,7 @@ from torch import nn
 
 from nvmeio import _checks, buffers, files
 from nvmeio._checks import Paths
+from nvmeio._formats import model_directory as model_files
 from nvmeio._formats import packed_index
 from nvmeio._formats.packed_index import Dealing
 from nvmeio._formats.safetensors import headers, shards
@@ -159,6 +160,7 @@ def pack(
         if target.exists():
             raise FileExistsError(f"{target} exists: name a directory that does not, or remove it")
     source = Path(hub.directory_of(model_directory))
+    model_files.refuse_adapter(source)
     config = transformers.config_of(source)
     with LongCall("pack", targets[0], progress) as call, contextlib.ExitStack() as stack:
         mover = stack.enter_context(handle_for(handle, source))

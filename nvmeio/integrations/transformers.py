@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from nvmeio._formats import packed_index
+from nvmeio._formats import model_directory, packed_index
+from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio._storage.durable import remove_directory, sync_directory
 from nvmeio._threads.closing import do_all, on_error
 from nvmeio.checkpoint import load, save
@@ -100,8 +101,12 @@ def from_pretrained(
     """
     transformers = importlib.import_module("transformers")
     folder = os.path.join(directory, options.pop("subfolder", ""))
-    if options.get("variant") or os.path.isfile(os.path.join(folder, "adapter_config.json")):
-        raise ValueError(f"{folder}: load variants and adapters with transformers' from_pretrained")
+    if options.get("variant"):
+        raise ValueError(
+            f"variant={options['variant']!r} names other files of {folder}: load them with "
+            "transformers' own from_pretrained"
+        )
+    model_directory.refuse_adapter(folder)
     config = config or transformers.AutoConfig.from_pretrained(folder)
     if not hasattr(model_class, "_from_config") or hasattr(model_class, "_model_mapping"):
         auto: Any = importlib.import_module("transformers.models.auto.auto_factory")
@@ -113,6 +118,11 @@ def from_pretrained(
         model_class = auto._get_model_class(config, model_class._model_mapping)
         if model_class.config_class is config.sub_configs.get("text_config", config):
             config = config.get_text_config()  # of a model of several parts it is the one for text
+    asked = options.get("dtype", options.get("torch_dtype", "auto"))
+    if asked == "auto" and config.dtype is None:
+        # transformers would take the first of `state`, which has another order than the files.
+        with contextlib.closing(SafetensorsSet(folder)) as opened:
+            options["dtype"] = model_directory.dtype_of(opened)
     state = load_safetensors(folder, handle=handle)
     if any(name.endswith(packed_index.SUFFIXES) for name in state):
         raise ValueError(

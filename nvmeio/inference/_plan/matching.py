@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
+from nvmeio._formats import model_directory
 from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio.errors import IntegrityError
 from nvmeio.files import read_buffered
@@ -49,6 +50,11 @@ def match(
                 what += "configuration unties an embedding and a head; else store one of them only"
                 raise IntegrityError(what, expected="the same values", found="others")
         by_tensor[id(tensor)] = _weight(there[0], tensor, found[there[0]], checkpoint)
+    unexpected += [name for name in found if name not in used]
+    if packed is None and (missing or unexpected):
+        model_directory.refuse_quantised(
+            _quantisation(model, checkpoint, unexpected), checkpoint.path
+        )
     if missing:
         raise IntegrityError(
             f"{checkpoint.path} lacks {_some(missing)}, which the model has: it belongs to another "
@@ -56,7 +62,6 @@ def match(
             expected=missing,
             found=sorted(checkpoint.tensors)[:20],
         )
-    unexpected += [name for name in found if name not in used]
     if unexpected and strict:
         stored = checkpoint.tensors.get(unexpected[0])
         where = checkpoint.path if stored is None else checkpoint.files[stored.file].path
@@ -69,21 +74,49 @@ def match(
     return by_tensor
 
 
+def _quantisation(
+    model: nn.Module, checkpoint: SafetensorsSet, unexpected: Iterable[str]
+) -> model_directory.Quantisation | None:
+    """How a checkpoint is quantised that does not have what the model wants; None if it is not."""
+    return (
+        model_directory.quantisation_of(getattr(model, "config", None))
+        or model_directory.quantisation_in(checkpoint.path)
+        or model_directory.quantisation_among(unexpected, checkpoint.tensors)
+    )
+
+
 def _found(
     model: nn.Module, checkpoint: SafetensorsSet, packed: Packed | None
 ) -> tuple[dict[str, FoundWeight], list[str]]:
     if packed is not None:
         return packed_format.parts_of(checkpoint, packed), []
     if hasattr(model, "base_model_prefix") and hasattr(model, "config"):
-        parts, unexpected = transformers.parts_of(model, checkpoint)
+        sources, unexpected = transformers.parts_of(model, checkpoint)
         return {
-            name: FoundWeight((part,), names, None) for name, (part, names) in parts.items()
+            name: _one_of([FoundWeight((part,), names, None) for part, names in parts], checkpoint)
+            for name, parts in sources.items()
         }, unexpected
     plain = {
         name: FoundWeight((part_of(stored),), (name,), None)
         for name, stored in checkpoint.tensors.items()
     }
     return plain, []
+
+
+def _one_of(twins: Sequence[FoundWeight], checkpoint: SafetensorsSet) -> FoundWeight:
+    """What a weight is read from; IntegrityError if the checkpoint has several values for it."""
+    first, *others = twins
+    for other in others:
+        if not _are_equal(first, other, checkpoint):
+            names = " and ".join(repr(each.sources[0]) for each in (first, other))
+            raise IntegrityError(
+                f"{checkpoint.path} holds {names}, which are one tensor in the model, with "
+                "different values: remove the one that is not meant, with "
+                "safetensors.torch.load_file and save_file",
+                expected="one value",
+                found=[each.sources[0] for each in twins],
+            )
+    return first
 
 
 def _tensors_of(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

@@ -12,12 +12,13 @@ import importlib
 import inspect
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from nvmeio._formats import model_directory
 from nvmeio._formats.safetensors.open_set import SafetensorsSet, StoredTensor
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.errors import BackendUnavailableError, IntegrityError, an
@@ -26,7 +27,8 @@ from nvmeio.inference._plan.slot_layout import WeightPart, concatenated, part_of
 # A forward's argument for its cache: the first since transformers 5.24, the other in older ones and
 # in models that bring their own code.
 _CACHE_NAMES = ("cache", "past_key_values")
-_UNSET = 0x7A  # of each byte: no element of any dtype that somebody would put into a whole buffer
+# Each byte of memory that nobody has set. Elements of four bytes: 2e9, or 3e35.
+_UNSET = 0x7A
 
 
 def require() -> Any:
@@ -81,10 +83,14 @@ def config_of(directory: str | os.PathLike[str]) -> Any:
 def empty_model(config: Any, dtype: torch.dtype | None, checkpoint: SafetensorsSet) -> nn.Module:
     """The model of a configuration, its parameters and buffers on the meta device.
 
-    `dtype` is that of the weights; None takes the configuration's, or that of the checkpoint.
-    ValueError if the configuration names no architecture.
+    `dtype` is that of the weights; None takes the configuration's, or the one that transformers
+    takes for the checkpoint. ValueError if the configuration names no architecture, or if the
+    checkpoint is quantised by another library.
     """
-    wanted = dtype or config.dtype or _dtype_of(checkpoint)
+    named = model_directory.quantisation_of(config)
+    named = named or model_directory.quantisation_in(checkpoint.path)
+    model_directory.refuse_quantised(named, checkpoint.path)
+    wanted = dtype or config.dtype or model_directory.dtype_of(checkpoint)
 
     def made() -> Any:
         with torch.device("meta"):
@@ -151,11 +157,6 @@ def _class_of(transformers: Any, config: Any) -> Any:
     )
 
 
-def _dtype_of(checkpoint: SafetensorsSet) -> torch.dtype:
-    dtypes = (part_of(stored).dtype for stored in checkpoint.tensors.values())
-    return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.get_default_dtype())
-
-
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
     """Keep what a class wants in float32 whatever the rest is in (T5's output projections)."""
     plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
@@ -185,34 +186,55 @@ def compute_buffers(model: Any, device: torch.device) -> None:
         return
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor._is_hf_initialized = True
-    for module, name in missing:
-        module._buffers[name] = _unset(module._buffers[name])
-    owners = {module for module, _ in missing}
+    computed = _initialised(model, missing, 0)
+    again = _initialised(model, missing, 1) if any(map(_is_narrow, computed)) else computed
+    for (module, name), value, other in zip(missing, computed, again, strict=True):
+        if not torch.equal(value, other) if _is_narrow(value) else _has_unset(value):
+            raise ValueError(
+                f"buffer {name!r} of {type(module).__name__} is in no checkpoint, and "
+                "transformers' initialize_weights() does not set all of it. Set it in "
+                "_init_weights of the model's class, or pass a module on the meta device in which "
+                "this buffer has its value"
+            )
+        module._buffers[name] = value.to(device)
+
+
+_Place = tuple[nn.Module, str]
+
+
+def _buffer_at(place: _Place) -> torch.Tensor:
+    buffer = place[0]._buffers[place[1]]
+    assert buffer is not None
+    return buffer
+
+
+def _initialised(model: Any, places: Sequence[_Place], narrow: int) -> list[torch.Tensor]:
+    """The buffers at some places as `initialize_weights` leaves them.
+
+    Before, each byte of a narrow one is `narrow`, and of another one `_UNSET`.
+    """
+    for module, name in places:
+        buffer = _buffer_at((module, name))
+        memory = torch.empty_like(buffer, device="cpu", memory_format=torch.contiguous_format)
+        memory.view(-1).view(torch.uint8).fill_(narrow if _is_narrow(buffer) else _UNSET)
+        module._buffers[name] = memory
+    owners = {module for module, _ in places}
     for module in model.modules():
         # What lies around an owner may be what computes its buffer (FalconH1Model).
         module._is_hf_initialized = owners.isdisjoint(module.modules())
     model.initialize_weights()
-    for module, name in missing:
-        if _is_unset(module._buffers[name]):
-            raise ValueError(
-                f"transformers computes no value for buffer {name!r} of {type(module).__name__}, "
-                "and no checkpoint holds it: pass a model on the meta device that has its value"
-            )
-        module._buffers[name] = module._buffers[name].to(device)
+    return [_buffer_at(place) for place in places]
 
 
-def _unset(buffer: torch.Tensor) -> torch.Tensor:
-    """Memory for a buffer, with a content that shows whether anybody set it."""
-    made = torch.zeros_like(buffer, device="cpu", memory_format=torch.contiguous_format)
-    if made.dtype is not torch.bool:
-        made.view(-1).view(torch.uint8).fill_(_UNSET)
-    return made
+def _is_narrow(buffer: torch.Tensor) -> bool:
+    """Whether any bytes may be a value that is meant: two initialisations tell what is set."""
+    return buffer.dtype.itemsize < 4 and not buffer.is_floating_point()
 
 
-def _is_unset(buffer: torch.Tensor) -> bool:
-    if buffer.dtype is torch.bool or not buffer.numel():
-        return False
-    return bool((buffer.contiguous().view(-1).view(torch.uint8) == _UNSET).all())
+def _has_unset(buffer: torch.Tensor) -> bool:
+    """Whether some element still has the content of memory that nobody set."""
+    elements = buffer.contiguous().view(-1).view(torch.uint8).view(-1, buffer.element_size())
+    return bool((elements == _UNSET).all(dim=1).any())
 
 
 def finish(model: Any, directory: str | os.PathLike[str], name: str) -> None:
@@ -252,13 +274,14 @@ def distribute(model: Any, mesh: Any, plan: Mapping[str, str]) -> None:
 
 def parts_of(
     model: Any, checkpoint: SafetensorsSet
-) -> tuple[dict[str, tuple[WeightPart, tuple[str, ...]]], list[str]]:
-    """For each tensor of a transformers model, what it is read from.
+) -> tuple[dict[str, list[tuple[WeightPart, tuple[str, ...]]]], list[str]]:
+    """For each tensor of a transformers model, what it can be read from.
 
-    Returns parts, with the names of their sources, by the model's name; and the checkpoint's names
-    that have no place in the model, without those that its class says to ignore. IntegrityError if
-    tensors that are fused do not fit each other, TypeError if the class converts weights in a way
-    that cannot be streamed.
+    Returns parts, with the names of their sources, by the model's name: several where the
+    checkpoint has the tensor under several names. Also returns the checkpoint's names that have no
+    place in the model, without those that its class says to ignore. IntegrityError if tensors that
+    are fused do not fit each other, TypeError if the class converts weights in a way that cannot be
+    streamed.
     """
     require()
     loading: Any = importlib.import_module("transformers.core_model_loading")
@@ -269,7 +292,7 @@ def parts_of(
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     wanted = model.state_dict()
     prefix = model.base_model_prefix
-    plain: dict[str, StoredTensor] = {}
+    plain: dict[str, list[StoredTensor]] = {}
     fused: dict[str, dict[str, list[StoredTensor]]] = {}
     unexpected: list[str] = []
     ordered = sorted(checkpoint.tensors, key=loading.dot_natural_key)
@@ -280,19 +303,20 @@ def parts_of(
         if renamed not in wanted:
             unexpected.append(name)
         elif pattern is None:
-            plain[renamed] = checkpoint.tensors[name]
+            plain.setdefault(renamed, []).append(checkpoint.tensors[name])
         else:
             fused.setdefault(renamed, {}).setdefault(pattern, []).append(checkpoint.tensors[name])
-    found: dict[str, tuple[WeightPart, tuple[str, ...]]] = {
-        name: (part_of(stored), (stored.name,)) for name, stored in plain.items()
+    sources: dict[str, list[tuple[WeightPart, tuple[str, ...]]]] = {
+        name: [(part_of(each), (each.name,)) for each in stored] for name, stored in plain.items()
     }
     for name, lists in fused.items():
-        found[name] = _fuse(by_pattern[next(iter(lists))], lists, name, checkpoint)
+        part = _fuse(by_pattern[next(iter(lists))], lists, name, checkpoint)
+        sources.setdefault(name, []).append(part)
     ignored = [
         re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     ]
     ignored.append(re.compile(r"rotary_emb\.inv_freq$"))  # of old checkpoints; computed nowadays
-    return found, [n for n in unexpected if not any(p.search(n) for p in ignored)]
+    return sources, [n for n in unexpected if not any(p.search(n) for p in ignored)]
 
 
 def _fuse(

@@ -1,0 +1,156 @@
+"""What lies in a directory of transformers' beside the weights, and changes what they mean.
+
+An adapter is added to the weights by `from_pretrained`. A quantised checkpoint holds steps and
+scales in the place of weights. Every way to read a directory asks here, so that none of them
+computes with weights that transformers would not compute with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Container, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from nvmeio._formats.safetensors import shards
+from nvmeio._formats.safetensors.open_set import SafetensorsSet
+from nvmeio._storage.untrusted import INDEX_BYTES, read_json
+
+_CONFIG = "config.json"
+_ADAPTER = "adapter_config.json"
+# Files that name a quantisation, and the keys that they have it under (ModelOpt, AWQ).
+_OTHER_CONFIGS = {
+    "hf_quant_config.json": ("quantization", "quant_algo"),
+    "quant_config.json": ("quant_method", "w_bit"),
+}
+# Ends of names of what only a quantised checkpoint stores, and who writes them.
+_STORED_BY = {
+    "_scale_inv": "fp8",
+    ".SCB": "bitsandbytes",
+    ".absmax": "bitsandbytes",
+    ".quant_map": "bitsandbytes",
+    ".quant_state.bitsandbytes__nf4": "bitsandbytes",
+    ".quant_state.bitsandbytes__fp4": "bitsandbytes",
+    ".qweight": "gptq or awq",
+    ".weight_packed": "compressed-tensors",
+    ".weight_scale": "compressed-tensors",
+    ".weight_scale_2": "modelopt",
+    "_blocks": "mxfp4",
+}
+
+
+class Quantisation(NamedTuple):
+    """How a checkpoint is quantised, by another library.
+
+    Attributes:
+        method: Its name, as in ``quantization_config["quant_method"]``.
+        config: All of ``quantization_config``; empty where only the tensors' names tell.
+    """
+
+    method: str
+    config: dict[str, Any]
+
+
+def refuse_adapter(directory: str | os.PathLike[str]) -> None:
+    """Raise ValueError if a directory holds an adapter, which `from_pretrained` would add."""
+    path = os.path.join(directory, _ADAPTER)
+    if os.path.isfile(path):
+        raise ValueError(
+            f"{path} describes an adapter, which transformers' from_pretrained adds to the weights "
+            "and nvmeio would leave out. Move adapter_config.json and the adapter_model files to a "
+            "directory of their own, and add the adapter to the model: "
+            "peft.PeftModel.from_pretrained(model, adapter_directory)"
+        )
+
+
+def quantisation_of(config: object) -> Quantisation | None:
+    """The quantisation that a configuration names: transformers' object, or the JSON of one."""
+
+    def value(name: str) -> Any:
+        return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+
+    named = value("quantization_config") or value("compression_config")
+    if not named:
+        return None
+    described: dict[str, Any] = dict(named) if isinstance(named, dict) else dict(named.to_dict())
+    method = described.get("quant_method")
+    return Quantisation(str(getattr(method, "value", method) or "an unnamed method"), described)
+
+
+def quantisation_in(directory: str | os.PathLike[str]) -> Quantisation | None:
+    """The quantisation that the files of a directory name; None also where there is no directory.
+
+    IntegrityError if one of these files is malformed.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        path = path.parent  # of a file, or an index
+    if (path / _CONFIG).is_file():
+        named = quantisation_of(read_json(path / _CONFIG, INDEX_BYTES))
+        if named is not None:
+            return named
+    for name, keys in _OTHER_CONFIGS.items():
+        if not (path / name).is_file():
+            continue
+        described = read_json(path / name, INDEX_BYTES)
+        if isinstance(described, dict) and any(key in described for key in keys):
+            producer = described.get("producer")
+            method = producer.get("name") if isinstance(producer, dict) else None
+            return Quantisation(str(method or described.get("quant_method", "awq")), described)
+    return None
+
+
+def quantisation_among(names: Iterable[str], stored: Container[str]) -> Quantisation | None:
+    """The quantisation that some names show, among those of all stored tensors."""
+    for name in names:
+        for end, method in _STORED_BY.items():
+            if name.endswith(end) and _stands_beside(name, end, stored):
+                return Quantisation(method, {})
+    return None
+
+
+def _stands_beside(name: str, end: str, stored: Container[str]) -> bool:
+    """Whether a name is one of several that hold a quantised weight together."""
+    stem = name.removesuffix(end)
+    if end in (".qweight", ".weight_packed", "_blocks"):
+        beside = {"_blocks": "_scales", ".qweight": ".scales", ".weight_packed": ".weight_scale"}
+        return stem + beside[end] in stored
+    weight = stem if end == "_scale_inv" else f"{stem}.weight"
+    return weight in stored
+
+
+def refuse_quantised(named: Quantisation | None, where: str | os.PathLike[str]) -> None:
+    """Raise ValueError if a checkpoint is quantised by another library."""
+    if named is not None:
+        raise ValueError(
+            f"{os.fspath(where)} is quantised by {named.method}, which nvmeio does not read: its "
+            "tensors are steps and scales, not weights. Use the checkpoint that it was made from. "
+            "Or load it with transformers where that widens it (on a CPU, FP8 and MXFP4), delete "
+            "model.config.quantization_config, save_pretrained(directory) and stream that; "
+            "nvmeio pack --quant-bits makes it small again"
+        )
+
+
+def dtype_of(opened: SafetensorsSet) -> torch.dtype:
+    """The dtype that transformers gives a model whose configuration names none.
+
+    That is the one in the index's metadata, or else of the first tensor with a floating dtype, in
+    the order of names, of the first file; of 4 and 8 bits none counts. Without any, float32.
+    """
+    if shards.is_index(opened.path):
+        metadata = read_json(opened.path, INDEX_BYTES).get("metadata")
+        named = metadata.get("dtype") if isinstance(metadata, dict) else None
+        if isinstance(named, str) and isinstance(getattr(torch, named, None), torch.dtype):
+            return getattr(torch, named)  # type: ignore[no-any-return]
+    first = min(range(len(opened.files)), key=lambda index: str(opened.files[index].path))
+    stored = (each for _, each in sorted(opened.tensors.items()) if each.file == first)
+    for each in stored:
+        # Of a dtype that torch lacks nobody can compute: whoever reads the tensor says so.
+        with contextlib.suppress(TypeError):
+            dtype, _ = each.entry.for_torch()
+            if dtype.is_floating_point and dtype.itemsize > 1:
+                return dtype
+    return torch.float32

@@ -1,0 +1,350 @@
+"""Directories as others leave them: adapters, quantised weights, weights under two names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inference._models import llama, transformers, weights_file
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import nvmeio
+import nvmeio.integrations.transformers as integration
+from nvmeio._formats import model_directory
+
+IDS = torch.arange(3, 11).reshape(1, 8)
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(IDS).logits
+    return logits
+
+
+def saved(tmp_path: Path, model: Any = None) -> Path:
+    directory = tmp_path / "model"
+    (llama(layers=2) if model is None else model).save_pretrained(directory)
+    return directory
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    path = weights_file(directory)
+    save_file(change(load_file(path)), path, {"format": "pt"})
+
+
+def configure(directory: Path, **values: Any) -> None:
+    """Set values of the configuration; None removes one."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({n: v for n, v in config.items() if v is not None}))
+
+
+# Every way to read a directory
+
+
+def by_streaming(directory: Path) -> Any:
+    return nvmeio.stream_model(directory)
+
+
+def by_packing(directory: Path) -> Any:
+    packed = directory.parent / "packed"
+    nvmeio.inference.pack(directory, packed)
+    return nvmeio.stream_model(packed)
+
+
+def by_the_integration(directory: Path) -> Any:
+    return integration.from_pretrained(transformers.LlamaForCausalLM, directory)
+
+
+def into_a_module(directory: Path) -> Any:
+    config = transformers.AutoConfig.from_pretrained(directory)
+    with torch.device("meta"):
+        module = transformers.LlamaForCausalLM(config).eval()
+    return nvmeio.stream_model(module, directory)
+
+
+WAYS = [by_streaming, by_packing, by_the_integration, into_a_module]
+
+
+# Adapters
+
+
+@pytest.mark.parametrize("read", WAYS)
+def test_an_adapter_beside_the_weights_is_refused_and_the_way_out_works(
+    tmp_path: Path, read: Callable[[Path], Any]
+) -> None:
+    """`from_pretrained` adds it; streaming and packing left it out without a word."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    directory = saved(tmp_path)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    base = transformers.LlamaForCausalLM.from_pretrained(directory)
+    peft.get_peft_model(base, lora).save_pretrained(directory)
+    expected = logits_of(transformers.LlamaForCausalLM.from_pretrained(directory).eval())
+    with pytest.raises(ValueError, match=r"adapter_config\.json describes an adapter.* Move"):
+        read(directory)
+    assert sorted(tmp_path.iterdir()) == [directory]
+
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    for file in directory.glob("adapter_*"):
+        shutil.move(file, adapter)
+    model = peft.PeftModel.from_pretrained(read(directory), adapter)
+    assert torch.equal(logits_of(model.eval()), expected)
+
+
+# Quantised by others
+
+
+def in_fp8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    stored = {}
+    for name, weight in weights.items():
+        if "proj" in name:
+            scale = weight.abs().max() / 448
+            stored[name] = (weight / scale).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale.reshape(1, 1)
+        else:
+            stored[name] = weight
+    return stored
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+QUANTISED = r"is quantised by {}, which nvmeio does not read"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("given", ["directory", "module"])
+def test_a_quantised_checkpoint_is_refused_as_what_it_is(
+    tmp_path: Path, given: str, strict: bool
+) -> None:
+    """It was called another model's, with the advice strict=False, which left the scales out."""
+    directory = saved(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(directory)
+    rewrite(directory, in_fp8)
+    configure(directory, quantization_config={**FP8, "quant_method": "int7"})
+    with torch.device("meta"):
+        module = transformers.LlamaForCausalLM(config).eval()
+    arguments = (directory,) if given == "directory" else (module, directory)
+    with pytest.raises(ValueError, match=QUANTISED.format("int7")) as refused:
+        nvmeio.stream_model(*arguments, strict=strict)
+    assert "strict" not in str(refused.value)
+
+
+def test_a_quantised_checkpoint_that_transformers_widens_can_be_saved_and_streamed(
+    tmp_path: Path,
+) -> None:
+    """The way out that the error names."""
+    directory, widened = saved(tmp_path), tmp_path / "widened"
+    rewrite(directory, in_fp8)
+    configure(directory, quantization_config=FP8)
+    model = transformers.LlamaForCausalLM.from_pretrained(directory).eval()
+    expected = logits_of(model)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(widened)
+    with nvmeio.stream_model(widened) as streamed:
+        assert torch.equal(logits_of(streamed), expected)
+
+
+@pytest.mark.parametrize(
+    ("names", "method"),
+    [
+        (["a.weight", "a.weight_scale_inv"], "fp8"),
+        (["a.weight", "a.SCB"], "bitsandbytes"),
+        (["a.weight", "a.absmax", "a.quant_map"], "bitsandbytes"),
+        (["a.qweight", "a.qzeros", "a.scales", "a.g_idx"], "gptq or awq"),
+        (["a.weight_packed", "a.weight_scale", "a.weight_shape"], "compressed-tensors"),
+        (["a.weight", "a.weight_scale"], "compressed-tensors"),
+        (["a.experts.down_proj_blocks", "a.experts.down_proj_scales"], "mxfp4"),
+        (["a.weight", "a.bias", "a.scales", "b_blocks", "logit_scale"], None),
+    ],
+)
+def test_names_of_tensors_show_who_quantised_them(names: list[str], method: str | None) -> None:
+    found = model_directory.quantisation_among(names, names)
+    assert (None if found is None else found.method) == method
+
+
+def test_a_quantised_file_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    """A module of one's own, and a file of weights: only names tell."""
+    path = tmp_path / "weights.safetensors"
+    steps = torch.zeros(8, 8).to(torch.float8_e4m3fn)
+    save_file({"0.weight": steps, "0.weight_scale_inv": torch.ones(1, 1)}, path)
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(8, 8, bias=False))
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=QUANTISED.format("fp8")):
+            nvmeio.stream_model(module, path, strict=strict)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "method"),
+    [
+        (
+            "hf_quant_config.json",
+            {"producer": {"name": "modelopt"}, "quantization": {}},
+            "modelopt",
+        ),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 128}, "awq"),
+    ],
+)
+def test_files_beside_the_configuration_name_a_quantisation(
+    tmp_path: Path, file: str, content: dict[str, Any], method: str
+) -> None:
+    directory = saved(tmp_path)
+    (directory / file).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=QUANTISED.format(method)):
+        nvmeio.stream_model(directory)
+
+
+# One weight under two names
+
+
+def with_gamma(weights: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
+    old = {n.replace("LayerNorm.weight", "LayerNorm.gamma"): w * factor for n, w in weights.items()}
+    return {**old, **weights}
+
+
+def with_bare_names(weights: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
+    return {**{n.removeprefix("model."): w * factor for n, w in weights.items()}, **weights}
+
+
+def bert() -> Any:
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            hidden_size=64,
+            num_attention_heads=4,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            vocab_size=64,
+        )
+    )
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(("make", "twice"), [(bert, with_gamma), (llama, with_bare_names)])
+def test_two_values_for_one_weight_are_refused_and_twins_are_not(
+    tmp_path: Path, make: Callable[[], Any], twice: Any, strict: bool
+) -> None:
+    """The last one was taken, where transformers takes another."""
+    model = make().eval()
+    directory = saved(tmp_path, model)
+    plain = load_file(weights_file(directory))
+    rewrite(directory, lambda weights: twice(weights, 0.5))
+    with pytest.raises(nvmeio.IntegrityError, match="one tensor in the model, with different"):
+        nvmeio.stream_model(directory, strict=strict)
+    rewrite(directory, lambda _: twice(plain, 1.0))
+    with nvmeio.stream_model(directory, strict=strict) as streamed:
+        assert torch.equal(logits_of(streamed), logits_of(model))
+
+
+# Dtypes
+
+
+@pytest.mark.parametrize("read", [by_streaming, by_packing, by_the_integration])
+@pytest.mark.parametrize("shards", [False, True])
+def test_mixed_files_have_the_dtype_that_transformers_gives_them(
+    tmp_path: Path, read: Callable[[Path], Any], shards: bool
+) -> None:
+    """The first tensor of the file decided, where the first by name does: float32 came of it."""
+    mixed = llama(layers=2)
+    for name, parameter in mixed.named_parameters():
+        if "norm" not in name:
+            parameter.data = parameter.data.bfloat16()
+    directory = tmp_path / "model"
+    mixed.save_pretrained(directory, max_shard_size="100KB" if shards else "5GB")
+    assert len(list(directory.glob("*.safetensors"))) > 1 or not shards
+    configure(directory, dtype=None)
+    whole = transformers.LlamaForCausalLM.from_pretrained(directory).eval()
+    model = read(directory)
+    assert model.dtype == whole.dtype == torch.bfloat16
+    assert torch.equal(logits_of(model), logits_of(whole))
+
+
+def test_the_indexs_own_dtype_comes_first(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    llama(layers=2).save_pretrained(directory, max_shard_size="100KB")
+    configure(directory, dtype=None)
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["metadata"]["dtype"] = "float16"
+    path.write_text(json.dumps(index))
+    whole = transformers.LlamaForCausalLM.from_pretrained(directory).eval()
+    with nvmeio.stream_model(directory) as model:
+        assert model.dtype == whole.dtype == torch.float16
+        assert torch.equal(logits_of(model), logits_of(whole))
+
+
+# Buffers that no file has
+
+
+class TableConfig(transformers.PretrainedConfig):  # type: ignore[misc,name-defined]
+    model_type = "nvmeio-table"
+
+    def __init__(self, dtype_of_table: str = "bool", sets: bool = False, **rest: Any) -> None:
+        self.dtype_of_table, self.sets = dtype_of_table, sets
+        super().__init__(**rest)
+
+
+class Table(nn.Module):
+    def __init__(self, config: TableConfig) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        dtype = getattr(torch, config.dtype_of_table)
+        self.register_buffer("seen", torch.ones(8, 8).tril().to(dtype), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.einsum("ts,bsh->bth", self.seen.to(x.dtype), self.linear(x))
+
+
+class TableModel(transformers.PreTrainedModel):  # type: ignore[misc,name-defined]
+    config_class = TableConfig
+
+    def __init__(self, config: TableConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(Table(config) for _ in range(3))
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Table) and self.config.sets:
+            module.seen.copy_(torch.ones(8, 8).tril())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("sets", [False, True])
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int16", "int64", "float32"])
+def test_a_buffer_that_nothing_computes_is_refused(tmp_path: Path, dtype: str, sets: bool) -> None:
+    """One of bool became all False: its content says nothing of whether it was set."""
+    whole = TableModel(TableConfig(dtype, sets)).eval()
+    whole.save_pretrained(tmp_path / "model")
+    with torch.device("meta"):
+        empty = TableModel(TableConfig(dtype, sets)).eval()
+    if not sets:
+        with pytest.raises(ValueError, match=r"buffer 'seen' of Table .* does not set all of it"):
+            nvmeio.stream_model(empty, tmp_path / "model")
+        return
+    x = torch.randn(2, 8, 16)
+    with nvmeio.stream_model(empty, tmp_path / "model") as model, torch.no_grad():
+        assert torch.equal(model(x), whole(x))
+
+
+def test_a_buffer_that_is_set_in_part_is_refused(tmp_path: Path) -> None:
+    class Partly(TableModel):
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, Table):
+                module.seen[:4].zero_()
+
+    Partly(TableConfig("float32")).save_pretrained(tmp_path / "model")
+    with torch.device("meta"):
+        empty = Partly(TableConfig("float32")).eval()
+    with pytest.raises(ValueError, match=r"buffer 'seen' of Table .* does not set all of it"):
+        nvmeio.stream_model(empty, tmp_path / "model")
