@@ -16,14 +16,8 @@ from typing import NamedTuple
 
 MOST_MODULES = 14  # in one room, `__init__` and `__main__` aside
 
-_TO_MEND = {
-    ("nvmeio.checkpoint._manager.restoring", "nvmeio.checkpoint.loading"),
-    ("nvmeio.checkpoint._multi_rank.drives", "nvmeio.checkpoint._manager.retention"),
-    ("nvmeio.checkpoint._multi_rank.loading_ranks", "nvmeio.checkpoint._manager.retention"),
-    ("nvmeio.offload._swap_files.swap_dirs", "nvmeio.offload._generations.manifests"),
-}
 # A job computes on its caller's device.
-ALLOWED = frozenset({("nvmeio._threads.interruptible", "nvmeio._memory.devices"), *_TO_MEND})
+ALLOWED = frozenset({("nvmeio._threads.interruptible", "nvmeio._memory.devices")})
 
 
 class Import(NamedTuple):

@@ -2,9 +2,10 @@
 
 Reading order for newcomers: `nvmeio._formats` (what a torch checkpoint is, how one is laid out
 and written), `nvmeio._storage.replace` (a file into its place), `saving`; then `nvmeio._io.spans`
-(many parts of files into memory) and `loading`. Saves in the background: `_manager` (the directory,
-one save, one after another), `_snapshot` (the state as it was), `_multi_rank` (several processes),
-behind `checkpointer`; `background` is the same under any names, `frozen` the snapshot by itself.
+(many parts of files into memory) and `loading`. Saves in the background: `_directory` (its files),
+`_manager` (one save, one after another), `_snapshot` (the state as it was), `_multi_rank` (several
+processes), `_restoring` (the way back), behind `checkpointer`; `background` is the same under any
+names, `frozen` the snapshot by itself.
 `file_objects` serves code that calls torch.save itself, `safetensors` is the other format. Names
 are loaded when they are first asked for: who saves a state needs nothing of the rest.
 """

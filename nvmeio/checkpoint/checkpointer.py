@@ -16,14 +16,14 @@ from nvmeio._io.long_call import LongCall, profiled
 from nvmeio._threads.closing import ClosingWork
 from nvmeio._threads.future import Future
 from nvmeio._threads.interruptible import begun, in_thread, run_interruptible
-from nvmeio.checkpoint._manager import retention
+from nvmeio.checkpoint._directory import retention
 from nvmeio.checkpoint._manager.job import SaveJob, SaveReport, Setup
-from nvmeio.checkpoint._manager.restoring import Wanted, restore, restore_parts, whole_saves
 from nvmeio.checkpoint._manager.saver import JOBS, SaveCall, Saver
 from nvmeio.checkpoint._multi_rank.agreement import being_made, checked_writers, ranks_of, store_of
 from nvmeio.checkpoint._multi_rank.drives import OwnDrives, Save
 from nvmeio.checkpoint._multi_rank.loading_ranks import ALONE, Attempts, LoadingRanks
 from nvmeio.checkpoint._multi_rank.part_ranks import PartRanks
+from nvmeio.checkpoint._restoring import Wanted, restore, restore_parts, whole_saves
 from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots, checked_way
 from nvmeio.checkpoint._unpickling import HowToLoad, LoadOptions, MapLocation
 from nvmeio.checkpoint.loading import Loaded

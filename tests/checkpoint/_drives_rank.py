@@ -35,7 +35,7 @@ from inside import saver_of
 import nvmeio
 from nvmeio._distributed import messages as messages_module
 from nvmeio._storage import locks
-from nvmeio.checkpoint._manager import restoring
+from nvmeio.checkpoint import _restoring as restoring
 from nvmeio.checkpoint._multi_rank import part_ranks
 
 

@@ -649,7 +649,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(
     new: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some of its files could be of the old one, some of the new."""
-    from nvmeio.checkpoint._manager import restoring
+    from nvmeio.checkpoint import _restoring as restoring
 
     checkpointer = new(layout="per_rank")
     checkpointer.save_sync(state_of(1, 100), 1)

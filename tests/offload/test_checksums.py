@@ -12,7 +12,7 @@ from inside import swapper_of
 
 import nvmeio
 from nvmeio.offload import SwappedModule, SwappedOptimizer
-from nvmeio.offload._generations import manifests
+from nvmeio.offload._swap_files import manifests
 
 
 def resumed(made: Any, folder: Path, **options: Any) -> SwappedOptimizer:

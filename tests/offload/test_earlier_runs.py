@@ -17,7 +17,7 @@ from support import run_python
 
 import nvmeio
 from nvmeio.offload import SwappedModule, SwappedOptimizer, offload
-from nvmeio.offload._generations import manifests
+from nvmeio.offload._swap_files import manifests
 
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10}
 WAYS_OUT = ("resume=True", 'resume="must"', "overwrite=True")

@@ -20,7 +20,8 @@ from support import PATIENCE_S, run_python
 
 import nvmeio
 from nvmeio.offload import SwappedOptimizer
-from nvmeio.offload._generations import manifests, state_files
+from nvmeio.offload._generations import state_files
+from nvmeio.offload._swap_files import manifests
 
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10}
 

@@ -22,8 +22,8 @@ from support import die_at_birth, run_python, spin_until
 
 import nvmeio
 from nvmeio.offload import SwappedOptimizer
-from nvmeio.offload._generations import manifests
 from nvmeio.offload._generations.generations import Change
+from nvmeio.offload._swap_files import manifests
 from nvmeio.testing import FakeEngine
 
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10}

@@ -22,10 +22,11 @@ from nvmeio._distributed.rank_store import RankStore
 from nvmeio._io.drives import DriveHandles
 from nvmeio.buffers import empty_aligned
 from nvmeio.offload import SwappedOptimizer
-from nvmeio.offload._generations import manifests, rank_steps
+from nvmeio.offload._generations import rank_steps
 from nvmeio.offload._generations.generations import Change, Generations
 from nvmeio.offload._generations.rank_steps import Agreed, DurableSteps, Made
 from nvmeio.offload._generations.state_files import NAMES, StateFiles
+from nvmeio.offload._swap_files import manifests
 from nvmeio.offload._swap_files.subgroups import Piece, Subgroup, pack, place
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
 

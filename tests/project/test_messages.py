@@ -206,7 +206,7 @@ INNER = (
     "_io/spans.py",
     "_distributed/",
     "_storage/",
-    "checkpoint/_manager/restoring.py",
+    "checkpoint/_restoring.py",
     "checkpoint/_snapshot/",
     "inference/_plan/packed_format.py",
     "inference/prefixes.py",

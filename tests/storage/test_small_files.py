@@ -18,14 +18,15 @@ import nvmeio
 from nvmeio import tuned
 from nvmeio._formats.safetensors import shards as safetensors_shards
 from nvmeio._storage.untrusted import SETTINGS_BYTES, read_small
-from nvmeio.checkpoint._manager import restoring, retention
+from nvmeio.checkpoint import _restoring as restoring
+from nvmeio.checkpoint._directory import retention
 from nvmeio.checkpoint.safetensors import _holds
 from nvmeio.cli.tune import space
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.integrations import accelerate as accelerating
 from nvmeio.integrations._serving.sglang_settings import read_settings
 from nvmeio.integrations.dcp import metadata
-from nvmeio.offload._generations import manifests
+from nvmeio.offload._swap_files import manifests
 
 LIMIT_S = 60
 

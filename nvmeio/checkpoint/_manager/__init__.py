@@ -1,1 +1,1 @@
-"""The saves of a `Checkpointer`: one after another, their files, and the way back."""
+"""The saves of a `Checkpointer`: one after another, and their files."""

@@ -40,7 +40,7 @@ from nvmeio._pages import PAGE_BYTES
 from nvmeio._threads.future import Future
 from nvmeio._threads.interruptible import Cancelled
 from nvmeio._threads.threads import Thread, unlist
-from nvmeio.checkpoint._manager.retention import Lineage
+from nvmeio.checkpoint._directory.retention import Lineage
 from nvmeio.checkpoint._multi_rank import agreement
 from nvmeio.checkpoint._multi_rank.agreement import Disagreement, agree, with_pieces_of_first
 from nvmeio.checkpoint._multi_rank.drives import OwnDrives

@@ -30,7 +30,7 @@ from nvmeio._storage.locks import check_unused, hold, lock_alone, unlock
 from nvmeio._storage.replace import Replacement, temporary_name
 from nvmeio._storage.untrusted import create
 from nvmeio._threads.closing import on_error, unlink
-from nvmeio.checkpoint._manager import retention
+from nvmeio.checkpoint._directory import retention
 from nvmeio.checkpoint._manager.job import SaveJob
 from nvmeio.errors import TransferError, naming, transfer_error
 from nvmeio.files import File

@@ -27,7 +27,7 @@ from nvmeio._threads import interruptible, shutdown, threads
 from nvmeio._threads.closing import collect, do_all, members
 from nvmeio._threads.future import Future
 from nvmeio._threads.interruptible import Cancelled
-from nvmeio.checkpoint._manager import retention
+from nvmeio.checkpoint._directory import retention
 from nvmeio.checkpoint._manager.job import Plan, SaveJob, SaveReport, Setup, pickled_state
 from nvmeio.checkpoint._manager.job_files import FileOfEachRank, OneFile
 from nvmeio.checkpoint._manager.job_parts import OwnFileOfEachRank, PartOfEachRank

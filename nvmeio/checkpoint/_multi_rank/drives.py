@@ -26,7 +26,7 @@ from nvmeio._storage.locks import become_writer
 from nvmeio._storage.replace import temporary_name
 from nvmeio._storage.untrusted import create
 from nvmeio._threads.closing import unlink
-from nvmeio.checkpoint._manager import retention
+from nvmeio.checkpoint._directory import retention
 from nvmeio.errors import counted, naming
 
 _PART = re.compile(

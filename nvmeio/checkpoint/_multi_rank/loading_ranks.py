@@ -31,7 +31,7 @@ from nvmeio._formats.torch_archives.torch_file import TorchFile
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Span
 from nvmeio._threads.interruptible import Cancellation
-from nvmeio.checkpoint._manager.retention import Generation
+from nvmeio.checkpoint._directory.retention import Generation
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File, read_buffered
 from nvmeio.handle import AioHandle

@@ -18,11 +18,11 @@ from nvmeio._storage.durable import sync_data
 from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import ClosedError, IntegrityError, TransferError
 from nvmeio.files import File
-from nvmeio.offload._generations import manifests
-from nvmeio.offload._generations.manifests import Manifest, UnusableGeneration
 from nvmeio.offload._generations.rank_steps import DurableSteps, agreed
 from nvmeio.offload._generations.state_files import NAMES, StateFiles, copy_files
 from nvmeio.offload._generations.transactions import Transaction
+from nvmeio.offload._swap_files import manifests
+from nvmeio.offload._swap_files.manifests import Manifest, UnusableGeneration
 from nvmeio.offload._swap_files.subgroups import WEIGHTS, SlotSpan, Subgroup
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
 from nvmeio.offload._swap_files.tensors import fits

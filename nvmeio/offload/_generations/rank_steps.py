@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from nvmeio._distributed.rank_store import RankStore, pauses, several
 from nvmeio.errors import IntegrityError, TransferError, counted
-from nvmeio.offload._generations import manifests
-from nvmeio.offload._generations.manifests import Manifest, UnusableGeneration
+from nvmeio.offload._swap_files import manifests
+from nvmeio.offload._swap_files.manifests import Manifest, UnusableGeneration
 
 
 @dataclasses.dataclass

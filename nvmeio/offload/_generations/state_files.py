@@ -22,9 +22,9 @@ from nvmeio._storage.durable import make_directory
 from nvmeio._threads.closing import do_all, on_error, opened
 from nvmeio.errors import IntegrityError, TransferError, transfer_error
 from nvmeio.files import File
-from nvmeio.offload._generations import manifests
-from nvmeio.offload._generations.manifests import Manifest
 from nvmeio.offload._generations.transactions import Transaction
+from nvmeio.offload._swap_files import manifests
+from nvmeio.offload._swap_files.manifests import Manifest
 from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, SlotSpan, Subgroup, runs, sections
 from nvmeio.offload._swap_files.swap_dirs import LOCK, OURS, SwapDirs
 

@@ -23,7 +23,6 @@ from nvmeio.buffers import empty_aligned
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.generations import Generations
-from nvmeio.offload._generations.manifests import Manifest
 from nvmeio.offload._generations.rank_steps import DurableSteps, agreed, directory_name
 from nvmeio.offload._generations.state_files import StateFiles
 from nvmeio.offload._generations.transactions import Transaction, Transactions
@@ -34,6 +33,7 @@ from nvmeio.offload._optimizer.gradients import GradientSwapper
 from nvmeio.offload._optimizer.memory_plans import Cuts
 from nvmeio.offload._optimizer.params import StepInputs, SwappedParam, grads_of
 from nvmeio.offload._optimizer.turns import MASTER, StateLoad, Step, Swapped
+from nvmeio.offload._swap_files.manifests import Manifest
 from nvmeio.offload._swap_files.pipeline import DeviceTurns, Pipeline, Times, new_helper
 from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, Subgroup
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs

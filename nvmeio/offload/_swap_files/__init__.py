@@ -1,1 +1,1 @@
-"""Swap directories, the spans of their files, and what moves between these and memory."""
+"""Swap directories: their manifests, the spans of their files, and transfers to and from memory."""

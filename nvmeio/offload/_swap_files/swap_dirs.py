@@ -31,7 +31,7 @@ from nvmeio._storage.untrusted import SETTINGS_BYTES, read_small
 from nvmeio._threads.closing import do_all, on_error, unlink
 from nvmeio.errors import IntegrityError, TransferError, counted, naming, transfer_error
 from nvmeio.files import File
-from nvmeio.offload._generations import manifests
+from nvmeio.offload._swap_files import manifests
 
 _REMOVES = "overwrite=True removes it"
 

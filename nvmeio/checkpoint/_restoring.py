@@ -17,8 +17,8 @@ from nvmeio._io.handles import CallHandle
 from nvmeio._io.long_call import LongCall
 from nvmeio._storage.locks import leads_to, reading
 from nvmeio._storage.untrusted import INDEX_BYTES, read_small
-from nvmeio.checkpoint._manager import retention
-from nvmeio.checkpoint._manager.retention import Generation
+from nvmeio.checkpoint._directory import retention
+from nvmeio.checkpoint._directory.retention import Generation
 from nvmeio.checkpoint._multi_rank.drives import OwnDrives, Save, parsed, parts_in
 from nvmeio.checkpoint._multi_rank.loading_ranks import ALONE, LoadingRanks, Ranks
 from nvmeio.checkpoint._multi_rank.part_ranks import Image, PartRanks, of_one, open_part
