@@ -176,12 +176,12 @@ wheel-check: $(STAMP) ## build the wheel and use it where there is no compiler
 
 clean: ## remove .venv and whatever was built
 	rm -rf $(VENV) $(VENV)-docs $(VENV)-vllm $(VENV)-sglang site .cache build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	rm -f nvmeio/_native*.so nvmeio/_native.c
+	rm -f nvmeio/_native*.so nvmeio/_native*.c
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An editable install: Python changes need no new one, and the shim is compiled into nvmeio/. The old
 # one goes first, for setuptools does not see that a header of it changed.
-$(STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*.[ch])
+$(STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*/*.[ch])
 	@command -v cc >/dev/null || command -v gcc >/dev/null || command -v "$${CC:-no-CC}" >/dev/null || \
 	    { echo "nvmeio compiles a small C shim: install a compiler (apt-get install gcc, dnf install gcc)" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "== making $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -215,7 +215,7 @@ $(DOCS_STAMP): pyproject.toml Makefile | $(STAMP)
 	@touch $@
 
 # torchvision, torchaudio and torchcodec are for models with images and sound, and want a CUDA build of torch from PyPI.
-$(VLLM_STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*.[ch])
+$(VLLM_STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*/*.[ch])
 	@test -x $(@D)/bin/python || { echo "== making $(@D)"; $(PYTHON) -m venv $(@D); }
 	@echo "== installing vLLM for CPUs: minutes"
 	@$(SERVE_TORCH_INSTALLED)
@@ -227,7 +227,7 @@ $(VLLM_STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*
 
 # Without its CUDA kernels, and what its KV cache interface imports of the rest. torchvision on a CPU build of torch has no
 # operators, and declares shapes for them all the same: those declarations go.
-$(SGLANG_STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*.[ch])
+$(SGLANG_STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*/*.[ch])
 	@test -x $(@D)/bin/python || { echo "== making $(@D)"; $(PYTHON) -m venv $(@D); }
 	@echo "== installing SGLang without its kernels: minutes"
 	@$(SERVE_TORCH_INSTALLED)

@@ -6,13 +6,13 @@
 #
 # Before, on a machine with a network, a compiler and the same Python and glibc or older ones:
 #
-#     python setup.py build_ext --inplace             # nvmeio/_native.abi3.so: for every Python from 3.10 on
+#     python setup.py build_ext --inplace             # nvmeio/_native*.abi3.so: for every Python from 3.10 on
 #     pip download -d wheels --only-binary :all: cffi pycparser numpy isal safetensors nvidia-cufile-cu12 --no-deps
 #     pip download -d wheels --only-binary :all: typer rich    # the facts ask nvmeio.cli, and part C asks the facts
 #     cc -shared -fPIC -O1 -o wheels/cufile_traps.so tests/fakes/cufile_traps.c -ldl    # see part C
 #
-# and carry the repository with nvmeio/_native.abi3.so and wheels/ in it. Both are ignored by git: where a tool copies
-# the tracked files alone, name them (`carry`: "wheels", "nvmeio/_native.abi3.so"). A wheel of DeepSpeed that was built
+# and carry the repository with nvmeio/_native*.abi3.so and wheels/ in it. Both are ignored by git: where a tool copies
+# the tracked files alone, name them (`carry`: "wheels", and each of the three libraries). A wheel of DeepSpeed that was built
 # with DS_BUILD_AIO=1 may lie in wheels/ too; without it that step says that it is missing.
 #
 # The parts are runs of their own, each worth having alone: a limit for a command need not be longer than eight minutes

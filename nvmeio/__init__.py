@@ -1,7 +1,7 @@
 """nvmeio: tensors to and from files at the speed of the drive, awaited.
 
 Reading order for newcomers: `errors`, `engines.transfers` (what goes direct), `engines.base` (the
-contract), `native_shim/lane.c` (the pump), `operation`, `_core.core` (who notices an end),
+contract), `native_shim/pump/lane.c` (the pump), `operation`, `_core.core` (who notices an end),
 `handle`. The map is docs/architecture.md. What stands on that begins in `checkpoint/__init__.py`,
 `inference/__init__.py`, `offload/__init__.py` and `data/__init__.py`. All names but those of errors
 are loaded when they are first asked for: `import nvmeio` imports no torch.

@@ -2,7 +2,7 @@
 
 `WriteProtection` covers whole pages of the caller's memory. Who writes there is stopped for as long
 as a thread of the shim copies the 2 MiB around it aside: an optimizer, ``.data``, numpy, a raw
-pointer, another thread. See native_shim/copy_on_write.c.
+pointer, another thread. See native_shim/protection/copy_on_write.c.
 
 It needs userfaultfd(2) with write protection of pages that may not exist yet (Linux 6.4), and one
 of these:
@@ -24,7 +24,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nvmeio._bindings import ffi, lib
+from nvmeio._bindings import protection
 from nvmeio._memory import mappings
 from nvmeio._pages import PAGE_BYTES, round_down, round_up
 from nvmeio.errors import IntegrityError, TransferError
@@ -38,12 +38,6 @@ LEAST_BYTES = 128 << 10
 
 # Each range of memory is one more mapping to the kernel, of which a process may have 65,530.
 MOST_RANGES = 8192
-
-_WAYS = (
-    ("any", lib.NV_SNAPSHOT_ANY_WRITE, "userfaultfd"),
-    ("any", lib.NV_SNAPSHOT_DEVICE, "/dev/userfaultfd"),
-    ("user", lib.NV_SNAPSHOT_USER_MODE, "userfaultfd for programs alone"),
-)
 
 _WHY = {
     errno.EOPNOTSUPP: "this kernel lacks a feature of it",
@@ -87,7 +81,12 @@ def support() -> Support:
 def _support(_pid: int) -> Support:  # a forked child needs a descriptor of its own
     wanted = os.environ.get("NVMEIO_USERFAULTFD", "")
     attempts: list[tuple[str, str]] = []
-    for kind, which, name in _WAYS:
+    lib = protection.lib
+    for kind, which, name in (
+        ("any", lib.NV_SNAPSHOT_ANY_WRITE, "userfaultfd"),
+        ("any", lib.NV_SNAPSHOT_DEVICE, "/dev/userfaultfd"),
+        ("user", lib.NV_SNAPSHOT_USER_MODE, "userfaultfd for programs alone"),
+    ):
         if wanted and kind != wanted:
             attempts.append((name, f"NVMEIO_USERFAULTFD={wanted}"))
             continue
@@ -111,21 +110,21 @@ class WriteProtection:
         kind = support().kind  # of this process: where there is none, nothing is taken
         order = sorted(range(len(ranges)), key=ranges.__getitem__)
         starts = [ranges[i][0] for i in order]
-        addresses = ffi.new("uint64_t[]", starts)
-        sizes = ffi.new("uint64_t[]", [ranges[i][1] for i in order])
+        addresses = protection.ffi.new("uint64_t[]", starts)
+        sizes = protection.ffi.new("uint64_t[]", [ranges[i][1] for i in order])
         # What lies behind memory of ours is protected with it where nobody asks for that: to
         # protect a part of a huge page splits it, and each small page takes 0.1 us from then on.
         # Not where system calls that write there would fail.
         ends = map(min, map(mappings.mapped.end_of, starts), [*starts[1:], 1 << 63])
-        limits = ffi.new("uint64_t[]", list(ends) if kind == "any" else len(starts))
-        results = ffi.new("int[]", len(ranges))
-        raw = lib.nv_snapshot_new(
+        limits = protection.ffi.new("uint64_t[]", list(ends) if kind == "any" else len(starts))
+        results = protection.ffi.new("int[]", len(ranges))
+        raw = protection.lib.nv_snapshot_new(
             len(ranges), addresses, sizes, limits, results, os.fsencode(directory or ".")
         )
-        if raw == ffi.NULL:
+        if raw == protection.ffi.NULL:
             raise MemoryError("no memory for a snapshot's tables")
         # Owned from here on, and ended by a C function: an interrupt may come after any step.
-        self._raw: Any = ffi.gc(raw, lib.nv_snapshot_free)
+        self._raw: Any = protection.ffi.gc(raw, protection.lib.nv_snapshot_free)
         self._arena: Mapping | None = None
         taken = {i: results[place] == 0 for place, i in enumerate(order)}
         self.taken = [taken[i] for i in range(len(ranges))]
@@ -138,7 +137,7 @@ class WriteProtection:
         """
         self._arena = arena
         address, nbytes = (0, 0) if arena is None else (arena.address, arena.nbytes)
-        return bool(lib.nv_snapshot_protect(self._raw, address, nbytes) == 0)
+        return bool(protection.lib.nv_snapshot_protect(self._raw, address, nbytes) == 0)
 
     def read(self, address: int, nbytes: int, to: int, crc: int | None) -> int:
         """Copy bytes of the moment of `protect`, within one range; each once, and in order.
@@ -153,9 +152,9 @@ class WriteProtection:
             TransferError: Something else in this process took the memory's protection, so its bytes
                 are not known to be those of that moment.
         """
-        total = ffi.new("uint32_t *", crc or 0)
-        failed = lib.nv_snapshot_read(
-            self._raw, address, nbytes, to, ffi.NULL if crc is None else total
+        total = protection.ffi.new("uint32_t *", crc or 0)
+        failed = protection.lib.nv_snapshot_read(
+            self._raw, address, nbytes, to, protection.ffi.NULL if crc is None else total
         )
         _check(failed)
         return int(total[0])
@@ -167,12 +166,12 @@ class WriteProtection:
         let go of. Returns address and size of each part that somebody wrote to: `read` has its
         bytes.
         """
-        left = ffi.new("uint64_t[2]")
+        left = protection.ffi.new("uint64_t[2]")
         again = []
         end = address + nbytes
         while address < end:
             left[0], left[1] = address, end - address
-            _check(lib.nv_snapshot_settle(self._raw, left, left + 1))
+            _check(protection.lib.nv_snapshot_settle(self._raw, left, left + 1))
             address = int(left[0] + left[1])
             if left[1]:
                 again.append((int(left[0]), int(left[1])))
@@ -180,7 +179,7 @@ class WriteProtection:
 
     def end(self) -> None:
         """Protect nothing any more. Idempotent, from any thread."""
-        lib.nv_snapshot_end(self._raw)
+        protection.lib.nv_snapshot_end(self._raw)
 
     @property
     def aside_bytes(self) -> int:
@@ -198,14 +197,9 @@ class WriteProtection:
         return float(self._counters().held_ns) * 1e-9
 
     def _counters(self) -> Any:
-        counters = ffi.new("nv_snapshot_counters *")
-        lib.nv_snapshot_count(self._raw, counters)
+        counters = protection.ffi.new("nv_snapshot_counters *")
+        protection.lib.nv_snapshot_count(self._raw, counters)
         return counters
-
-
-def give_up(address: int, nbytes: int) -> None:
-    """Copy aside what is protected there, because a system call is about to write there."""
-    lib.nv_snapshot_give_up(address, nbytes)
 
 
 def whole_pages(address: int, nbytes: int) -> int:

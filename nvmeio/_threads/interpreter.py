@@ -1,4 +1,4 @@
-"""Which Python nvmeio runs in: checked before anything else of it, torch included, is imported.
+"""The system and the Python that nvmeio runs in, checked before anything else, torch included.
 
 Importing this module is the check.
 """
@@ -15,12 +15,17 @@ _TELLERS = ("_interpreters", "_xxsubinterpreters")
 
 
 def check() -> None:
-    """Refuse Pythons in which nvmeio, or torch below it, would hang or go wrong.
+    """Refuse systems without Linux's calls, and Pythons in which nvmeio or torch goes wrong.
 
     Those are subinterpreters (torch's import never returns in one, and its operators and the shim
     exist once a process), and a free-threaded Python whose GIL is off (nvmeio's threads share state
     under the GIL's rules, and were never run without).
     """
+    if not sys.platform.startswith("linux"):
+        raise BackendUnavailableError(
+            f"nvmeio does not run on {sys.platform}: it needs Linux (kernel AIO and O_DIRECT)",
+            remedy="use it on a Linux machine, in a Linux container or in WSL 2",
+        )
     if is_subinterpreter():
         raise BackendUnavailableError(
             "nvmeio works in a process's main interpreter only: torch does not support "

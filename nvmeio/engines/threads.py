@@ -2,7 +2,7 @@
 
 It works wherever the system calls do, keeps every promise of the engine contract, and is meant to
 be read: a request is cut into blocks, blocks of all requests take turns in a bounded queue, workers
-move them. Gathers and scatters are cut by the shim (native_shim/rows.c), and moved here.
+move them. Gathers and scatters are cut by the shim (native_shim/pump/rows.c), and moved here.
 `nvmeio.testing.FakeEngine` overrides the steps marked "hook" to inject faults.
 """
 
@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from nvmeio._bindings import copy_foreign, ffi, lib, memory_at
-from nvmeio._memory import copy_on_write
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.threads import Thread
 from nvmeio.engines import base
@@ -227,7 +226,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
     def _move(self, block: Block, fd: int, memory: memoryview, offset: int) -> int:
         """Hook: one system call; bytes moved, or an OSError."""
         if block.request.transfer.opcode == base.Opcode.READ:
-            copy_on_write.give_up(int(ffi.cast("uintptr_t", ffi.from_buffer(memory))), len(memory))
+            lib.nv_give_up(int(ffi.cast("uintptr_t", ffi.from_buffer(memory))), len(memory))
             return os.preadv(fd, [memory], offset)
         return os.pwritev(fd, [memory], offset)
 

@@ -38,7 +38,7 @@ def test_every_variable_of_the_environment_is_documented() -> None:
 
 def test_the_shim_reads_none() -> None:
     shim = ROOT.parent / "native_shim"
-    for path in shim.glob("*.[ch]"):
+    for path in shim.rglob("*.[ch]"):
         assert "getenv" not in path.read_text(encoding="utf-8"), path.name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nvmeio.inference._plan import quantization
+from nvmeio._bindings import packed as native
 from nvmeio.inference._plan.quantization import Quantised, dequantise, multiply, quantise
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -63,14 +63,14 @@ def test_rows_and_columns_are_widened_by_themselves(setting: Quantised) -> None:
 class _WithoutTiles:
     """The shim on a CPU that has no tile registers."""
 
-    nv_packed_run = staticmethod(quantization.lib.nv_packed_run)
+    nv_packed_run = staticmethod(native.lib.nv_packed_run)
     nv_packed_has_tiles = staticmethod(lambda _: 0)
 
 
 @pytest.fixture(params=["as this CPU does", "without tiles"])
 def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "without tiles":
-        monkeypatch.setattr(quantization, "lib", _WithoutTiles)
+        monkeypatch.setattr(native, "lib", _WithoutTiles)
 
 
 @pytest.mark.usefixtures("cpu")

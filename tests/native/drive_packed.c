@@ -2,18 +2,36 @@
  *
  *     drive_packed [ROUNDS [SEED]]
  *
- * Linked with native_shim's packed.c and packed_tiles.c. Matrices have odd sizes and groups, rows that
+ * Linked with the files of native_shim/packed. Matrices have odd sizes and groups, rows that
  * are apart, and memory that ends where they end and begins at any address its type may have. Each
  * result is compared with one that is made an element at a time; 0 is returned if all agree. */
-#include "internal.h"
+#include "packed/internal.h"
 
 #include <math.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 static const char *const NAMES[] = {"float32", "bfloat16", "float16"};
+
+/* The linker has packed.c call this one (-Wl,--wrap): its threads must leave all signals to others. */
+int __real_pthread_create(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
+int __wrap_pthread_create(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
+static unsigned threads_begun;
+
+int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *),
+                          void *argument) {
+  sigset_t blocked;
+  pthread_sigmask(SIG_SETMASK, NULL, &blocked);
+  if (!sigismember(&blocked, SIGINT) || !sigismember(&blocked, SIGTERM)) {
+    fprintf(stderr, "a thread for products takes signals of the program\n");
+    abort();
+  }
+  threads_begun++;
+  return __real_pthread_create(thread, attributes, run, argument);
+}
 
 static uint64_t state = 88172645463325252u;
 
@@ -188,6 +206,9 @@ int main(int count, char **arguments) {
       tiled += trial(dtype, bits, 64, 3, 37, 515, 2) == 2;
       done += 4;
     }
+  sigset_t blocked;
+  pthread_sigmask(SIG_SETMASK, NULL, &blocked);
+  if (!threads_begun || sigismember(&blocked, SIGINT)) abort(); /* the caller's mask is as before */
   printf("%u products and widened matrices with packed weights, %u in bfloat16\n", done, tiled);
   return 0;
 }

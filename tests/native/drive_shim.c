@@ -2,11 +2,12 @@
  *
  *     drive_shim DIRECTORY [ROUNDS [SEED [LIBAIO [SWITCH=NUMBER ...]]]]
  *
- * Linked with native_shim's own files. Every scenario checks what it moved byte by byte; 0 is
+ * Linked with the files of native_shim's pump, protection and common. Every scenario checks what it moved byte by byte; 0 is
  * returned if all went well, and whatever hangs is ended by SIGALRM. LIBAIO is a library to load:
  * libaio.so.1, or the one of tests/fakes/faulty_libaio.c, whose switches may follow. Without one the
  * system calls are made directly. */
-#include "internal.h"
+#include "pump/internal.h"
+#include "protection/internal.h"
 
 #include <dlfcn.h>
 #include <errno.h>
@@ -1006,6 +1007,7 @@ int main(int argc, char **argv) {
     return 2;
   }
   directory = argv[1];
+  nv_on_give_up(nv_snapshot_give_up);
   if (argc > 2) rounds = (unsigned)atoi(argv[2]);
   uint64_t seed = argc > 3 ? (uint64_t)atoll(argv[3]) : 1;
   alarm(60 + 30 * rounds);

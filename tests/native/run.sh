@@ -31,11 +31,10 @@ build() { # name, flags ...
     # Lines and functions are what reports name; to follow variables takes the compiler a quarter longer.
     set -- -std=c11 -D_GNU_SOURCE -g1 -O1 -fno-omit-frame-pointer -Wall -Wextra \
         -Wno-unused-parameter "$@" -I"$shim"
-    "$cc" "$@" -o "$work/packed-$name" "$here/drive_packed.c" \
-        "$shim/packed.c" "$shim/packed_tiles.c" -ldl -lpthread -lm
+    "$cc" "$@" -o "$work/packed-$name" -Wl,--wrap=pthread_create "$here/drive_packed.c" \
+        "$shim"/packed/*.c -ldl -lpthread -lm
     "$cc" "$@" -o "$work/$name" "$here/drive_shim.c" \
-        "$shim/kaio.c" "$shim/file_facts.c" "$shim/copy.c" "$shim/hold.c" "$shim/write_protection.c" "$shim/copy_on_write.c" "$shim/copy_crc32.c" "$shim/own_fds.c" "$shim/replace.c" "$shim/request.c" \
-        "$shim/rows.c" "$shim/rows_request.c" "$shim/batch.c" "$shim/lane.c" "$shim/engine.c" -ldl -lpthread
+        "$shim"/common/*.c "$shim"/pump/*.c "$shim"/protection/*.c -ldl -lpthread
     "$cc" -std=c11 -O1 -shared -fPIC -o "$work/faulty.so" "$here/../fakes/faulty_libaio.c" -lpthread
 }
 

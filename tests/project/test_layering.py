@@ -102,9 +102,22 @@ def test_only_the_outermost_layers_import_the_whole_package() -> None:
     assert importing(is_inner) == []
 
 
-def test_only_the_shims_module_imports_the_shim() -> None:
-    importers = {module for module in MODULES if "nvmeio._native" in inner_imports(module)}
-    assert importers == {"nvmeio._bindings"}
+def test_only_the_bindings_load_the_native_libraries() -> None:
+    """They are loaded by name, so the name is what a module needs."""
+    names = re.compile(r"(nvmeio\.)?_native(_\w+)?")
+    loaders = {
+        module
+        for module in MODULES
+        if any(names.fullmatch(name) for name, *_ in imports_of(module))
+        or any(
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and names.fullmatch(node.value)
+            for node in ast.walk(tree_of(module))
+        )
+    }
+    bindings = {"nvmeio._bindings", "nvmeio._bindings.packed", "nvmeio._bindings.protection"}
+    assert loaders == bindings
 
 
 def test_cffi_is_used_through_the_shim_and_to_bind_cufile_only() -> None:
@@ -285,7 +298,7 @@ def test_the_lower_half_has_no_circle() -> None:
 def test_the_walk_sees_what_it_is_to_see() -> None:
     """Facts about today's modules: were the walk blind, every test above would pass."""
     assert {"nvmeio.errors"} <= inner_imports("nvmeio.files")
-    assert "nvmeio._native" in inner_imports("nvmeio._bindings")
+    assert "nvmeio._bindings.loading" in inner_imports("nvmeio._bindings")
     assert "nvmeio.checkpoint" in inner_imports("nvmeio")
     assert "nvmeio.checkpoint" not in inner_imports("nvmeio", for_types=False)
     assert "nvmeio.engines.libaio" in inner_imports("nvmeio.engines")
@@ -353,7 +366,8 @@ def test_what_nvmeio_loads_is_no_more_than_it_needs_and_starts_nothing() -> None
     assert not {name for name in modules if name.startswith(("nvmeio.cli", "nvmeio.testing"))}
     gpu = re.compile("cuda|cufile|nvidia|nvml|cudart", re.IGNORECASE)
     assert [name for name in loaded if gpu.search(name.removeprefix(str(ROOT.parent)))] == []
-    assert any("_native" in name for name in loaded)
+    libraries = {Path(name).name.split(".")[0] for name in loaded if "/_native" in name}
+    assert libraries == {"_native"}
 
 
 def test_packages_are_there_without_an_import_of_their_own() -> None:

@@ -1,4 +1,4 @@
-"""Pythons that are refused: subinterpreters, and free-threaded ones with the GIL off."""
+"""What is refused: other systems, subinterpreters, and free-threaded Pythons with the GIL off."""
 
 import runpy
 import sys
@@ -61,6 +61,36 @@ def test_python_without_its_gil_is_refused_before_torch_is_imported():
     )
     assert said.count("BackendUnavailableError nvmeio has not been checked on a free-threaded") == 2
     assert "PYTHON_GIL=1" in said and said.endswith("False\n")
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_a_system_other_than_linux_is_refused_when_it_is_imported(platform):
+    """The compiled shim was missing there, and a compiler was what its error asked for."""
+    said = said_by(
+        f"""
+        import sys
+
+        sys.platform = "{platform}"
+        try:
+            import nvmeio
+        except RuntimeError as refused:
+            print(type(refused).__name__, refused)
+        print("torch" in sys.modules)
+        """
+    )
+    assert said.startswith(f"BackendUnavailableError nvmeio does not run on {platform}: it needs")
+    assert "Linux container" in said and said.endswith("False\n")
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_a_system_other_than_linux_is_refused_when_it_is_installed(monkeypatch, platform):
+    """In one sentence: a compiler's error about linux/aio_abi.h was all that was said."""
+    setuptools = pytest.importorskip("setuptools")
+    monkeypatch.setattr(setuptools, "setup", lambda **options: pytest.fail("it is built"))
+    monkeypatch.setattr(sys, "platform", platform)
+    with pytest.raises(SystemExit) as refused:
+        runpy.run_path(str(ROOT / "setup.py"))
+    assert str(refused.value).startswith(f"nvmeio does not run on {platform}: it needs Linux")
 
 
 def test_a_free_threaded_python_with_its_gil_on_is_taken(monkeypatch):

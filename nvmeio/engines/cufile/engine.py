@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 
-from nvmeio._memory import copy_on_write, holds
+from nvmeio._bindings import lib
+from nvmeio._memory import holds
 from nvmeio._memory.devices import Copier, Copy
 from nvmeio._pages import PAGE_BYTES
 from nvmeio._threads import shutdown
@@ -145,7 +146,7 @@ class TaskMover:
         move = self.library.read if transfer.opcode == Opcode.READ else self.library.write
         at = task.start
         if transfer.opcode == Opcode.READ and transfer.memory.device is None:
-            copy_on_write.give_up(memory + at, task.end - at)
+            lib.nv_give_up(memory + at, task.end - at)
         while at < task.end and not request.stop:
             address = memory + at
             start = address if base is None else base

@@ -9,10 +9,10 @@ rounded to the model's dtype; the error of an element is at most half a step, an
 Four-bit elements lie two in a byte: the first half of a group in the low halves, the second half in
 the high ones, so that taking them apart writes two contiguous runs.
 
-On a CPU the shim's loops (native_shim/packed.c) widen and multiply, on as many threads as torch
+On a CPU the loops of native_shim/packed/packed.c widen and multiply, on as many threads as torch
 computes with and without the GIL. A product sums the very elements that widening gives, in float32.
 A CPU that multiplies bfloat16 itself does so: one row or two by instructions for pairs of elements,
-more in its tile registers (native_shim/packed_tiles.c).
+more in its tile registers (native_shim/packed/packed_tiles.c).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from nvmeio._bindings import ffi, lib
+from nvmeio._bindings import packed as native
 from nvmeio._memory import devices
 from nvmeio.errors import counted
 
@@ -142,9 +142,9 @@ def multiply(
 
 def in_halves(rows: int, setting: Quantised, dtype: torch.dtype) -> bool:
     """Whether this CPU itself multiplies so many rows of inputs with a bfloat16 weight."""
-    call = ffi.new("nv_packed *", {"inputs": rows, "dtype": _DTYPES.get(dtype, -1)})
+    call = native.ffi.new("nv_packed *", {"inputs": rows, "dtype": _DTYPES.get(dtype, -1)})
     call.group_size, call.bits = setting.group_size, setting.bits
-    return bool(lib.nv_packed_has_tiles(call))
+    return bool(native.lib.nv_packed_has_tiles(call))
 
 
 def _run(
@@ -157,7 +157,7 @@ def _run(
 ) -> None:
     """Call the shim's loops; they take addresses, so all of it is in the memory of the CPU."""
     steps, scales, minima = (part if part.stride(-1) == 1 else part.contiguous() for part in parts)
-    call = ffi.new("nv_packed *")
+    call = native.ffi.new("nv_packed *")
     call.rows, call.groups = scales.shape
     call.steps_stride, call.groups_stride = steps.stride(0), scales.stride(0)
     call.out_stride = out.stride(0)
@@ -166,12 +166,12 @@ def _run(
     memory = {"steps": steps, "scales": scales, "minima": minima, "out": out}
     if inputs is not None:
         call.inputs = len(inputs)
-        halves = lib.nv_packed_has_tiles(call)
+        halves = native.lib.nv_packed_has_tiles(call)
         given = inputs if halves else inputs.float()
         memory["halves" if halves else "input"] = given.contiguous()
     if bias is not None:
         memory["bias"] = bias.float().contiguous()
     for name, tensor in memory.items():
-        setattr(call, name, ffi.cast("void *", tensor.data_ptr()))
-    if lib.nv_packed_run(call, threads or torch.get_num_threads()):
+        setattr(call, name, native.ffi.cast("void *", tensor.data_ptr()))
+    if native.lib.nv_packed_run(call, threads or torch.get_num_threads()):
         raise MemoryError(f"no memory for {counted(call.inputs, 'row')} of inputs")

@@ -1,6 +1,6 @@
-/* Structures shared by the shim's own files. */
-#ifndef NVMEIO_INTERNAL_H
-#define NVMEIO_INTERNAL_H
+/* Structures shared by the pump's own files. */
+#ifndef NVMEIO_PUMP_INTERNAL_H
+#define NVMEIO_PUMP_INTERNAL_H
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -11,6 +11,7 @@
 #include <stdint.h>
 #include <time.h>
 
+#include "../common/decl.h"
 #include "decl.h"
 
 /* --- kaio.c ------------------------------------------------------------------------------ */
@@ -24,21 +25,6 @@ struct nv_kaio {
   int (*getevents)(aio_context_t, long min_nr, long nr, struct io_event *, struct timespec *);
   char path[512];
 };
-
-/* --- write_protection.c ------------------------------------------------------------------ */
-
-int nv_wp_open(int which);
-int nv_wp_is_open(int fd);
-int nv_wp_register(int fd, uint64_t low, uint64_t high);
-int nv_wp_protect(int fd, uint64_t low, uint64_t high);
-void nv_wp_wake(int fd, uint64_t low, uint64_t high);
-void nv_wp_lift(int fd, uint64_t low, uint64_t high);
-void nv_wp_unregister(int fd, uint64_t low, uint64_t high);
-int nv_wp_read_fault(int fd, uint64_t *address);
-int nv_wp_is_kept(uint64_t low, uint64_t high);
-int nv_wp_open_page_tables(void);
-void nv_wp_forget_page_tables(void);
-int nv_wp_is_merging(void);
 
 /* --- requests ---------------------------------------------------------------------------- */
 
@@ -173,11 +159,13 @@ struct nv_engine {
   atomic_int stopping;
 };
 
-/* Each file calls those above it here, and none below; a lane tells of a request that is over by
- * `nv_common.over`. */
+/* The files in their order: each calls functions of files above it only (tests/native checks it). A lane
+ * reports a finished request through `nv_common.over`. decl.h has the functions that Python calls too. */
 
+/* kaio.c, own_fds.c, replace.c and hold.c call none of ours. */
 /* file_facts.c */
 int nv_allocate(int fd, uint64_t from, uint64_t end);
+/* copy.c */
 /* rows.c */
 uint64_t nv_rows_count(const nv_rows *);
 /* request.c */
@@ -205,15 +193,6 @@ void nv_finish(nv_request *);
 /* rows_request.c */
 int nv_rows_plan_aside(nv_request *, nv_lane *);
 void nv_rows_end(nv_request *);
-/* engine.c stands on all of them. */
-
-/* --- packed_tiles.c ---------------------------------------------------------------------- */
-
-int nv_packed_tiled(const nv_packed *);
-void nv_packed_pairs(const nv_packed *, uint64_t first, uint64_t last);   /* rows of the weight */
-uint64_t nv_packed_rows_at_once(const nv_packed *);
-uint64_t nv_packed_room(const nv_packed *); /* bytes that each thread needs */
-void nv_packed_arrange(const nv_packed *, uint64_t first, uint64_t last); /* blocks of 16 inputs */
-void nv_packed_tiles(const nv_packed *, uint64_t first, uint64_t last);   /* rows of the weight */
+/* engine.c */
 
 #endif

@@ -1,4 +1,8 @@
-"""Bindings to the native shim, for the package to import from here alone; libaio is found here."""
+"""The native libraries, which the package imports from here alone; libaio is found here.
+
+This module has the pump, which moves bytes. `protection` and `packed` have the other two, which
+are loaded when they are first used.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,12 @@ import operator
 import os
 from typing import Any, NamedTuple
 
+from nvmeio._bindings.loading import load
 from nvmeio.errors import BackendUnavailableError
 
-try:
-    from nvmeio._native import ffi as _ffi
-    from nvmeio._native import lib as _lib
-except ImportError as missing:  # an unbuilt source tree, or a wheel of another platform
-    raise BackendUnavailableError(
-        "nvmeio's native shim is not built for this Python",
-        attempts=[("nvmeio._native", str(missing))],
-        remedy="pip install . in the source tree (it needs a C compiler), or install the wheel",
-    ) from missing
-
-ffi: Any = _ffi
-lib: Any = _lib
-
-# The CRC-32 of native_shim/decl.h: a call into a shim with other structures would end the program.
-INTERFACE = 1702620247
-if getattr(lib, "NV_INTERFACE", None) != INTERFACE:
-    raise BackendUnavailableError(
-        "nvmeio's native shim was built for another version of nvmeio",
-        attempts=[("nvmeio._native", "another interface")],
-        remedy="install nvmeio again; in a source tree by `pip install -e .`",
-    )
+# The CRC-32 of native_shim/common/decl.h and native_shim/pump/decl.h.
+INTERFACE = 2150123505
+ffi, lib = load("_native", INTERFACE)
 
 # The soname carries "t64" where the distribution was rebuilt for 64-bit time (Ubuntu 24.04).
 _LIBAIO_NAMES = ("libaio.so.1", "libaio.so.1t64")

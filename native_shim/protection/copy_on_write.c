@@ -153,7 +153,6 @@ static int check_descriptor(void) {
  * waits for ours. So what the parent's threads were changing may be half done: it is all made anew. */
 static void after_fork_in_child(void) {
   if (descriptor >= 0 && nv_wp_is_open(descriptor)) close(descriptor);
-  nv_wp_forget_page_tables();
   descriptor = -1;
   kind = handlers = 0;
   snapshots = NULL;
@@ -295,7 +294,7 @@ static void give_up(nv_snapshot *snapshot, nv_area *area, uint64_t cell) {
       memcpy(snapshot->arena + place, memory, high - low);
     else if (!error)
       error = move_spilled(snapshot->spill_fd, 1, memory, high - low, place);
-    if (!error && !nv_wp_is_kept(low, high)) error = EBADFD;
+    if (!error && !nv_page_tables_kept(low, high)) error = EBADFD;
     lock();
     area->places[cell] = place;
     area->states[cell] = in_arena ? ASIDE : SPILLED;
@@ -429,7 +428,7 @@ static int ensure_open(int which) {
   if (result <= 0) return result ? result : kind;
   result = descriptor = nv_wp_open(which);
   if (descriptor < 0) return result;
-  nv_wp_open_page_tables(); /* a handler opens nothing */
+  nv_page_tables_open(); /* a handler opens nothing */
   result = start_handlers();
   if (!result) return kind = which;
   close(descriptor);
@@ -623,7 +622,7 @@ static void end_cell(nv_snapshot *snapshot, nv_area *area, uint64_t cell, uint64
 
 /* Whether the whole pages around [from, until) have been protected until now. */
 static int is_kept(uint64_t from, uint64_t until) {
-  return nv_wp_is_kept(from / PAGE * PAGE, (until + PAGE - 1) / PAGE * PAGE);
+  return nv_page_tables_kept(from / PAGE * PAGE, (until + PAGE - 1) / PAGE * PAGE);
 }
 
 /* [from, until) of a cell; 0 or -errno. To NULL: it is summed, and is still to be read. */

@@ -5,7 +5,7 @@
 /* The kernel's AIO calls, through libaio or directly. */
 typedef struct nv_kaio nv_kaio;
 nv_kaio *nv_kaio_open(const char *libaio_path); /* NULL: the system calls themselves */
-const char *nv_kaio_error(void);                /* why the last nv_kaio_open gave NULL */
+const char *nv_kaio_error(void); /* why the last nv_kaio_open of this thread gave NULL */
 const char *nv_kaio_path(nv_kaio *);            /* file that libaio was loaded from, or "" */
 
 /* An engine: lanes, each with an AIO context, and the requests given to them. */
@@ -202,13 +202,14 @@ typedef struct {
 } nv_replacement;
 int nv_replace(nv_replacement *); /* 0 or -errno; nothing is left behind but after NV_REPLACE_NAME */
 
+/* Protected memory: the protection library registers here what copies it aside. nv_give_up is called
+ * before the kernel writes to memory, and does nothing until a function is registered. */
+typedef void (*nv_give_up_function)(uint64_t address, uint64_t nbytes);
+void nv_on_give_up(nv_give_up_function);
+void nv_give_up(uint64_t address, uint64_t nbytes);
+
 /* Copies between memory of ours and memory that may not be there; 0 or -EFAULT. */
 int nv_copy_foreign(char *ours, char *theirs, uint64_t nbytes, int into);
-
-/* Copies, and goes on with the CRC-32 `crc` by what was copied; slow where the CPU cannot. From a place to
- * itself: stores nothing. */
-uint32_t nv_copy_crc32(uint64_t to, uint64_t from, uint64_t nbytes, uint32_t crc);
-int nv_can_copy_crc32(void);
 
 /* What statx(2) tells about an open file. */
 enum {
@@ -223,59 +224,3 @@ enum {
   NV_FACTS,
 };
 int nv_file_facts(int fd, uint64_t facts[]); /* NV_FACTS of them */
-
-/* Snapshots of memory by write protection; see copy_on_write.c. */
-enum {
-  NV_SNAPSHOT_ANY_WRITE = 1, /* userfaultfd(2): writes by the kernel are seen too */
-  NV_SNAPSHOT_DEVICE = 2,    /* the same, by /dev/userfaultfd */
-  NV_SNAPSHOT_USER_MODE = 3, /* system calls that write to protected memory fail with EFAULT */
-};
-typedef struct nv_snapshot nv_snapshot;
-typedef struct {
-  uint64_t aside_bytes;   /* copied because somebody wrote */
-  uint64_t spilled_bytes; /* of these, into the file */
-  uint64_t held_ns;       /* how long writers waited, together */
-} nv_snapshot_counters;
-int nv_snapshot_open(int which); /* one for the process: what there is, or -errno */
-/* Registers memory, by address; of each range 0, or why it cannot be: -EBUSY, another snapshot has it.
- * What lies behind a range may be protected with it, as far as `limits` and the end of its last cell:
- * then no huge page is split. */
-nv_snapshot *nv_snapshot_new(uint32_t count, const uint64_t *addresses, const uint64_t *sizes,
-                             const uint64_t *limits, int *results, const char *spill_directory);
-/* From now on what was registered is as it is now. After an error it has ended. */
-int nv_snapshot_protect(nv_snapshot *, uint64_t arena, uint64_t arena_nbytes);
-/* Copies bytes of one range, and goes on with their CRC-32 unless it is NULL; each but once, in order.
- * To 0: they are summed only, and are still to be read.
- * 0 or -errno: why a write could not be copied aside; -ESTALE: they were read before; -EBADFD: the
- * memory lost its protection, by something else in this process; -EOWNERDEAD: a handler's thread has
- * ended. */
-int nv_snapshot_read(nv_snapshot *, uint64_t address, uint64_t nbytes, uint64_t to, uint32_t *crc);
-/* Somebody else has read whole pages where they lie, in order. Those that nobody wrote to before now are
- * as read; the first others are left in [*address, *address + *nbytes), and have to be read. Errors as
- * above. */
-int nv_snapshot_settle(nv_snapshot *, uint64_t *address, uint64_t *nbytes);
-void nv_snapshot_end(nv_snapshot *); /* nothing is protected any more */
-void nv_snapshot_free(nv_snapshot *);
-void nv_snapshot_count(nv_snapshot *, nv_snapshot_counters *);
-void nv_snapshot_give_up(uint64_t address, uint64_t nbytes); /* the kernel is about to write there */
-int nv_is_on_huge_pages(uint64_t address, uint64_t nbytes); /* as the kernel says, since Linux 6.7 */
-
-/* Weights of 4 or 8 bits; see packed.c. Strides are in bytes of steps, groups, and elements of `out`. */
-typedef struct {
-  const uint8_t *steps;
-  const float *scales, *minima;
-  uint64_t rows, groups; /* of the part that is asked for */
-  uint64_t steps_stride, groups_stride, out_stride;
-  uint32_t group_size, bits;
-  int dtype;             /* of elements and `out`: 0 float32, 1 bfloat16, 2 float16 */
-  uint64_t inputs;       /* rows of `input`; 0: widen */
-  const float *input;    /* inputs x (groups * group_size) */
-  const uint16_t *halves; /* the same in bfloat16, in its place where nv_packed_has_tiles */
-  const float *bias;     /* of each row, or NULL */
-  void *out;             /* rows x elements; of a product, inputs x rows */
-  uint16_t *arranged;    /* its own: `halves` as tiles of inputs, and room for what each thread widens */
-  void *room;
-} nv_packed;
-/* -ENOMEM, or 0. */
-int nv_packed_run(const nv_packed *, uint32_t threads);
-int nv_packed_has_tiles(const nv_packed *); /* a product takes `halves`; packed_tiles.c */

@@ -1,10 +1,10 @@
-/* The kernel's write protection of memory: userfaultfd(2), and what page tables say of it.
+/* The kernel's write protection of memory: userfaultfd(2).
  *
  * Each call is about whole pages in [low, high), of one descriptor, and is told by 0 or -errno. No
  * event features are asked for: while an event waits to be read, WRITEPROTECT answers EAGAIN.
  *
- * Source: Documentation/admin-guide/mm/userfaultfd.rst and pagemap.rst, include/uapi/linux/userfaultfd.h
- * and fs.h. What is needed of the headers is repeated here, for wheels are built with older ones. */
+ * Source: Documentation/admin-guide/mm/userfaultfd.rst, include/uapi/linux/userfaultfd.h. The needed
+ * parts of the header are repeated here, because wheels are built with older ones. */
 #include "internal.h"
 
 #include <errno.h>
@@ -49,23 +49,6 @@ struct message {
 /* Write faults are told of, and so are those of pages that do not exist yet (Linux 6.4). */
 #define FEATURES ((1u << 0) | (1u << 13))
 
-/* --- linux/fs.h ------------------------------------------------------------------------------ */
-
-struct region {
-  uint64_t start, end, categories;
-};
-struct scan {
-  uint64_t size, flags, start, end, walk_end, regions, count, most_pages;
-  uint64_t inverted, all_of, any_of, told;
-};
-#define PAGEMAP_SCAN _IOWR('f', 16, struct scan)
-#define IS_WRITTEN (1u << 1) /* no write protection is on it */
-#define IS_PRESENT (1u << 3)
-#define IS_SWAPPED (1u << 4) /* or it is noted that its first write has to be seen */
-#define IS_HUGE (1u << 6)
-#define HUGE_PAGE ((uint64_t)2 << 20)
-#define SMALL_PAGE ((uint64_t)4096)
-
 /* --- the calls -------------------------------------------------------------------------------- */
 
 /* Whether a descriptor is one of userfaultfd's; errno says what it is else. */
@@ -108,57 +91,6 @@ int nv_wp_read_fault(int fd, uint64_t *address) {
   if (read(fd, &message, sizeof message) != sizeof message || message.event != EVENT_FAULT) return 0;
   *address = message.address;
   return 1;
-}
-
-/* --- what page tables say --------------------------------------------------------------------- */
-
-static atomic_int page_tables = -1; /* of this process, once somebody has asked */
-
-int nv_wp_open_page_tables(void) {
-  int none = -1, opened = atomic_load(&page_tables);
-  if (opened >= 0) return opened;
-  opened = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
-  if (opened < 0 || atomic_compare_exchange_strong(&page_tables, &none, opened)) return opened;
-  close(opened); /* another thread was first */
-  return none;
-}
-
-/* In a forked child, where they are the parent's. */
-void nv_wp_forget_page_tables(void) {
-  int opened = atomic_exchange(&page_tables, -1);
-  struct scan nothing = {.size = sizeof nothing};
-  if (opened >= 0 && ioctl(opened, PAGEMAP_SCAN, &nothing) == 0) close(opened);
-}
-
-/* The first pages in [low, high), one behind the other, that lack the categories of `inverted` and have
- * any of `any_of`; at most so many, 0 for all. 1 where there are any, 0 where there are none, -1: the
- * kernel cannot say it. */
-static int find(uint64_t low, uint64_t high, uint64_t inverted, uint64_t any_of, uint64_t most_pages,
-                struct region *found) {
-  struct scan scan = {.size = sizeof scan, .start = low, .end = high, .count = 1, .any_of = any_of};
-  scan.most_pages = most_pages;
-  scan.regions = (uintptr_t)found;
-  scan.inverted = scan.all_of = scan.told = inverted;
-  return ioctl(nv_wp_open_page_tables(), PAGEMAP_SCAN, &scan);
-}
-
-/* Whether all of it has been protected until now. Where the kernel cannot say it, it has. */
-int nv_wp_is_kept(uint64_t low, uint64_t high) {
-  struct region region = {0};
-  int found = find(low, high, IS_WRITTEN, IS_PRESENT | IS_SWAPPED, 0, &region);
-  return found < 0 || (found == 1 && region.start == low && region.end == high);
-}
-
-/* Whether all huge pages that fit in there are there, or it lies within one; else 0, and where the
- * kernel cannot say it. */
-int nv_is_on_huge_pages(uint64_t address, uint64_t nbytes) {
-  struct region small;
-  uint64_t low = (address + HUGE_PAGE - 1) & -HUGE_PAGE, high = (address + nbytes) & -HUGE_PAGE;
-  if (low >= high) {
-    low = address & -SMALL_PAGE;
-    high = (address + nbytes + SMALL_PAGE - 1) & -SMALL_PAGE;
-  }
-  return find(low, high, IS_HUGE, 0, 1, &small) == 0;
 }
 
 /* KSM (mm/ksm.c, replace_page) forgets the protection of a page that it merges. */

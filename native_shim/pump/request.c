@@ -423,10 +423,13 @@ int nv_is_done(nv_request *request) {
   return request->done;
 }
 
+#define MOST_WAIT_S 1e9 /* 31 years: their nanoseconds fit into a long long, infinity's do not */
+
 int nv_wait(nv_request *request, double timeout_s) {
   nv_common *common = request->common;
   if (nv_forked(common)) return 0;
-  if (request->done || timeout_s <= 0) return request->done;
+  if (request->done || !(timeout_s > 0)) return request->done;
+  if (timeout_s > MOST_WAIT_S) timeout_s = MOST_WAIT_S;
   struct timespec until;
   clock_gettime(CLOCK_MONOTONIC, &until);
   long long ns = until.tv_nsec + (long long)(timeout_s * 1e9);

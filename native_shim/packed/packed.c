@@ -10,6 +10,7 @@
 
 #include <dlfcn.h>
 #include <errno.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -255,7 +256,11 @@ static void share(const nv_packed *of, loop run, uint64_t all, uint64_t unit, ui
   }
   pthread_t others[64];
   uint32_t n = 0;
+  sigset_t every, before;
+  sigfillset(&every); /* signals are for threads of the program */
+  pthread_sigmask(SIG_SETMASK, &every, &before);
   while (n + 1 < threads && !pthread_create(&others[n], NULL, take_in_thread, &work)) n++;
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
   take_shares(&work);
   while (n) pthread_join(others[--n], NULL);
 }

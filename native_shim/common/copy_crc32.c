@@ -4,9 +4,10 @@
  * 64 bytes at a time are folded by carry-less products into four remainders of 128 bits, these into
  * one, and that is reduced after Barrett. Source: Gopal and others, Fast CRC Computation for Generic
  * Polynomials Using PCLMULQDQ Instruction (Intel, 2009), with its constants for bit-reflected data. */
-#include "internal.h"
-
+#include <stdint.h>
 #include <string.h>
+
+#include "decl.h"
 
 #define POLYNOMIAL 0xedb88320u
 
@@ -17,6 +18,11 @@ static uint32_t bit_by_bit(const unsigned char *data, uint64_t nbytes, uint32_t 
     for (int bit = 0; bit < 8; bit++) state = (state >> 1) ^ (POLYNOMIAL & -(state & 1));
   }
   return state;
+}
+
+static uint32_t copy_slowly(char *to, const char *from, uint64_t nbytes, uint32_t state) {
+  if (to != from) memcpy(to, from, nbytes);
+  return bit_by_bit((const unsigned char *)to, nbytes, state);
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -93,8 +99,7 @@ int nv_can_copy_crc32(void) {
 #define BLOCK 64
 
 static uint32_t copy_blocks(char *to, const char *from, uint64_t nbytes, uint32_t state) {
-  if (to != from) memcpy(to, from, nbytes);
-  return bit_by_bit((const unsigned char *)from, nbytes, state);
+  return copy_slowly(to, from, nbytes, state);
 }
 
 int nv_can_copy_crc32(void) { return 0; }
@@ -103,9 +108,8 @@ int nv_can_copy_crc32(void) { return 0; }
 uint32_t nv_copy_crc32(uint64_t to_address, uint64_t from_address, uint64_t nbytes, uint32_t crc) {
   char *to = (char *)(uintptr_t)to_address;
   const char *from = (const char *)(uintptr_t)from_address;
-  uint64_t whole = nbytes / BLOCK * BLOCK;
+  uint64_t whole = nv_can_copy_crc32() ? nbytes / BLOCK * BLOCK : 0;
   uint32_t state = ~crc;
   if (whole) state = copy_blocks(to, from, whole, state);
-  if (to != from) memcpy(to + whole, from + whole, nbytes - whole);
-  return ~bit_by_bit((const unsigned char *)to + whole, nbytes - whole, state);
+  return ~copy_slowly(to + whole, from + whole, nbytes - whole, state);
 }

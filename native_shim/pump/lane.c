@@ -266,7 +266,7 @@ static void enqueue(nv_lane *lane, nv_slot *slot) {
       cb->aio_nbytes = slot->nbytes - slot->done;
       cb->aio_offset = (int64_t)(slot->offset + slot->done);
       if (request->opcode == NV_READ && slot->bounce < 0)
-        nv_snapshot_give_up(cb->aio_buf, cb->aio_nbytes);
+        nv_give_up(cb->aio_buf, cb->aio_nbytes);
   }
   lane->pending[lane->npending++] = cb;
 }

@@ -10,7 +10,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-static char last_error[512];
+static __thread char last_error[512]; /* another thread may open another library meanwhile */
 
 static int direct_setup(int nr_events, aio_context_t *context) {
   return syscall(SYS_io_setup, nr_events, context) < 0 ? -errno : 0;
