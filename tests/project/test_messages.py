@@ -211,6 +211,7 @@ INNER = (
     "inference/_plan/packed_format.py",
     "inference/prefixes.py",
     "offload/_generations/",
+    "offload/_swap_files/manifests.py",
 )
 
 
