@@ -20,20 +20,21 @@ PAGE = """
 
 A module imports only what stands above it.
 """
+# `here` stands for the package: strings that import nvmeio are checked against the real one.
 SOURCES = {
-    "__init__": "from nvmeio import errors",
+    "__init__": "from here import errors",
     "errors": "",
     "_low/__init__": "",
-    "_low/work": "from nvmeio.errors import E",
-    "middle/__init__": "from nvmeio.middle import face",
+    "_low/work": "from here.errors import E",
+    "middle/__init__": "from here.middle import face",
     "middle/_shared": "",
-    "middle/face": "from nvmeio.middle._one import a\nfrom nvmeio.middle._two import b",
+    "middle/face": "from here.middle._one import a\nfrom here.middle._two import b",
     "middle/_one/__init__": "",
-    "middle/_one/a": "from nvmeio.middle import _shared\nfrom nvmeio.middle._two import b",
+    "middle/_one/a": "from here.middle import _shared\nfrom here.middle._two import b",
     "middle/_two/__init__": "",
-    "middle/_two/b": "from nvmeio._low.work import w",
+    "middle/_two/b": "from here._low.work import w",
     "middle/_two/c": "",
-    "top": "from nvmeio import middle",
+    "top": "from here import middle",
 }
 
 
@@ -42,7 +43,7 @@ def write(folder: Path, changes: Mapping[str, str] | None = None) -> PackageTree
     for name, text in (SOURCES | dict(changes or {})).items():
         path = folder / "nvmeio" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
+        path.write_text(text.replace("here", "nvmeio") + "\n")
     (folder / "docs").mkdir(exist_ok=True)
     (folder / "docs/architecture.md").write_text(PAGE)
     return PackageTree(folder / "nvmeio", allowed=())
@@ -71,7 +72,7 @@ def test_a_tree_in_order_breaks_no_rule(tmp_path: Path) -> None:
 def test_two_rooms_that_import_each_other_are_a_circle_even_if_no_module_does(
     tmp_path: Path,
 ) -> None:
-    (circle,) = broken(write(tmp_path, {"middle/_two/c": "from nvmeio.middle._one import a"}))
+    (circle,) = broken(write(tmp_path, {"middle/_two/c": "from here.middle._one import a"}))
     assert circle == (
         "_one → _two → _one is a circle in nvmeio.middle: "
         "nvmeio.middle._one.a imports nvmeio.middle._two.b; "
@@ -82,11 +83,11 @@ def test_two_rooms_that_import_each_other_are_a_circle_even_if_no_module_does(
 @pytest.mark.parametrize(
     "lines",
     [
-        "def later():\n    from nvmeio.middle._one import a",
+        "def later():\n    from here.middle._one import a",
         "from .._one import a",
-        "import nvmeio.middle._one.a",
+        "import here.middle._one.a",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    pass\nelse:\n"
-        "    import nvmeio.middle._one.a",
+        "    import here.middle._one.a",
     ],
     ids=["in a function", "relative", "plain", "else"],
 )
@@ -96,7 +97,7 @@ def test_every_import_that_runs_closes_a_circle(tmp_path: Path, lines: str) -> N
 
 
 def test_an_import_for_type_checkers_closes_no_circle(tmp_path: Path) -> None:
-    lines = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import nvmeio.middle._one.a"
+    lines = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import here.middle._one.a"
     assert broken(write(tmp_path, {"middle/_two/c": lines})) == []
 
 
@@ -106,8 +107,8 @@ def test_modules_of_one_room_may_not_go_in_a_circle_with_a_room_below(tmp_path: 
         write(
             tmp_path,
             {
-                "middle/_shared": "from nvmeio.middle._two import b\n",
-                "middle/_two/c": "from nvmeio.middle import _shared",
+                "middle/_shared": "from here.middle._two import b\n",
+                "middle/_two/c": "from here.middle import _shared",
             },
         )
     )
@@ -124,7 +125,7 @@ def test_an_underscored_room_does_not_import_its_face(tmp_path: Path, face: str)
 
 
 def test_the_order_of_the_page_is_the_order_of_imports(tmp_path: Path) -> None:
-    assert broken(write(tmp_path, {"_low/work": "from nvmeio.middle import face"}))[-1] == (
+    assert broken(write(tmp_path, {"_low/work": "from here.middle import face"}))[-1] == (
         "nvmeio._low.work imports nvmeio.middle.face, which stands above it"
     )
     assert broken(write(tmp_path, {"new": ""})) == [
@@ -193,7 +194,7 @@ def test_the_report_says_what_grew_since_the_last_release(tmp_path: Path) -> Non
 
 
 def test_the_report_refuses_a_broken_rule(tmp_path: Path) -> None:
-    write(tmp_path, {"middle/_two/c": "import nvmeio.middle"})
+    write(tmp_path, {"middle/_two/c": "import here.middle"})
     done = report(tmp_path)
     assert done.returncode == 1
     assert "nvmeio.middle._two.c imports nvmeio.middle, which stands above it" in done.stderr
