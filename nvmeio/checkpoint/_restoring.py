@@ -7,12 +7,13 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic
 
 from nvmeio._files.descriptors import open_error
+from nvmeio._formats.sniff import NoCheckpointError
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.long_call import LongCall
 from nvmeio._storage.locks import leads_to, reading
@@ -30,6 +31,7 @@ from nvmeio.errors import (
     TransferError,
     naming,
     transfer_error,
+    with_context,
 )
 
 _ATTEMPTS = 5
@@ -65,6 +67,36 @@ def until_there(
                 raise
     call.again()
     return load()
+
+
+@contextlib.contextmanager
+def naming_others(directory: str) -> Iterator[None]:
+    """Let the error of a damaged checkpoint say which other steps the directory has."""
+    try:
+        yield
+    except (IntegrityError, NoCheckpointError) as damaged:
+        damaged.args = (f"{damaged}{_others_than(str(damaged), directory)}", *damaged.args[1:])
+        raise
+    except TransferError as failed:
+        if failed.errno != errno.EIO:
+            raise
+        others = _others_than(str(failed), directory)
+        raise (with_context(failed, others.lstrip(". ")) if others else failed) from failed
+
+
+def _others_than(told: str, directory: str) -> str:
+    """What to say of other steps than that whose file an error has named."""
+    try:
+        there = retention.generations(directory)
+    except OSError:
+        return ""
+    steps = sorted({each.step for each in there if each.path not in told}, reverse=True)
+    if not steps or len(steps) == len({each.step for each in there}):
+        return ""
+    return (
+        f". Other steps are there: {', '.join(map(str, steps))}. "
+        f"resume(step={steps[0]}) or restore(step={steps[0]}) goes back to one"
+    )
 
 
 def restore(wanted: Wanted[LoadingRanks], how: HowToLoad) -> Loaded:

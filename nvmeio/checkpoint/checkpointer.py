@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import warnings
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from nvmeio._distributed import DEFAULT_TIMEOUT_S
 from nvmeio._io.long_call import LongCall, profiled
 from nvmeio._threads.closing import ClosingWork
 from nvmeio._threads.future import Future
-from nvmeio._threads.interruptible import begun, in_thread, run_interruptible
+from nvmeio._threads.interruptible import Cancellation, begun, in_thread, run_interruptible
 from nvmeio.checkpoint._directory import retention
 from nvmeio.checkpoint._manager.job import SaveJob, SaveReport, Setup
 from nvmeio.checkpoint._manager.saver import JOBS, SaveCall, Saver
@@ -23,7 +25,13 @@ from nvmeio.checkpoint._multi_rank.agreement import being_made, checked_writers,
 from nvmeio.checkpoint._multi_rank.drives import OwnDrives, Save
 from nvmeio.checkpoint._multi_rank.loading_ranks import ALONE, Attempts, LoadingRanks
 from nvmeio.checkpoint._multi_rank.part_ranks import PartRanks
-from nvmeio.checkpoint._restoring import Wanted, restore, restore_parts, whole_saves
+from nvmeio.checkpoint._restoring import (
+    Wanted,
+    naming_others,
+    restore,
+    restore_parts,
+    whole_saves,
+)
 from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots, checked_way
 from nvmeio.checkpoint._unpickling import HowToLoad, LoadOptions, MapLocation
 from nvmeio.checkpoint.loading import Loaded
@@ -338,6 +346,9 @@ class Checkpointer(NotPickled, ClosingWork):
     ) -> Any:
         """Load a checkpoint of the directory, as `nvmeio.load` does.
 
+        Saves of this Checkpointer that are under way are waited for first. If one fails, that is
+        logged here and raised by `wait`, as ever.
+
         Args:
             step: Which; None for the latest. Where ``latest`` is missing or leads nowhere, that is
                 the one that was completed last, and the log says so.
@@ -358,7 +369,7 @@ class Checkpointer(NotPickled, ClosingWork):
         Raises:
             TransferError: There is no such step (a `FileNotFoundError`; says which there are), or
                 it cannot be read.
-            IntegrityError: It is damaged; says where.
+            IntegrityError: It is damaged; says where, and which other steps are there.
             ValueError: It has no file of such a rank.
             Exception: As for `nvmeio.load`.
 
@@ -371,7 +382,8 @@ class Checkpointer(NotPickled, ClosingWork):
             read = self._restoring(step, rank, begun)
             with LongCall("restore", self.directory, progress) as call:
                 how = HowToLoad(options, self._saver.open_handle, call)
-                state = run_interruptible(lambda: read(how), call.cancel).result()
+                with self._naming_others():
+                    state = run_interruptible(lambda: read(how), call.cancel).result()
                 self._saver.lineage.goes_on = True
                 return state
 
@@ -392,7 +404,8 @@ class Checkpointer(NotPickled, ClosingWork):
             read = self._restoring(step, rank, begun)
             with LongCall("restore", self.directory, progress) as call:
                 how = HowToLoad(options, self._saver.open_handle, call)
-                state = await in_thread(lambda: read(how).result(), call.cancel)
+                with self._naming_others():
+                    state = await in_thread(lambda: read(how).result(), call.cancel)
                 self._saver.lineage.goes_on = True
                 return state
 
@@ -412,19 +425,37 @@ class Checkpointer(NotPickled, ClosingWork):
             _checks.integer("rank", rank, 0)
         size, own, drives = self._store.size, self._store.rank, self._saver.setup.drives
         wanted = Wanted[Any](self.directory, number, rank, size, own, begun.next)
-        if drives is not None:
-            return partial(restore_parts, wanted, drives)
-        return partial(restore, wanted)
+
+        def read(how: HowToLoad) -> Loaded:
+            self._saver.wait_for_ends(how.call)
+            return restore(wanted, how) if drives is None else restore_parts(wanted, drives, how)
+
+        return read
+
+    def _naming_others(self) -> AbstractContextManager[None]:
+        """The errors of a damaged checkpoint say which others there are."""
+        if self._saver.setup.drives is not None:  # all ranks would have to look
+            return contextlib.nullcontext()
+        return naming_others(self.directory)
 
     # A training, gone on with
 
-    def resume(self, *, strict: bool = True, progress: Progress | None = None, **parts: Any) -> int:
+    def resume(
+        self,
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        progress: Progress | None = None,
+        **parts: Any,
+    ) -> int:
         """Go on from the latest checkpoint, or begin. Returns the step that comes next.
 
         Brings back each part, and the random states of torch, numpy, Python and (where it is in
-        use) CUDA. `training_state` is what to save. The parts are remembered for it.
+        use) CUDA. `training_state` is what to save. The parts are remembered for it. Saves of this
+        Checkpointer that are under way are waited for first, as in `restore`.
 
         Args:
+            step: The step to go back to, one of `steps`; None for the latest.
             strict: Refuse a checkpoint that has other parts. False brings back those that both
                 have, and the log names the others.
             progress: As for `restore`.
@@ -439,7 +470,8 @@ class Checkpointer(NotPickled, ClosingWork):
             TypeError: A part has no `state_dict` and `load_state_dict`.
             ValueError: The checkpoint holds other parts, was not made from `training_state`, or a
                 part does not take its state. Says which. The parts before it have theirs then.
-            TransferError, IntegrityError: As for `restore`.
+            TransferError, IntegrityError: As for `restore`. A damaged checkpoint is never passed
+                over: the error says which other steps there are, for `step`.
 
         Examples:
             >>> with nvmeio.Checkpointer("checkpoints") as checkpointer:
@@ -449,23 +481,31 @@ class Checkpointer(NotPickled, ClosingWork):
             ...         checkpointer.save_sync(checkpointer.training_state(), step)
         """
         self._training = training = Training(parts)
-        step = self.latest_step()
-        if step is None:
+        number = self.latest_step() if step is None else _checked_step(step)
+        if number is None:
             return 0
-        training.load(self.restore(step, "cpu", progress=progress), self._named(step), strict)
-        return step + 1
+        training.load(self.restore(number, "cpu", progress=progress), self._named(number), strict)
+        return number + 1
 
     async def async_resume(
-        self, *, strict: bool = True, progress: Progress | None = None, **parts: Any
+        self,
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        progress: Progress | None = None,
+        **parts: Any,
     ) -> int:
         """`resume`, whose reading is awaited."""
         self._training = training = Training(parts)
-        step = await in_thread(self.latest_step, lambda: None)
-        if step is None:
+        number = None if step is None else _checked_step(step)
+        if number is None:
+            look = Cancellation()
+            number = await in_thread(partial(self._latest_step, look), look.cancel)
+        if number is None:
             return 0
-        state = await self.async_restore(step, "cpu", progress=progress)
-        training.load(state, self._named(step), strict)
-        return step + 1
+        state = await self.async_restore(number, "cpu", progress=progress)
+        training.load(state, self._named(number), strict)
+        return number + 1
 
     def training_state(self) -> dict[str, Any]:
         """What `resume` brings back: the states of its parts, and the random states.
@@ -492,7 +532,8 @@ class Checkpointer(NotPickled, ClosingWork):
     def steps(self) -> list[int]:
         """The steps that are complete, in ascending order; [] if there is no directory.
 
-        In the steady state ``keep + 1`` of them: the next save overwrites the oldest. With
+        In the steady state ``keep + 1`` of them: the next save overwrites the oldest. A save that
+        is under way is not among them, and not waited for: `wait_sync` does that. With
         ``shared=False`` all ranks call this, and are told the same.
         """
         if self._saver.setup.drives is not None:
@@ -502,8 +543,13 @@ class Checkpointer(NotPickled, ClosingWork):
     def latest_step(self) -> int | None:
         """The step that `restore` would load; None if there is none.
 
-        With ``shared=False`` all ranks call this, and are told the same.
+        Like `restore` it waits first for saves of this Checkpointer that are under way. With
+        ``shared=False`` all ranks call this, and are told the same.
         """
+        return self._latest_step(Cancellation())
+
+    def _latest_step(self, look: Cancellation) -> int | None:
+        self._saver.wait_for_ends(look)
         if self._saver.setup.drives is not None:
             whole = self._whole()
             return whole[-1].step if whole else None

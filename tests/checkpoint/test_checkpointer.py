@@ -8,6 +8,7 @@ import errno
 import gc
 import io
 import os
+import threading
 import time
 import warnings
 import zipfile
@@ -158,15 +159,91 @@ async def test_save_returns_before_anything_is_written(
     await held.save(state_of(0), 0)
     engine_held.wait_until_begun()
     assert "writing step 0" in repr(held)
-    assert held.steps() == [] and held.latest_step() is None
+    assert held.steps() == []
     (temporary,) = names(directory)
     assert temporary.endswith(".nvmeio-tmp")
-    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
-        held.restore()
+    with nvmeio.Checkpointer(directory, read_only=True) as other:
+        assert other.latest_step() is None
+        with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+            other.restore()
     engine_held.gate.set()
     await held.wait()
     assert names(directory) == ["latest", "step-00000000.pt"]
     assert "writing" not in repr(held) and "open" in repr(held)
+
+
+class Part:
+    """Of a training: a number."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("how", ["restore", "async_restore", "resume", "async_resume", "latest"])
+def test_what_was_just_saved_is_what_comes_back(
+    how: str, held: nvmeio.Checkpointer, engine_held: HeldEngine
+) -> None:
+    """The checkpoint before came back, without a word: a roll-back went further than asked."""
+    part = Part(1)
+    engine_held.gate.set()
+    held.resume(part=part)
+    held.save_sync(held.training_state(), 100)
+    held.wait_sync()
+    engine_held.gate.clear()
+    part.value = 2
+    held.save_sync(held.training_state(), 200)
+    part.value = 3
+    engine_held.wait_until_begun()
+    opening = threading.Timer(0.2, engine_held.gate.set)
+    opening.start()
+    if how == "restore":
+        assert held.restore()["part"] == {"value": 2}
+    elif how == "async_restore":
+        assert asyncio.run(held.async_restore())["part"] == {"value": 2}
+    elif how == "resume":
+        assert held.resume(part=part) == 201 and part.value == 2
+    elif how == "async_resume":
+        assert asyncio.run(held.async_resume(part=part)) == 201 and part.value == 2
+    else:
+        assert held.latest_step() == 200
+    opening.join()
+
+
+def test_progress_may_ask_for_the_latest_step(directory: Path) -> None:
+    """The thread that writes a save must not wait for its end."""
+    seen: list[int | None] = []
+    with nvmeio.Checkpointer(directory) as checkpointer:
+        checkpointer.save_sync(state_of(1), 1)
+        checkpointer.wait_sync()
+
+        def ask(*_: object) -> None:
+            seen.append(checkpointer.latest_step())
+
+        checkpointer.save_sync(state_of(2), 2, progress=ask)
+        checkpointer.wait_sync()
+        assert seen and set(seen) == {1}
+
+
+def test_a_cancelled_restore_does_not_wait_for_the_save(
+    held: nvmeio.Checkpointer, engine_held: HeldEngine
+) -> None:
+    async def cancelled() -> None:
+        await held.save(state_of(1), 1)
+        for begin in (held.async_restore(), held.async_resume()):
+            waiting = asyncio.create_task(begin)
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        engine_held.gate.set()
+
+    asyncio.run(asyncio.wait_for(cancelled(), 20))
 
 
 def test_a_plain_loop(directory: Path) -> None:

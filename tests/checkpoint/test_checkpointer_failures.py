@@ -111,6 +111,22 @@ async def test_a_failure_is_raised_at_the_next_call(
     assert_same(failed.restore(), state_of(5))
 
 
+@pytest.mark.parametrize("look", ["restore", "latest_step", "async_restore"])
+def test_a_failure_before_a_restore_is_logged_and_raised_by_the_next_call(
+    look: str, failed: nvmeio.Checkpointer, caplog: pytest.LogCaptureFixture
+) -> None:
+    if look == "latest_step":
+        assert failed.latest_step() == 2
+    elif look == "restore":
+        assert_same(failed.restore(), state_of(2))
+    else:
+        assert_same(asyncio.run(failed.async_restore()), state_of(2))
+    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "step 3 was not saved" in record.getMessage()
+    with pytest.raises(nvmeio.TransferError):
+        failed.wait_sync()
+
+
 async def test_everybody_who_waits_learns_of_a_failure(
     new: Any, new_handle: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import itertools
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -265,7 +266,8 @@ def test_states_of_changing_size(new: Any, directory: Path, tmp_path: Path) -> N
         path = file_of(directory, step)
         nvmeio.save(state_of(step, numel), tmp_path / "fresh.pt")
         facts, fresh = os.stat(path), os.stat(tmp_path / "fresh.pt")
-        assert facts.st_size == fresh.st_size == report.nbytes
+        comment = len(b"nvmeio completed ") + 19  # says when it was completed
+        assert facts.st_size == fresh.st_size + comment == report.nbytes
         assert facts.st_blocks * 512 <= facts.st_size + MIB  # what lay behind is given back
         check_file(path, step, numel)
         assert_same(torch.load(path, mmap=True), state_of(step, numel))
@@ -500,6 +502,59 @@ def test_a_pointer_that_cannot_be_moved(new: Any, directory: Path) -> None:
     checkpointer.save_sync(state_of(2), 2)
     checkpointer.wait_sync()
     assert checkpointer.latest_step() == 2
+
+
+@pytest.mark.parametrize("layout", ["one", "per_rank"])
+@pytest.mark.parametrize("how", ["with links", "links followed", "links left out"])
+def test_a_copied_directory_has_the_order_of_the_original(
+    how: str, layout: str, directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The order was that of modification times, which a copy has of its own.
+
+    A link that had become a copy of its file was read as a name: the warning showed raw bytes.
+    """
+    with nvmeio.Checkpointer(directory, keep=5, layout=layout) as checkpointer:
+        for step in (98, 99, 100):
+            checkpointer.save_sync(state_of(step), step)
+        checkpointer.restore(99)
+        checkpointer.save_sync(state_of(51), 51)  # gone back: the latest has the lowest number
+    copy = tmp_path / "copy"
+    shutil.copytree(directory, copy, symlinks=how == "with links", copy_function=shutil.copyfile)
+    if how == "links left out":
+        pointer = copy / "latest"
+        shutil.rmtree(pointer) if layout == "per_rank" else pointer.unlink()
+    for moment, step in enumerate((100, 51, 98, 99)):  # as they came over the wire
+        (name,) = (name for name in os.listdir(copy) if name.startswith(f"step-{step:08d}"))
+        path = copy / name / "index.json" if layout == "per_rank" else copy / name
+        os.utime(path, (moment, moment))
+    with nvmeio.Checkpointer(copy, keep=1, layout=layout) as checkpointer:
+        assert checkpointer.latest_step() == 51
+        assert_same(checkpointer.restore(), state_of(51))
+        warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert all("is missing; going on from step 51" in text for text in warned)
+        assert bool(warned) == (how == "links left out")
+        checkpointer.save_sync(state_of(52), 52)
+        checkpointer.wait_sync()
+        assert checkpointer.steps() == [51, 52]  # the oldest went first
+    assert os.path.islink(copy / "latest") and len(names(copy)) == 3
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "directory", "text"])
+def test_a_pointer_that_is_no_copy_of_a_step_is_not_written_over(
+    kind: str, directory: Path
+) -> None:
+    """A copy of ``latest`` alone would have been the only copy of its bytes."""
+    directory.mkdir()
+    pointer = directory / "latest"
+    if kind == "checkpoint":
+        nvmeio.save(state_of(7), pointer)
+    elif kind == "directory":
+        pointer.mkdir()
+    else:
+        pointer.write_text("notes of mine")
+    with pytest.raises(nvmeio.TransferError, match="of which no step is a copy") as refused:
+        nvmeio.Checkpointer(directory)
+    assert refused.value.errno == errno.EEXIST and pointer.exists()
 
 
 def test_a_file_system_without_symbolic_links(

@@ -126,6 +126,32 @@ def test_what_was_saved_otherwise_is_not_taken_for_a_training(tmp_path: Path) ->
             checkpointer.resume(model=nn.Linear(2, 2))
 
 
+def test_the_error_of_a_damaged_checkpoint_names_the_steps_to_go_back_to(tmp_path: Path) -> None:
+    """It named none, and `resume` had no `step=` to go back to one."""
+    with nvmeio.Checkpointer(tmp_path, keep=3) as checkpointer:
+        checkpointer.resume(data=(loader := Loader()))
+        for step in (1, 2, 3):
+            loader.place = step
+            checkpointer.save_sync(checkpointer.training_state(), step)
+    path = tmp_path / "step-00000003.pt"
+    for cut, error in ((900, nvmeio.IntegrityError), (0, EOFError)):
+        with path.open("r+b") as file:
+            file.truncate(cut)
+        with nvmeio.Checkpointer(tmp_path) as checkpointer:
+            other = r"Other steps are there: 2, 1\. resume\(step=2\)"
+            with pytest.raises(error, match=other):
+                checkpointer.resume(data=loader)
+            with pytest.raises(error, match=other):
+                asyncio.run(checkpointer.async_restore())
+            assert checkpointer.resume(step=2, data=loader) == 3 and loader.place == 2
+            assert asyncio.run(checkpointer.async_resume(step=1, data=loader)) == 2
+            assert loader.place == 1
+            with pytest.raises(FileNotFoundError, match=r"there is no step 7; there is 1, 2, 3"):
+                checkpointer.resume(step=7, data=loader)
+            with pytest.raises(TypeError, match="step"):
+                checkpointer.resume(step="2", data=loader)  # type: ignore[arg-type]
+
+
 class TorchWithDevices:
     """torch, as `nvmeio.checkpoint.training` sees it, with generators of so many CUDA devices."""
 

@@ -5,15 +5,17 @@
     latest -> step-…      the one that was completed last
     .….nvmeio-tmp         being written, or left by a writer that was killed
 
-A name ``step-…`` is given only to what is complete and durable. The order is that of completion
-(modification times, which `stamp` keeps apart), not of the step numbers: who goes back to step 50
-after step 100 has step 50 for the latest.
+A name ``step-…`` is given only to what is complete and durable. The order is that of completion,
+not of the step numbers: after going back from step 100 to step 50, step 50 is the latest. A file
+says itself when it was completed (`complete`), because a copy of the directory may have no link and
+other times: the comment at the end of an archive, or the index of a directory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import re
@@ -28,7 +30,7 @@ from nvmeio._formats.sniff import STEP
 from nvmeio._storage.durable import check_above, remove_directory, rename, write_small
 from nvmeio._storage.locks import lock_alone
 from nvmeio._storage.replace import SUFFIX, remove_leftovers, temporary_name
-from nvmeio._storage.untrusted import create
+from nvmeio._storage.untrusted import INDEX_BYTES, create
 from nvmeio._threads.closing import on_error, opened, unlink
 from nvmeio.errors import TransferError, naming
 
@@ -41,10 +43,19 @@ _DEAD = re.compile(rf"\.({LATEST}|step-[0-9]{{8,}})\.[0-9]+-[0-9a-f]{{8}}{re.esc
 _MOST_POINTER_BYTES = 255
 
 
+# The comment behind the end record of a zip archive, which all readers skip.
+_COMPLETED = re.compile(rb"nvmeio completed ([0-9]{19})")
+COMMENT_BYTES = len(b"nvmeio completed ") + 19
+
+# The end of an archive, which has the CRC-32s of up to a thousand records: two files are compared
+# by it that do not say when they were completed.
+_TAIL_BYTES = 64 << 10
+
+
 class Generation(NamedTuple):
     """A complete checkpoint, a file or a directory of ranks; they sort by their completion."""
 
-    mtime_ns: int
+    completed_ns: int
     step: int
     path: str
     of_ranks: bool
@@ -106,19 +117,70 @@ def generations(directory: str) -> list[Generation]:
             if not (match := STEP.fullmatch(entry.name)):
                 continue
             of_ranks = match[2] is None
-            try:
-                facts = os.stat(os.path.join(entry.path, INDEX) if of_ranks else entry.path)
-            except OSError:
-                continue  # renamed meanwhile, a dangling link, or no checkpoint
-            if stat.S_ISREG(facts.st_mode):
-                found.append(Generation(facts.st_mtime_ns, int(match[1]), entry.path, of_ranks))
+            completed_ns = _completed_ns(entry.path, of_ranks)
+            if completed_ns is not None:
+                found.append(Generation(completed_ns, int(match[1]), entry.path, of_ranks))
     return sorted(found)
 
 
+def _completed_ns(path: str, of_ranks: bool) -> int | None:
+    """When a checkpoint was completed; None if there is none.
+
+    One that does not say it, of an older nvmeio or made by hand, has its time of modification.
+    """
+    # Renamed meanwhile, a dangling link, or no checkpoint; of a pipe, which would block.
+    flags = os.O_RDONLY | os.O_NONBLOCK
+    with (
+        contextlib.suppress(OSError),
+        opened(os.path.join(path, INDEX) if of_ranks else path, flags) as fd,
+    ):
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode):
+            return None
+        said = _said_in_index(fd) if of_ranks else _said_in_archive(fd, facts.st_size)
+        return facts.st_mtime_ns if said is None else said
+    return None
+
+
+def _said_in_archive(fd: int, nbytes: int) -> int | None:
+    comment = os.pread(fd, COMMENT_BYTES, max(nbytes - COMMENT_BYTES, 0))
+    match = _COMPLETED.fullmatch(comment)
+    return None if match is None else int(match[1])
+
+
+def _said_in_index(fd: int) -> int | None:
+    with contextlib.suppress(ValueError, RecursionError):
+        index = json.loads(os.pread(fd, INDEX_BYTES, 0))
+        said = index.get("completed_ns") if isinstance(index, dict) else None
+        return said if type(said) is int else None
+    return None
+
+
 def latest(directory: str, there: list[Generation]) -> Generation | None:
-    """The checkpoint that the pointer names; None if that is missing or leads nowhere."""
-    path = os.path.normpath(os.path.join(directory, _pointer(directory)))
-    return next((each for each in there if os.path.normpath(each.path) == path), None)
+    """The checkpoint that the pointer leads to; None if it is missing or leads to none."""
+    pointer = os.path.join(directory, LATEST)
+    name = _pointer(directory)
+    if name:
+        path = os.path.normpath(os.path.join(directory, name))
+        return next((each for each in there if os.path.normpath(each.path) == path), None)
+    copied = [each for each in there if _is_copy(pointer, each)]
+    return copied[0] if len(copied) == 1 else None
+
+
+def _is_copy(pointer: str, of: Generation) -> bool:
+    """Whether the pointer has become a copy of a checkpoint, as after ``cp -rL``."""
+    with contextlib.suppress(OSError):
+        if of.of_ranks:
+            names = [os.path.join(path, INDEX) for path in (pointer, of.path)]
+            return os.path.isdir(pointer) and _tail(names[0]) == _tail(names[1])
+        same_size = os.path.getsize(pointer) == os.path.getsize(of.path)
+        return same_size and os.path.isfile(pointer) and _tail(pointer) == _tail(of.path)
+    return False
+
+
+def _tail(path: str) -> bytes:
+    with opened(path, os.O_RDONLY | os.O_NONBLOCK) as fd:
+        return os.pread(fd, _TAIL_BYTES, max(os.fstat(fd).st_size - _TAIL_BYTES, 0))
 
 
 def newest(directory: str) -> Generation | None:
@@ -129,16 +191,40 @@ def newest(directory: str) -> Generation | None:
     found = latest(directory, there)
     if found is None:
         found = there[-1]
+        name = _pointer(directory)
+        if not os.path.lexists(os.path.join(directory, LATEST)):
+            wrong = "is missing"
+        elif name:
+            wrong = f"names {name!r}, which is not there"
+        else:
+            wrong = "is not a link, and not a copy of one step"
         logger.warning(
             "%s: the pointer %r %s; going on from step %d, which was completed last",
             directory,
             LATEST,
-            f"names {_pointer(directory)!r}, which is not there"
-            if os.path.lexists(os.path.join(directory, LATEST))
-            else "is missing",
+            wrong,
             found.step,
         )
     return found
+
+
+def check_pointer(directory: str) -> None:
+    """Refuse a pointer that a save would have to destroy, though nothing else has its bytes.
+
+    Raises TransferError (EEXIST): it is a file or a directory, and not a copy of a step.
+    """
+    pointer = os.path.join(directory, LATEST)
+    is_link = os.path.islink(pointer) or not os.path.lexists(pointer)
+    if is_link or _pointer(directory):
+        return
+    if not any(_is_copy(pointer, each) for each in generations(directory)):
+        raise open_error(
+            errno.EEXIST,
+            pointer,
+            "a save makes this the link to the newest step, and it is a file or directory of its "
+            "own, of which no step is a copy: move it away, or name it step-00000012.pt (or "
+            "whatever its step is)",
+        )
 
 
 def surplus(directory: str, keep: int, path: str) -> list[Generation]:
@@ -197,14 +283,27 @@ def remove_dead(directory: str) -> None:
                 remove_directory(entry.path)
 
 
-def stamp(fd: int, directory: str) -> None:
-    """Give an open file a modification time later than that of every checkpoint there is."""
+def completion(directory: str) -> int:
+    """A time for what is being completed, later than that of every checkpoint there is, in ns."""
     there = generations(directory)
-    now = time.time_ns()
-    if there:
-        now = max(now, there[-1].mtime_ns + 1)
+    return max(time.time_ns(), there[-1].completed_ns + 1) if there else time.time_ns()
+
+
+def complete(fd: int, nbytes: int, completed_ns: int) -> None:
+    """Let an archive of `nbytes` say when it was completed, in the comment at its end."""
+    comment = b"nvmeio completed %019d" % completed_ns
+    end = nbytes - 2  # the length of the comment, the last field of the end record
+    if os.pread(fd, 2, end) == b"\0\0":  # not one that torch.save wrote, with a comment
+        text = len(comment).to_bytes(2, "little") + comment
+        if os.pwrite(fd, text, end) != len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    set_time(fd, completed_ns)
+
+
+def set_time(fd: int, completed_ns: int) -> None:
+    """Give an open file a time of modification, for people and for an older nvmeio."""
     with contextlib.suppress(OSError):
-        os.utime(fd, ns=(now, now))
+        os.utime(fd, ns=(completed_ns, completed_ns))
 
 
 def set_latest(directory: str, name: str) -> None:
@@ -219,18 +318,26 @@ def set_latest(directory: str, name: str) -> None:
                 raise
             # A file system without symbolic links.
             write_small(create(temporary, 0o666), name.encode(), os.fsync)
+        away = ""
+        is_directory = os.path.isdir(pointer) and not os.path.islink(pointer)
+        if is_directory and any(_is_copy(pointer, each) for each in generations(directory)):
+            away = temporary_name(directory, LATEST)
+            rename(pointer, away)
         rename(temporary, pointer)
+        if away:
+            remove_directory(away)
 
 
 def _pointer(directory: str) -> str:
-    """What the pointer says, or ""."""
+    """The name that the pointer says; "" if there is none, or it is a copy of a checkpoint."""
     path = os.path.join(directory, LATEST)
     with contextlib.suppress(OSError):
         return os.readlink(path)
     flags = os.O_RDONLY | os.O_NONBLOCK  # a pipe would block
     with contextlib.suppress(OSError), opened(path, flags) as fd:
         if stat.S_ISREG(os.fstat(fd).st_mode):
-            return os.read(fd, _MOST_POINTER_BYTES).decode(errors="replace").strip()
+            name = os.read(fd, _MOST_POINTER_BYTES).decode(errors="replace").strip()
+            return name if STEP.fullmatch(os.path.basename(name)) else ""
     return ""
 
 

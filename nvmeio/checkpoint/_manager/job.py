@@ -15,6 +15,7 @@ The right side is in `job_files`.
 
 from __future__ import annotations
 
+import _thread
 import io
 import logging
 import time
@@ -183,6 +184,7 @@ class SaveJob(ABC):
     """One save; `number` is the same on all ranks. `progress` is told how far writing is."""
 
     LAYOUT = ""
+    COMMENT_BYTES = 0  # what the file has behind its layout
 
     def __init__(
         self, setup: Setup, step: int, number: int, progress: Progress | None = None
@@ -198,6 +200,7 @@ class SaveJob(ABC):
         self.going_on = False  # in the background
         self._cancelled = False
         self.over: Future[None] = Future()
+        self._writer = 0  # the thread that writes
         self._ended_at = 0.0
         self._report: SaveReport | None = None
         self._began = self._taken_at = 0.0
@@ -283,7 +286,7 @@ class SaveJob(ABC):
             self._report = report = SaveReport(
                 step=self.step,
                 path=self.path,
-                nbytes=source.nbytes,
+                nbytes=source.nbytes + self.COMMENT_BYTES,
                 copied_bytes=snapshot.copied_bytes,
                 guarded_bytes=snapshot.left_bytes,
                 protected_bytes=snapshot.protected_bytes,
@@ -397,6 +400,7 @@ class SaveJob(ABC):
             raise
 
     def _run(self) -> None:
+        self._writer = _thread.get_ident()
         time.sleep(_HEAD_START_S)
         try:
             self.wait_until_agreed()
@@ -460,6 +464,11 @@ class SaveJob(ABC):
         """Whether it is over, and failed; not if it was cancelled."""
         failed = self.over.error
         return failed is not None and not isinstance(failed, Cancelled)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread is the one that writes it, as that of `progress` is."""
+        return self._writer == _thread.get_ident() and not self.done()
 
     def wait(self, timeout: float | None) -> bool:
         return self.over.wait(timeout)

@@ -42,6 +42,7 @@ class OneFile(SaveJob):
     """A save into one file, of which each rank writes a part: they all have the same state."""
 
     LAYOUT = "one"
+    COMMENT_BYTES = retention.COMMENT_BYTES
 
     @property
     def path(self) -> str:
@@ -87,7 +88,7 @@ class OneFile(SaveJob):
                     crcs += map(Crc._make, _CRC.iter_unpack(self.messages.get("part", rank)))
                 finish(setup.get_handle(), replacement.file, layout, self.parts(layout), crcs)
             replacement.truncate(layout.nbytes)
-            _stamp(replacement.file, setup.directory)
+            _complete(replacement.file, setup.directory, layout.nbytes)
             _check_before_commit(self)
             replacement.commit()
         retention.set_latest(setup.directory, os.path.basename(self.path))
@@ -174,10 +175,16 @@ class FileOfEachRank(SaveJob):
         with naming("rename", self.path):
             for name in set(os.listdir(temporary)) - set(sizes):
                 os.unlink(os.path.join(temporary, name))  # of more ranks, once
-            index = {"format": 1, "step": self.step, "files": sizes}
+            completed_ns = retention.completion(self.setup.directory)
+            index = {"format": 1, "step": self.step, "completed_ns": completed_ns, "files": sizes}
             path = os.path.join(temporary, retention.INDEX)
             text = json.dumps(index, indent=1)
-            durable.write_small(create(path, 0o666), text.encode(), self._stamp_and_sync)
+
+            def make_durable(fd: int) -> None:
+                retention.set_time(fd, completed_ns)
+                os.fsync(fd)
+
+            durable.write_small(create(path, 0o666), text.encode(), make_durable)
             durable.sync_directory(temporary)
             if os.path.isdir(self.path):
                 self._exchange(temporary)
@@ -185,11 +192,6 @@ class FileOfEachRank(SaveJob):
                 durable.remove_directory(temporary)
             else:
                 durable.rename(temporary, self.path)
-
-    def _stamp_and_sync(self, fd: int) -> None:
-        """Give it a time later than every other checkpoint's, and make it durable."""
-        retention.stamp(fd, self.setup.directory)
-        os.fsync(fd)
 
     def _exchange(self, temporary: str) -> None:
         try:
@@ -274,6 +276,7 @@ def _clear_way(path: str) -> bool:
     return False
 
 
-def _stamp(file: File, directory: str) -> None:
-    with files.in_use(file, True) as opened:
-        retention.stamp(opened.any_fd(), directory)
+def _complete(file: File, directory: str, nbytes: int) -> None:
+    """Let an archive say that it was completed behind all that are there."""
+    with files.in_use(file, True) as opened, naming("write", file.path):
+        retention.complete(opened.buffered_fd(), nbytes, retention.completion(directory))

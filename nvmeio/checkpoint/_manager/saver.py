@@ -26,7 +26,7 @@ from nvmeio._storage.replace import check_writable
 from nvmeio._threads import interruptible, shutdown, threads
 from nvmeio._threads.closing import collect, do_all, members
 from nvmeio._threads.future import Future
-from nvmeio._threads.interruptible import Cancelled
+from nvmeio._threads.interruptible import Cancellation, Cancelled
 from nvmeio.checkpoint._directory import retention
 from nvmeio.checkpoint._manager.job import Plan, SaveJob, SaveReport, Setup, pickled_state
 from nvmeio.checkpoint._manager.job_files import FileOfEachRank, OneFile
@@ -175,6 +175,29 @@ class Saver:
             )
         return self.result(job)
 
+    def wait_for_ends(self, call: Cancellation) -> None:
+        """Wait until all that was begun is durable or has failed; `call` can end the waiting.
+
+        A failure is not raised here. It stays for `wait`, and the log says which step is missing.
+        """
+        if self.forked:
+            return
+        for each in self.under_way:
+            while not each.wait(_LOOK_S):
+                call.check()
+        job = self._job
+        if job is None or job.is_here:
+            return
+        while not job.wait(_LOOK_S):
+            call.check()
+        if job.failed():
+            logger.warning(
+                "step %d was not saved, and %s has no such checkpoint: %s",
+                job.step,
+                self.directory,
+                job.over.error,
+            )
+
     @property
     def last(self) -> SaveJob | None:
         """The save that was begun last, of this process."""
@@ -236,6 +259,7 @@ class Saver:
                 make_directory(self.directory)
                 check_writable(self.directory, _READ_ONLY)
                 self._lock()
+                retention.check_pointer(self.directory)
             elif setup.writers == "all" and os.path.isdir(self.directory):
                 check_writable(self.directory, _READ_ONLY)  # rank 0 makes it
         except BaseException as failed:
