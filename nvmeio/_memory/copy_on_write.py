@@ -115,8 +115,11 @@ class WriteProtection:
         # What lies behind memory of ours is protected with it where nobody asks for that: to
         # protect a part of a huge page splits it, and each small page takes 0.1 us from then on.
         # Not where system calls that write there would fail.
-        ends = map(min, map(mappings.mapped.end_of, starts), [*starts[1:], 1 << 63])
-        limits = protection.ffi.new("uint64_t[]", list(ends) if kind == "any" else len(starts))
+        limits = protection.ffi.new("uint64_t[]", len(starts))
+        if kind == "any":
+            next_starts = [*starts[1:], 1 << 63]
+            for place, (start, next_start) in enumerate(zip(starts, next_starts, strict=True)):
+                limits[place] = min(mappings.mapped.end_of(start), next_start)
         results = protection.ffi.new("int[]", len(ranges))
         raw = protection.lib.nv_snapshot_new(
             len(ranges), addresses, sizes, limits, results, os.fsencode(directory or ".")

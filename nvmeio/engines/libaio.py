@@ -285,8 +285,11 @@ def _owned(prepare: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     It is made and owned within one C call: Ctrl-C comes between two steps of Python, and a request
     that nobody owns keeps its engine for ever.
     """
-    made = map(ffi.cast, (_REQUEST,), itertools.starmap(prepare, (arguments,)))
-    return next(map(ffi.gc, made, (lib.nv_request_free,)))
+    # Nothing runs before `next`, which goes through all three steps in C.
+    prepared = itertools.starmap(prepare, (arguments,))
+    typed = map(ffi.cast, (_REQUEST,), prepared)
+    owned = map(ffi.gc, typed, (lib.nv_request_free,))
+    return next(owned)
 
 
 def _outcome(raw: Any) -> base.Outcome:

@@ -180,14 +180,16 @@ class WeightStream(NotPickled, Closing):
             lockstep.hand_on()
         self._own_pass.check()
         owner, uses = self._check()
-        stays = None if lockstep is not None else uses.settled_use(unit, threading.get_ident())
+        claim: Claim | None = None
         try:
-            if stays is None:
-                stays = self._ask(owner, uses, unit, lockstep)
+            if lockstep is None:
+                claim = uses.settled_use(unit, threading.get_ident())
+            if claim is None:
+                claim = self._ask(owner, uses, unit, lockstep)
             self._own_pass.note(unit)
-            return stays
+            return claim
         finally:
-            del stays
+            del claim  # the traceback of an interrupt must not keep the unit
 
     def as_read(self, unit: Unit) -> list[torch.Tensor]:
         """The weights of a unit whose call has ended; RuntimeError if it has changed them.

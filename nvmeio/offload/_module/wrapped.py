@@ -81,24 +81,18 @@ def _applied(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.M
     return moved
 
 
-def _checked(name: str) -> Any:
-    """A method that refuses for swapped parameters, and else calls the class's own."""
-
-    def method(self: torch.nn.Parameter, *args: Any) -> Any:
-        _check_copying(self)
-        self.__class__ = type(self).__bases__[1]  # it is an ordinary one
-        return getattr(self, name)(*args)
-
-    return method
-
-
 class _OnDrive:
     """What a swapped parameter answers for itself, before its own class does."""
 
-    # What copies, pickles and sends it: torch.multiprocessing does not ask `__reduce_ex__`.
-    __deepcopy__ = _checked("__deepcopy__")
-    __reduce_ex__ = _checked("__reduce_ex__")
-    _typed_storage = _checked("_typed_storage")
+    def __deepcopy__(self: Any, memo: Any) -> Any:
+        return _ordinary(self).__deepcopy__(memo)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return _ordinary(self).__reduce_ex__(protocol)
+
+    def _typed_storage(self: Any) -> Any:
+        """Torch.multiprocessing sends a tensor by this, and does not ask `__reduce_ex__`."""
+        return _ordinary(self)._typed_storage()
 
     @property
     def data(self: Any) -> Any:
@@ -132,6 +126,13 @@ class _OnDrive:
 @functools.cache
 def _on_drive(kind: type) -> Any:
     return type(kind.__name__, (_OnDrive, kind), {"__module__": kind.__module__})
+
+
+def _ordinary(parameter: torch.nn.Parameter) -> Any:
+    """The same parameter, given its own class back; raises if it is on the drive."""
+    _check_copying(parameter)
+    parameter.__class__ = type(parameter).__bases__[1]
+    return parameter
 
 
 def _check_copying(parameter: torch.nn.Parameter) -> None:

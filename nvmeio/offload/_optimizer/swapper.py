@@ -202,29 +202,40 @@ class StateSwapper(Swapped):
         impossible: without a copy of the weights on the drive, and once state that stays in memory
         was stepped. Returns where the time went; None if a GradScaler has the step left out.
         """
-        scaled, gradients = inputs.scaled, self.gradients
-        factor = before = None
+        gradients = self.gradients
+        inverse: torch.Tensor | None = None  # of a GradScaler's scale
         if gradients is not None:
-            inverse = None if scaled is None else scaled.inverse()
-            if scaled is not None and bool(scaled.found_inf):
-                gradients.factor = None
-                return None
-            gradients.check(scaled=scaled is not None)
+            if inputs.scaled is not None:
+                inverse = inputs.scaled.inverse()
+                if bool(inputs.scaled.found_inf):
+                    gradients.factor = None
+                    return None
+            gradients.check(scaled=inverse is not None)
             gradients.restore()
-        groups, grads = inputs.groups, inputs.grads
-        if grads is None:
-            grads = grads_of(self.params)
+        grads = grads_of(self.params) if inputs.grads is None else inputs.grads
         for param in self.params:
             param.check_unchanged()
         self.make_way()
+        clipping = factor = None
         if gradients is not None:
             gradients.flush()
-            factor = before = gradients.factor
-            if inverse is not None:
-                factor = inverse if before is None else before * inverse
-        step = Step(self, self._stepper, groups, grads, factor)
+            clipping = gradients.factor
+            factor = _product(clipping, inverse)
+        step = Step(self, self._stepper, inputs.groups, grads, factor)
         if step.is_empty and not self.store.lockstep:
             return Times()
+        times = self._make(step, inputs.groups, transaction)
+        self.follow_drive()
+        self._tell_changed(step)
+        if gradients is not None:
+            gradients.factor = None
+        # Other ranks count on this step from now on.
+        if step.why_no_undo == "" and not self.store.lockstep:
+            transaction.on_rollback(lambda: self._roll_back(step, clipping))
+        return times
+
+    def _make(self, step: Step, groups: Groups, transaction: Transaction) -> Times:
+        """Compute a step and complete it on the drive, or undo it and raise."""
 
         def check() -> None:
             if step.why_no_undo == "":
@@ -240,13 +251,6 @@ class StateSwapper(Swapped):
         except BaseException as failed:
             self._undo(step, failed)
             raise
-        self.follow_drive()
-        self._tell_changed(step)
-        if gradients is not None:
-            gradients.factor = None
-        # Other ranks count on this step from now on.
-        if step.why_no_undo == "" and not self.store.lockstep:
-            transaction.on_rollback(lambda: self._roll_back(step, before))
         return times
 
     def _undo(self, step: Step, failed: BaseException) -> None:
@@ -361,6 +365,13 @@ class StateSwapper(Swapped):
         if self.device is not None:
             self.device.free()
         self.resident.clear()
+
+
+def _product(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """The product of two factors; None stands for 1."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one * other
 
 
 def options_of(groups: Groups) -> list[dict[str, Any]]:
