@@ -128,7 +128,7 @@ class _ShortWay:
         The file is to be kept open for as long as this is used.
         """
         known = holds.FLAG_OFFSET is not None and core.planner is transfers.plan
-        if not known or getattr(core.engine, "short_place", None) is None:
+        if not known or not core.engine.capabilities.short_transfers:
             return None
         return cls(core.engine, opcode, opened, most)
 

@@ -61,7 +61,9 @@ def warm_process() -> Iterator[None]:
         import uvloop
 
         uvloop.new_event_loop().close()  # it keeps a pipe of its own from its first use on
-    copy_on_write.support()  # a descriptor for the process
+    # Descriptors for the process: userfaultfd, and page tables for each library.
+    copy_on_write.support()
+    _bindings.lib.nv_is_on_huge_pages(0, 1)
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")  # the driver keeps pipes and more
     with extensions.kept_with_environment(), programs.forking():

@@ -35,7 +35,7 @@ from nvmeio._threads.interruptible import begun, run_interruptible
 from nvmeio._threads.running_loop import running_loop
 from nvmeio._threads.threads import start
 from nvmeio.engines import transfers
-from nvmeio.engines.base import Counters, Engine, Opcode, Options, Transfer
+from nvmeio.engines.base import Counters, Engine, Opcode, Options, Transfer, own_counters
 from nvmeio.engines.device_ring import RingEngine
 from nvmeio.engines.transfers import RowPlaces
 from nvmeio.errors import TransferError, counted
@@ -310,10 +310,7 @@ def _added_up(counters: Iterable[Counters]) -> Counters:
 
 def _counted(core: Core) -> Counters:
     """A core's own counters: the host's engine counts the pieces that a ring moves through it."""
-    counters = core.counters()
-    if not isinstance(core.engine, RingEngine):
-        return counters
-    return counters.since(core.engine.inside())
+    return core.live.corrected(own_counters(core.engine))
 
 
 def _after_fork_in_child() -> None:

@@ -22,7 +22,6 @@ from nvmeio._core.completion_queues import CompletionQueues, QueueThread, wake
 from nvmeio._core.records import LiveRecords, Record, let_go_plain
 from nvmeio._threads.running_loop import running_loop
 from nvmeio._threads.threads import log_failure
-from nvmeio.engines import base
 from nvmeio.engines.base import CompletionQueue, Engine, Request
 from nvmeio.errors import counted
 
@@ -41,7 +40,7 @@ class Reaper:
 
     def reap(self, cq: CompletionQueue, may_block: bool) -> None:
         """Conclude what arrived at a queue; without `may_block`, long work is handed on."""
-        tokens, moved = base.peek_ends(cq)
+        tokens, moved = cq.peek_ends()
         if not tokens:
             return
         mine, plain, others = list[Record](), list[Record](), list[Record]()
@@ -55,8 +54,6 @@ class Reaper:
                         continue
                     mine.append(record)
                     record.claimed = here
-                    if bytes_moved is None and record.request is not None:
-                        bytes_moved = record.request.moved()
                     if bytes_moved == record.nbytes and record.is_plain:
                         plain.append(record)
                     else:

@@ -14,9 +14,11 @@ from nvmeio.engines.threads import ThreadsEngine
 from nvmeio.errors import BackendUnavailableError
 
 ENGINES: dict[str, type[LibaioEngine] | type[ThreadsEngine]] = {
-    "libaio": LibaioEngine,
-    "threads": ThreadsEngine,
+    LibaioEngine.name: LibaioEngine,
+    ThreadsEngine.name: ThreadsEngine,
 }
+# What `AioHandle(engine=)` takes by name.
+NAMES = ("auto", *ENGINES)
 # What io_setup answers where the kernel (or a sandbox) has no AIO to give at all.
 _NO_AIO = (errno.ENOSYS, errno.EPERM, errno.EACCES)
 
@@ -38,9 +40,9 @@ def start(engine: str | Engine, options: Options) -> Engine:
             raise TypeError(f"engine must be a name or an engine object, not {engine!r}")
         engine.start(options)
         return engine
-    if engine != "auto" and engine not in ENGINES:
+    if engine not in NAMES:
         raise ValueError(
-            f"engine must be one of 'auto', {', '.join(map(repr, ENGINES))} "
+            f"engine must be one of {', '.join(map(repr, NAMES))} "
             f"or an engine object, not {engine!r}"
         )
     chosen: Engine = ENGINES["libaio" if engine == "auto" else engine]()
@@ -62,4 +64,7 @@ def describe() -> list[tuple[str, bool, str]]:
         BackendUnavailableError: ``NVMEIO_LIBAIO`` names something that cannot be loaded.
     """
     failure, how = libaio.probe()
-    return [("libaio", not failure, how), ("threads", True, "preadv and pwritev in threads")]
+    return [
+        (LibaioEngine.name, not failure, how),
+        (ThreadsEngine.name, True, "preadv and pwritev in threads"),
+    ]

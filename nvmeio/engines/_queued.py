@@ -20,6 +20,7 @@ from nvmeio._memory.devices import Mark
 from nvmeio._threads.future import Future
 from nvmeio.engines.base import (
     BatchRequest,
+    Capabilities,
     CompletionQueue,
     Counters,
     DeviceTransfer,
@@ -55,6 +56,12 @@ class EventfdQueue:
         with self._lock:
             self._hush()
             return [request.token for request in self._finished]
+
+    def peek_ends(self) -> tuple[list[int], list[int]]:
+        with self._lock:
+            self._hush()
+            ended = list(self._finished)
+        return [request.token for request in ended], [request.moved() for request in ended]
 
     def acknowledge(self, tokens: list[int]) -> None:
         with self._lock:
@@ -281,6 +288,8 @@ class QueuedEngine(ABC, Generic[RequestT]):
     Subclasses bring the threads, which ask for what was `admitted`; they override `nudge` if one of
     them is enough, or sleeps elsewhere than on the condition.
     """
+
+    capabilities = Capabilities(batches=True)
 
     def __init__(self) -> None:
         # Held by `with self.lock`, in C: a Condition's own can be left held by an interrupt.

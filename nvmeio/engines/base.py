@@ -221,6 +221,9 @@ class CompletionQueue(Protocol):
     def peek(self) -> list[int]:
         """Tokens of finished transfers, or some of them; they stay until they are acknowledged."""
 
+    def peek_ends(self) -> tuple[list[int], Sequence[int]]:
+        """The same tokens, and what `Request.moved` says of each."""
+
     def acknowledge(self, tokens: list[int]) -> None:
         """Take these off, if they are there; `fileno` is readable for as long as others are."""
 
@@ -234,12 +237,31 @@ class CompletionQueue(Protocol):
         """Transfers still in flight for this completion queue will report nowhere."""
 
 
+class Capabilities(NamedTuple):
+    """What an engine does beside moving single transfers. The handle asks before it uses any."""
+
+    rows: bool = False
+    """It moves many rows as one request: `RowsEngine`."""
+    batches: bool = False
+    """It moves many transfers as one request: `BatchEngine`."""
+    short_transfers: bool = False
+    """It has cheaper requests for short transfers: `ShortEngine`."""
+    keeps_gil: bool = False
+    """It serves threads that keep the GIL: `GilKeepingEngine`."""
+    works_through_another: bool = False
+    """Another engine moves and counts its transfers as well: `LayeredEngine`."""
+
+
 class Engine(Protocol):
     """Moves transfers between memory and files. Made by its user, started by one handle."""
 
     @property
     def name(self) -> str:
         """One word, such as "libaio" or "threads"."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it does beside this protocol; constant."""
 
     def start(self, options: Options) -> None:
         """Take up the kernel's resources and begin.
@@ -289,14 +311,44 @@ class BatchEngine(Engine, Protocol):
         """As `prepare`; the token is reported once all of them are done."""
 
 
-def peek_ends(cq: CompletionQueue) -> tuple[list[int], Sequence[int | None]]:
-    """Tokens at a queue; and what `Request.moved` says of each, where its `peek_ends` tells."""
-    telling: Any = getattr(cq, "peek_ends", None)
-    if telling is not None:
-        found: tuple[list[int], list[int]] = telling()
-        return found
-    tokens = cq.peek()
-    return tokens, [None] * len(tokens)
+class ShortEngine(Engine, Protocol):
+    """An engine that has cheaper requests for the short transfers of one file."""
+
+    def short_place(
+        self, opcode: int, fd: int, direct: bool, unit: int, memory: int
+    ) -> Callable[[CompletionQueue, int, int], ShortRequest]:
+        """What makes them, called with a queue, a token, and the flag of a storage to be held.
+
+        `unit` and `memory` are the alignments of direct I/O, or 1. Keep the engine for as long.
+        """
+
+
+class GilKeepingEngine(Engine, Protocol):
+    """An engine that serves a thread which keeps the GIL in its calls."""
+
+    def open_gil_keeping_queue(self) -> CompletionQueue:
+        """A completion queue; requests for it are prepared, started and reaped with the GIL."""
+
+
+class LayeredEngine(Engine, Protocol):
+    """An engine that moves its transfers through another one, which counts their pieces."""
+
+    def inside(self) -> Counters:
+        """What the other engine has counted of this one's transfers."""
+
+
+def open_gil_keeping_queue(engine: Engine) -> CompletionQueue:
+    """A queue for a thread that is to keep the GIL; an ordinary one if the engine has no other."""
+    if engine.capabilities.keeps_gil:
+        return cast("GilKeepingEngine", engine).open_gil_keeping_queue()
+    return engine.open_completion_queue()
+
+
+def own_counters(engine: Engine) -> Counters:
+    """An engine's counters without what another engine has counted as well."""
+    if not engine.capabilities.works_through_another:
+        return engine.counters()
+    return engine.counters().since(cast("LayeredEngine", engine).inside())
 
 
 def prepare_batch(
@@ -307,7 +359,8 @@ def prepare_batch(
     Raises:
         BackendUnavailableError: The engine moves no batches.
     """
-    _check_has(engine, "prepare_batch", "batches", "BatchEngine")
+    if not engine.capabilities.batches:
+        raise _lacking(engine, "prepare_batch", "batches", "BatchEngine")
     return cast("BatchEngine", engine).prepare_batch(cq, token, transfers)
 
 
@@ -346,16 +399,16 @@ def check_rows(engine: Engine) -> None:
     Raises:
         BackendUnavailableError: It does not.
     """
-    _check_has(engine, "prepare_rows", "rows", "RowsEngine")
+    if not engine.capabilities.rows:
+        raise _lacking(engine, "prepare_rows", "rows", "RowsEngine")
 
 
-def _check_has(engine: Engine, method: str, moved: str, protocol: str) -> None:
-    # Asked like this, and not with isinstance, which takes 30 us for a protocol.
-    if getattr(engine, method, None) is None:
-        raise BackendUnavailableError(
-            f"the engine {engine.name!r} moves no {moved}",
-            remedy=f"give it a {method} (nvmeio.engines.base.{protocol}), or use 'libaio'",
-        )
+def _lacking(engine: Engine, method: str, moved: str, protocol: str) -> BackendUnavailableError:
+    return BackendUnavailableError(
+        f"the engine {engine.name!r} moves no {moved}",
+        remedy=f"give it a {method} (nvmeio.engines.base.{protocol}) and name {moved!r} in its "
+        "capabilities, or use 'libaio'",
+    )
 
 
 class RowsFailure(EngineError):

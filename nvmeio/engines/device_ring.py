@@ -74,6 +74,7 @@ class RingEngine(QueuedEngine[RingRequest]):
     """
 
     name = "ring"
+    capabilities = base.Capabilities(rows=True, batches=True, works_through_another=True)
 
     def __init__(self, host: base.Engine, copier: Copier, ring_bytes: int = DEFAULT_BYTES) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ class RingEngine(QueuedEngine[RingRequest]):
         """Start the pump; the ring itself is made for the first transfer."""
         if self._pump is not None:
             raise RuntimeError("this engine was started before: one engine serves one handle")
-        cq = self._host.open_completion_queue()
+        cq = base.open_gil_keeping_queue(self._host)
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         pump = Thread(_Pump(self, self._host, self._copier, cq).run, "nvmeio-ring")
         try:

@@ -34,26 +34,6 @@ _short_moved, _short_end = lib.nv_short_moved, lib.nv_short_end
 # A request begins with its result.
 _REQUEST, _RESULT, _ADDRESS = map(ffi.typeof, ("nv_request *", "nv_result *", "intptr_t"))
 
-
-def _address(raw: Any) -> int:
-    return int(ffi.cast(_ADDRESS, raw))
-
-
-def _keeping_gil(name: str, result: Any, *arguments: Any) -> Any:
-    """A call of the shim's that keeps the GIL; pointers are integers.
-
-    cffi's calls let go of it, and a thread that is busy in Python then has it for 5 ms. These calls
-    are much shorter, and neither sleep nor come back to Python.
-    """
-    return ctypes.PYFUNCTYPE(result, *arguments)(_address(ffi.addressof(lib, name)))
-
-
-_INT, _U32, _U64 = ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64
-_of_prepare = *[_U64] * 3, *[_INT] * 3, *[_U64] * 5, *[_U32] * 2, *[_INT] * 3  # as in decl.h
-_prepare = _keeping_gil("nv_prepare", _U64, *_of_prepare)
-_start = _keeping_gil("nv_start", None, _U64)
-_reap = _keeping_gil("nv_cq_reap", _INT, _U64, _U64, _INT)
-
 _giving_back: weakref.WeakSet[Job[object]] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_giving_back.clear)
 
@@ -70,6 +50,7 @@ class LibaioEngine:
     """
 
     name = "libaio"
+    capabilities = base.Capabilities(rows=True, batches=True, short_transfers=True, keeps_gil=True)
 
     def __init__(self, table: Any = None) -> None:
         self._table = table
@@ -109,21 +90,24 @@ class LibaioEngine:
 
     def open_completion_queue(self) -> base.CompletionQueue:
         """A completion queue with an eventfd."""
+        return self._open_queue(LibaioQueue)
+
+    def open_gil_keeping_queue(self) -> base.CompletionQueue:
+        """The same for a thread that keeps the GIL while it prepares, starts and reaps."""
+        return self._open_queue(_GilKeepingQueue)
+
+    def _open_queue(self, kind: type[LibaioQueue]) -> LibaioQueue:
         cq = lib.nv_cq_new(self._engine)
         if cq == ffi.NULL:
             raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: no eventfd (ulimit -n)")
-        return LibaioQueue(ffi.gc(cq, lib.nv_cq_free))
+        return kind(ffi.gc(cq, lib.nv_cq_free))
 
     def prepare(
         self, cq: base.CompletionQueue, token: int, transfer: base.Transfer
     ) -> base.Request:
         """A request for one of the lanes."""
         assert isinstance(cq, LibaioQueue)
-        arguments = (_address(self._engine), _address(cq.raw), token, *transfer)
-        request = _owned(_prepare, arguments)
-        if not request:
-            raise MemoryError("the native shim could not allocate a request")
-        return _NativeRequest(request)
+        return cq.prepare(self._engine, token, transfer)
 
     def short_place(
         self, opcode: int, fd: int, direct: bool, unit: int, memory: int
@@ -152,7 +136,7 @@ class LibaioEngine:
             raise MemoryError(
                 f"the native shim could not allocate a request of {counted(rows.number, 'row')}"
             )
-        return _RowsRequest(request, rows)
+        return cq.rows_request(request, rows)
 
     def prepare_batch(
         self, cq: base.CompletionQueue, token: int, transfers: Sequence[base.Transfer]
@@ -203,7 +187,7 @@ class _NativeRequest:
         self._raw = raw
 
     def start(self) -> None:
-        _start(_address(self._raw))
+        lib.nv_start(self._raw)
 
     def started(self) -> bool:
         return bool(lib.nv_is_started(self._raw))
@@ -271,9 +255,6 @@ class _BatchRequest(_NativeRequest):
         super().__init__(raw)
         self._number = number
 
-    def start(self) -> None:
-        lib.nv_start(self._raw)  # long, of many
-
     def outcomes(self) -> list[base.Outcome]:
         raw = self._raw
         return [_outcome(lib.nv_batch_result(raw, member)) for member in range(self._number)]
@@ -285,10 +266,9 @@ def _owned(prepare: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     It is made and owned within one C call: Ctrl-C comes between two steps of Python, and a request
     that nobody owns keeps its engine for ever.
     """
-    # Nothing runs before `next`, which goes through all three steps in C.
+    # Nothing runs before `next`, which goes through both steps in C.
     prepared = itertools.starmap(prepare, (arguments,))
-    typed = map(ffi.cast, (_REQUEST,), prepared)
-    owned = map(ffi.gc, typed, (lib.nv_request_free,))
+    owned = map(ffi.gc, prepared, (lib.nv_request_free,))
     return next(owned)
 
 
@@ -302,6 +282,7 @@ class LibaioQueue:
     """Where the shim's lanes report what has ended."""
 
     __slots__ = ("raw",)
+    rows_request = _RowsRequest
 
     def __init__(self, raw: Any) -> None:
         self.raw = raw
@@ -326,10 +307,20 @@ class LibaioQueue:
         tokens = ffi.new("uint64_t[]", _REAP_MAX)  # one a call: several threads may reap at once
         taken: list[int] = []
         while True:
-            n = _reap(_address(self.raw), _address(tokens), _REAP_MAX)
+            n = self._reap_into(tokens)
             taken += ffi.unpack(tokens, n)
             if n < _REAP_MAX:
                 return taken
+
+    def _reap_into(self, tokens: Any) -> int:
+        return int(lib.nv_cq_reap(self.raw, tokens, _REAP_MAX))
+
+    def prepare(self, engine: Any, token: int, transfer: base.Transfer) -> base.Request:
+        """A request of the shim's engine, to be reported here."""
+        request = _owned(lib.nv_prepare, (engine, self.raw, token, *transfer))
+        if not request:
+            raise MemoryError("the native shim could not allocate a request")
+        return _NativeRequest(request)
 
     def wake(self) -> None:
         lib.nv_cq_wake(self.raw)
@@ -337,6 +328,58 @@ class LibaioQueue:
     def close(self) -> None:
         # Freed when nobody holds it any more: another thread may be about to reap.
         lib.nv_cq_close(self.raw)
+
+
+# The ring's thread may work beside a thread that is busy in Python. Each time it lets go of the GIL
+# it may wait 5 ms to get it back, and cffi's calls let go. The calls below keep it: they are short,
+# never sleep and never call Python. All other threads use cffi's calls: ctypes converts sixteen
+# arguments for nv_prepare, which costs 35,000 instructions a read more (`make bench-instructions`).
+
+
+def _keeping_gil(name: str, result: Any, *arguments: Any) -> Any:
+    """A call of the shim's that keeps the GIL; pointers are integers."""
+    return ctypes.PYFUNCTYPE(result, *arguments)(_address(ffi.addressof(lib, name)))
+
+
+def _address(raw: Any) -> int:
+    return int(ffi.cast(_ADDRESS, raw))
+
+
+_INT, _U32, _U64 = ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64
+_of_prepare = *[_U64] * 3, *[_INT] * 3, *[_U64] * 5, *[_U32] * 2, *[_INT] * 3  # as in decl.h
+_prepare_keeping_gil = _keeping_gil("nv_prepare", _U64, *_of_prepare)
+_start_keeping_gil = _keeping_gil("nv_start", None, _U64)
+_reap_keeping_gil = _keeping_gil("nv_cq_reap", _INT, _U64, _U64, _INT)
+
+
+class _GilKeepingRequest(_NativeRequest):
+    __slots__ = ()
+
+    def start(self) -> None:
+        _start_keeping_gil(_address(self._raw))
+
+
+class _GilKeepingRowsRequest(_RowsRequest):
+    __slots__ = ()
+    start = _GilKeepingRequest.start
+
+
+class _GilKeepingQueue(LibaioQueue):
+    """A queue for a thread that keeps the GIL."""
+
+    __slots__ = ()
+    rows_request = _GilKeepingRowsRequest
+
+    def prepare(self, engine: Any, token: int, transfer: base.Transfer) -> base.Request:
+        arguments = (_address(engine), _address(self.raw), token, *transfer)
+        pointers = map(ffi.cast, (_REQUEST,), itertools.starmap(_prepare_keeping_gil, (arguments,)))
+        request = next(map(ffi.gc, pointers, (lib.nv_request_free,)))  # as `_owned`
+        if not request:
+            raise MemoryError("the native shim could not allocate a request")
+        return _GilKeepingRequest(request)
+
+    def _reap_into(self, tokens: Any) -> int:
+        return int(_reap_keeping_gil(_address(self.raw), _address(tokens), _REAP_MAX))
 
 
 def probe() -> tuple[int, str]:

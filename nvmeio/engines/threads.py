@@ -150,6 +150,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
     """Blocks moved by `WORKERS_PER_LANE` threads a lane."""
 
     name = "threads"
+    capabilities = base.Capabilities(rows=True, batches=True)
 
     def __init__(self) -> None:
         super().__init__()

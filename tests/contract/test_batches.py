@@ -29,6 +29,7 @@ from support import (
 
 import nvmeio
 from nvmeio._core import batches
+from nvmeio.engines.base import Capabilities
 from nvmeio.testing import FakeEngine
 
 MAX_FILE = 60_000
@@ -424,7 +425,7 @@ def test_direct_io_that_is_refused_after_all(
 
 def test_an_engine_that_moves_no_batches(new_handle: Make, paths: list[Path]) -> None:
     class Old(FakeEngine):
-        prepare_batch = None  # type: ignore[assignment]
+        capabilities = Capabilities(rows=True)
 
     handle, found = new_handle(Old()), zeros(2)
     with pytest.raises(nvmeio.BackendUnavailableError, match="moves no batches"):

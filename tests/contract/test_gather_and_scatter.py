@@ -29,6 +29,7 @@ from support import (
 )
 
 import nvmeio
+from nvmeio.engines.base import Capabilities
 from nvmeio.testing import FakeEngine
 
 MAX_FILE = 150_000
@@ -472,7 +473,7 @@ def test_direct_io_that_is_refused_after_all(
 
 def test_an_engine_that_moves_no_rows(new_handle: Make, file: Path) -> None:
     class Old(FakeEngine):
-        prepare_rows = None  # type: ignore[assignment]
+        capabilities = Capabilities(batches=True)
 
     handle = new_handle(Old())
     out = torch.zeros(2, 10, dtype=torch.uint8)

@@ -31,6 +31,7 @@ from support import (
 
 import nvmeio
 from nvmeio._memory.mappings import Mapping
+from nvmeio.engines.base import Capabilities
 from nvmeio.testing import FakeEngine
 
 PAGE = 4096
@@ -296,7 +297,7 @@ def test_direct_io_that_is_refused_after_all(
 
 def test_an_engine_that_moves_no_rows(device: FakeDevice, new_handle: Make, file: Path) -> None:
     class Old(FakeEngine):
-        prepare_rows = None  # type: ignore[assignment]
+        capabilities = Capabilities(batches=True)
 
     handle = new_handle(Old(), ring_bytes=SMALL_RING)
     out = room(device, 2, 10)

@@ -23,7 +23,7 @@ from nvmeio.engines import libaio
 from nvmeio.engines.base import Opcode, Options, Rows, Transfer
 from nvmeio.engines.libaio import LibaioEngine
 
-_prepare = libaio._prepare
+_prepare_keeping_gil = libaio._prepare_keeping_gil
 
 
 class Counting:
@@ -40,8 +40,11 @@ class Counting:
         self.requests -= 1
         lib.nv_request_free(request)
 
-    def prepare(self, *arguments: Any) -> Any:
-        return self._count(_prepare(*arguments))
+    def nv_prepare(self, *arguments: Any) -> Any:
+        return self._count(lib.nv_prepare(*arguments))
+
+    def prepare_keeping_gil(self, *arguments: Any) -> Any:
+        return self._count(_prepare_keeping_gil(*arguments))
 
     def nv_prepare_rows(self, *arguments: Any) -> Any:
         return self._count(lib.nv_prepare_rows(*arguments))
@@ -59,7 +62,7 @@ class Counting:
 def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
     made = Counting()
     monkeypatch.setattr(libaio, "lib", made)
-    monkeypatch.setattr(libaio, "_prepare", made.prepare)
+    monkeypatch.setattr(libaio, "_prepare_keeping_gil", made.prepare_keeping_gil)
     return made
 
 
@@ -72,19 +75,20 @@ def engine(counting: Counting) -> Iterator[LibaioEngine]:
     made.join()
 
 
-@pytest.mark.parametrize("kind", ["one", "rows", "batch"])
+@pytest.mark.parametrize("kind", ["one", "one for the ring", "rows", "batch"])
 def test_a_request_that_an_interrupt_took_is_given_back(
     kind: str, engine: LibaioEngine, counting: Counting, tmp_path: Path
 ) -> None:
     """Between the call that made it and the one that owned it, it was nobody's."""
-    cq = engine.open_completion_queue()
+    rings = kind == "one for the ring"
+    cq = engine.open_gil_keeping_queue() if rings else engine.open_completion_queue()
     (tmp_path / "file").write_bytes(bytes(8192))
     fd = os.open(tmp_path / "file", os.O_RDONLY)
     sync = Transfer(Opcode.FSYNC, -1, fd, 0, 0, 0, 0, 0, 1, 1, False, False)
     offsets = torch.tensor([0, 4096])
 
     def prepare() -> None:
-        if kind == "one":
+        if kind in ("one", "one for the ring"):
             engine.prepare(cq, 7, sync)
         elif kind == "rows":
             read = sync._replace(opcode=Opcode.READ, address=offsets.data_ptr())

@@ -506,7 +506,7 @@ def test_close_while_another_thread_is_about_to_reap(tmp_path, monkeypatch, engi
     about_to, closed = threading.Event(), threading.Event()
     deadline = time.monotonic() + 60
     cq = libaio.LibaioQueue if engine == "libaio" else EventfdQueue
-    name = "peek_ends" if hasattr(cq, "peek_ends") else "peek"
+    name = "peek_ends"
     peek = getattr(cq, name)
 
     def late(self):
@@ -542,7 +542,7 @@ def test_two_threads_reap_one_port(tmp_path, monkeypatch):
     An operation with a callback, whose token was lost, never called back.
     """
 
-    own = libaio._reap
+    own = libaio.LibaioQueue._reap_into
 
     def reap(*arguments):
         """The thread "slow" comes back late."""
@@ -552,7 +552,7 @@ def test_two_threads_reap_one_port(tmp_path, monkeypatch):
             other_has_reaped.wait(PATIENCE_S)
         return n
 
-    monkeypatch.setattr(libaio, "_reap", reap)
+    monkeypatch.setattr(libaio.LibaioQueue, "_reap_into", reap)
     reaped, other_has_reaped = threading.Event(), threading.Event()
     engine = libaio.LibaioEngine()
     engine.start(Options())

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import nvmeio
+from nvmeio import engines
 from nvmeio._io.inflight import WriteBehind
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._storage.durable import sync_file
@@ -28,7 +29,7 @@ REFERENCE_BLOCK_BYTES = 8 << 20
 HUGE_PAGE_BYTES = 2 << 20
 MOST_BYTES_A_CALL = 1 << 30  # Linux moves less than 2 GiB in a system call
 
-OURS = ("auto", "libaio", "threads")
+OURS = engines.NAMES
 NAMES = (*OURS, "aio_basic", "python", "torch_save", "torch_fast", "deepspeed", "fio")
 # What ds_io calls them, and how the names read once - and _ are the same.
 ALIASES = {"aio_handle": "auto", "torch_io": "torch_save", "torch_fastio": "torch_fast"}

@@ -96,6 +96,7 @@ def command(
     other or the data does not fit, 3 an engine, library or device is missing, 130 interrupted: what
     was measured by then is printed.
     """
+    from nvmeio import engines
     from nvmeio.cli.measure import machine
     from nvmeio.cli.measure.disk import check_directory
     from nvmeio.cli.tune import rig
@@ -111,8 +112,8 @@ def command(
     ops += [] if no_write else ["write"]
     if not ops:
         raise typer.BadParameter("leaves nothing to measure", param_hint="--no-read --no-write")
-    if engine not in ("auto", "libaio", "threads"):
-        raise typer.BadParameter("one of auto, libaio, threads", param_hint="--engine")
+    if engine not in engines.NAMES:
+        raise typer.BadParameter(f"one of {', '.join(engines.NAMES)}", param_hint="--engine")
     if html is not None and not html.absolute().parent.is_dir():
         raise typer.BadParameter(f"{html.parent} is not a directory", param_hint="--html")
     try:
