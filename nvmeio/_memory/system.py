@@ -66,6 +66,16 @@ def available_bytes() -> int | None:
     return proc_bytes("/proc/meminfo", "MemAvailable")
 
 
+def pinned_bytes() -> int:
+    """How much of this process's memory others write to past its page tables.
+
+    The kernel counts what io_uring and RDMA have registered (VmPin), and not where it is: a fork
+    would tell of each page, at the cost of a fork (man 5 proc; measured on Linux 6.18, where
+    neither pagemap, PAGEMAP_SCAN nor mincore tells).
+    """
+    return proc_bytes("/proc/self/status", "VmPin") or 0
+
+
 def check_available(nbytes: int, length: int) -> None:
     if length < _CHECK_BYTES:
         return

@@ -103,7 +103,8 @@ class Checkpointer(NotPickled, ClosingWork):
             the kernel (userfaultfd; Linux 6.4), until they are read. Whoever writes to them before
             that waits while 2 MiB are copied aside. "copy" copies the state before `save` returns.
             "auto" protects if the kernel shows this process every write, also those of system
-            calls, and copies if not (docs/checkpoint.md says how to allow it).
+            calls, and copies if not (docs/checkpoint.md says how to allow it), or if others have
+            pinned memory of this process (io_uring, RDMA), which they write past the protection.
         checksum: Write the CRC-32 of every record.
         layout: How several ranks save. "one": all have the same state, and each writes an equal
             part of one file, which any number of ranks can load. "per_rank": each has a state of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import sys
 import tempfile
 import weakref
@@ -15,20 +16,24 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 import torch
 from torch.utils import _pytree
 
+from nvmeio import _checks
 from nvmeio._formats.torch_archives.torch_layout import StorageRecord
-from nvmeio._memory.copy_on_write import support
 from nvmeio._memory.mappings import Mapping
 from nvmeio._pages import PAGE_BYTES, round_up
+from nvmeio._storage.replace import check_writable
 from nvmeio._threads.interruptible import begun, run_interruptible
 from nvmeio.checkpoint._snapshot.copies import RecordSpan, tensor_of
 from nvmeio.checkpoint._snapshot.protected import AsideMemory, Protected, ProtectedBytes
+from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots, checked_way
 
 State = TypeVar("State")
 
 _COPY_BYTES = 16 << 20
 
 
-def snapshot(state: State) -> FrozenState[State]:
+def snapshot(
+    state: State, how: str = "auto", *, directory: str | os.PathLike[str] | None = None
+) -> FrozenState[State]:
     """Keep a state as it is now, while the original goes on.
 
         frozen = nvmeio.snapshot(model.state_dict())  # some milliseconds
@@ -44,6 +49,13 @@ def snapshot(state: State) -> FrozenState[State]:
 
     Args:
         state: Tensors in dicts, lists and tuples, or anything else that `copy.deepcopy` takes.
+        how: "auto" protects if the kernel shows every write, and copies if not, or if others have
+            pinned memory of this process (io_uring's registered buffers, RDMA): they write past the
+            protection. "protect" protects all the same. "copy" copies all of it.
+        directory: Where a nameless file takes what the program writes to before it was copied, and
+            finds no memory. None: the system's directory for temporary files, which is small or in
+            memory on many machines. Name one on a drive for a state of more than half of the
+            memory that the machine has available.
 
     Returns:
         The copy to come: ``await`` it, use it in a ``with`` statement, or call its `result`.
@@ -51,12 +63,35 @@ def snapshot(state: State) -> FrozenState[State]:
     Raises:
         Exception: `copy.deepcopy` refuses something, such as a tensor that autograd has computed.
         TypeError: A nested tensor of the strided layout has a gradient.
+        ValueError: `how` is another word.
+        BackendUnavailableError: ``how="protect"`` is not possible here.
+        TransferError: `directory` is not there, or cannot be written in.
         MemoryError: There is no room for the copy.
 
     Cost: memory of the size of the state, until the copy is dropped; protecting takes 40 ms a GiB
     on small pages and less than 10 on huge ones.
     """
-    return run_interruptible(lambda: FrozenState(state))
+    checked = HowToFreeze.checked(how, directory)
+    return run_interruptible(lambda: FrozenState(state, None, checked))
+
+
+class HowToFreeze(NamedTuple):
+    """How a snapshot is taken, checked: one of `Snapshots`' ways, and where its overflow goes."""
+
+    way: str
+    directory: str
+
+    @classmethod
+    def checked(
+        cls, how: str, directory: str | os.PathLike[str] | None, name: str = "how"
+    ) -> HowToFreeze:
+        """Raises as `snapshot`, which calls the first argument `name`."""
+        way = checked_way(how, name)
+        if directory is None:
+            return cls(way, tempfile.gettempdir())
+        where = os.path.abspath(_checks.directory_path("directory", directory))
+        check_writable(where, "name another directory=")
+        return cls(way, where)
 
 
 class _Lent(NamedTuple):
@@ -106,14 +141,22 @@ class FrozenState(Generic[State]):
     Args:
         state: The state.
         memory: Where the copies of protected tensors go; None for memory of their own.
+        how: As for `snapshot`; None is its default.
 
     Attributes:
         protected_bytes: Bytes that were not copied before `snapshot` returned.
     """
 
-    def __init__(self, state: State, memory: CopyMemory | None = None) -> None:
+    def __init__(
+        self,
+        state: State,
+        memory: CopyMemory | None = None,
+        how: HowToFreeze | None = None,
+    ) -> None:
         known: dict[Any, Any] = {}  # to deepcopy: what it has copied
-        protected, spans, shards = _protectable(state, known)
+        way, directory = how or HowToFreeze.checked("auto", None)
+        protects = Snapshots(None, way, directory).why_copied is None
+        protected, spans, shards = _protectable(state, known, protects, directory)
         self.protected_bytes = 0
         try:
             copies = (memory or CopyMemory()).take([tensor_of(span[0]).nbytes for span in spans])
@@ -182,7 +225,7 @@ class FrozenState(Generic[State]):
 
 
 def _protectable(
-    state: object, known: dict[Any, Any]
+    state: object, known: dict[Any, Any], protects: bool, directory: str
 ) -> tuple[Protected, list[RecordSpan], list[torch.Tensor]]:
     """A state's storages that can be protected, as a file's spans; none is before `begin`.
 
@@ -192,7 +235,7 @@ def _protectable(
     """
     leaves = _pytree.tree_leaves(state)
     known.update((id(leaf), _nested_copy(leaf)) for leaf in leaves if _is_nested(leaf))
-    if support().kind != "any":
+    if not protects:
         leaves = []
     shards = [leaf for leaf in leaves if _is_plain_shard(leaf)]
     plain = [*filter(_is_plain, leaves), *map(_local_of, shards)]
@@ -211,7 +254,7 @@ def _protectable(
         record = StorageRecord(f"storage {number}", end, data.nbytes, data, ())
         spans.append((record, record.offset, record.end))
         end = round_up(record.end, PAGE_BYTES)
-    protected = Protected(spans, tempfile.gettempdir())
+    protected = Protected(spans, directory)
     return protected, [spans[index] for index in protected.taken], shards
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pinning import pinned
 from support import collect, needs_protection
 
+import nvmeio
 from nvmeio._formats.torch_archives.torch_layout import StorageRecord
 from nvmeio.checkpoint._snapshot import protected as protected_module
 from nvmeio.checkpoint._snapshot.copies import RecordSpan
@@ -41,6 +44,37 @@ def test_the_end_of_a_second_snapshot_frees_no_memory_of_the_first() -> None:
         tensor.untyped_storage().resize_(0)
     first.end()
     tensor.share_memory_()
+
+
+@pytest.mark.parametrize("how", ["auto", "copy", "protect"])
+def test_memory_that_others_have_pinned_is_copied(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A read into memory that io_uring had registered before the save got into the file."""
+    caplog.set_level("INFO", "nvmeio")
+    tensor = torch.ones(1 << 20)
+    with pinned(tensor):
+        with nvmeio.Checkpointer(tmp_path, snapshot=how) as checkpointer:
+            report = checkpointer.save_sync({"a": tensor}, 1)
+        frozen = nvmeio.snapshot({"a": tensor}, how)
+        frozen.result()
+        protects = how == "protect"
+        assert bool(report.protected_bytes) == bool(frozen.protected_bytes) == protects
+        assert ("MiB of this process are pinned by others" in caplog.text) == (how == "auto")
+    frozen = nvmeio.snapshot({"a": tensor}, how)
+    frozen.result()
+    assert bool(frozen.protected_bytes) == (how != "copy")
+
+
+def test_a_snapshot_names_what_it_does_not_know_and_where_its_overflow_cannot_go(
+    tmp_path: Path,
+) -> None:
+    tensor = torch.ones(1 << 20)
+    with pytest.raises(ValueError, match=r"how must be 'auto', 'protect' or 'copy', not 'fast'"):
+        nvmeio.snapshot(tensor, "fast")
+    with pytest.raises(FileNotFoundError, match="no file can be made in this directory"):
+        nvmeio.snapshot(tensor, directory=tmp_path / "none")
+    assert torch.equal(nvmeio.snapshot(tensor, directory=tmp_path).result(), tensor)
 
 
 def test_failed_protection_leaves_storages_resizable(monkeypatch: pytest.MonkeyPatch) -> None:

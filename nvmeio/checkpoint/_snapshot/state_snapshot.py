@@ -16,6 +16,7 @@ import torch
 
 from nvmeio._formats.torch_archives.torch_layout import Data, StorageRecord
 from nvmeio._io.inflight import Stagings
+from nvmeio._memory import system
 from nvmeio._memory.copy_on_write import HOW_TO_ALLOW, support
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.interruptible import begun
@@ -31,25 +32,40 @@ from nvmeio.checkpoint._snapshot.copies import (
     with_aside,
 )
 from nvmeio.checkpoint._snapshot.protected import AsideMemory, Protected, ProtectedBytes
-from nvmeio.errors import BackendUnavailableError
+from nvmeio.errors import BackendUnavailableError, binary_size
 
 WAYS = ("auto", "protect", "copy")
 
 
-def checked_way(way: object) -> str:
+def checked_way(way: object, name: str = "snapshot") -> str:
     """Check how snapshots are to be taken, and that it is possible here.
 
     Raises BackendUnavailableError for "protect" if the kernel protects no memory for this process.
     """
     if not isinstance(way, str) or way not in WAYS:
-        raise ValueError(f"snapshot must be 'auto', 'protect' or 'copy', not {way!r:.80}")
+        raise ValueError(f"{name} must be 'auto', 'protect' or 'copy', not {way!r:.80}")
     if way == "protect" and support().kind == "none":
         raise BackendUnavailableError(
-            "snapshot='protect' needs userfaultfd with write protection, which this process lacks",
+            f"{name}='protect' needs userfaultfd with write protection, which this process lacks",
             attempts=support().attempts,
-            remedy=f"{HOW_TO_ALLOW}; or take snapshot='auto', which copies where it has to",
+            remedy=f"{HOW_TO_ALLOW}; or take {name}='auto', which copies where it has to",
         )
     return way
+
+
+def pinned_by_others() -> str | None:
+    """Why memory is copied though its protection works; None if it need not be.
+
+    A device writes to pinned memory past the protection. An older pin can be anywhere.
+    """
+    nbytes = system.pinned_bytes()
+    if not nbytes:
+        return None
+    return (
+        f"{binary_size(nbytes)} of this process are pinned by others (io_uring, RDMA), which write "
+        "past the protection; snapshot='protect' protects all the same: take it if none of the "
+        "state is registered there"
+    )
 
 
 class Snapshots:
@@ -72,8 +88,10 @@ class Snapshots:
         kind = support().kind
         if self.way == "copy":
             return "snapshot='copy'"
-        if kind == "any" or (kind == "user" and self.way == "protect"):
+        if self.way == "protect" and kind != "none":
             return None
+        if kind == "any":
+            return pinned_by_others()
         return f"no write protection: {support().reason}; {HOW_TO_ALLOW}"
 
     def release(self) -> None:

@@ -40,7 +40,7 @@ from nvmeio._memory import tensors
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads.interruptible import run_interruptible
-from nvmeio.checkpoint.frozen import CopyMemory, FrozenState
+from nvmeio.checkpoint.frozen import CopyMemory, FrozenState, HowToFreeze
 from nvmeio.errors import BackendUnavailableError
 
 # Items are resolved, then written, so many bytes at a time: a planner may make each tensor anew (in
@@ -307,6 +307,10 @@ class SnapshotStager(NotPickled, AsyncStager):
     and copied in the thread that saves (see `nvmeio.snapshot`); what cannot be protected is copied
     before `async_save` returns. With ``AsyncCheckpointerType.THREAD``.
 
+    Args:
+        snapshot: As `how` of `nvmeio.snapshot`.
+        directory: As for `nvmeio.snapshot`.
+
     Attributes:
         protected_bytes: What the last `stage` did not copy before it returned.
 
@@ -321,7 +325,10 @@ class SnapshotStager(NotPickled, AsyncStager):
 
     _synchronize_after_execute = False
 
-    def __init__(self) -> None:
+    def __init__(
+        self, snapshot: str = "auto", directory: str | os.PathLike[str] | None = None
+    ) -> None:
+        self._how = HowToFreeze.checked(snapshot, directory, "snapshot")
         self.protected_bytes = 0
         self._memory = CopyMemory()
 
@@ -331,7 +338,7 @@ class SnapshotStager(NotPickled, AsyncStager):
         Raises:
             MemoryError: There is no room for it.
         """
-        frozen = run_interruptible(lambda: FrozenState(dict(state_dict), self._memory))
+        frozen = run_interruptible(lambda: FrozenState(dict(state_dict), self._memory, self._how))
         self.protected_bytes = frozen.protected_bytes
         return Staged(frozen)
 
