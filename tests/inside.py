@@ -48,7 +48,7 @@ def held_of(module: Any) -> list[Any]:
 def window_in_use(module: Any) -> int:
     """The bytes of a SwappedModule's window that units, and tensors that outlive them, take."""
     store = module._store
-    return int(store._owner.call(lambda: store._pool.in_use_bytes))
+    return int(store._owner.call(lambda: store._memory.pool.in_use_bytes))
 
 
 def core_of(handle: nvmeio.AioHandle) -> Any:

@@ -39,6 +39,7 @@ from nvmeio._residency.reader import Fill
 from nvmeio.engines.cufile import library
 from nvmeio.offload import SwappedModule, SwappedOptimizer, offload
 from nvmeio.offload._module import param_store as direct_module
+from nvmeio.offload._module import unit_memory
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +132,7 @@ def test_a_read_that_does_not_wait_for_computing_shows(
         return Fill(reads)
 
     with device(monkeypatch) as cuda:
-        monkeypatch.setattr(direct_module, "Fill", hasty)
+        monkeypatch.setattr(unit_memory, "Fill", hasty)
         monkeypatch.setattr(Fill, "on_device", True, raising=False)
         with direct(model(), places) as module:
             found = losses_of(module, cuda.tensor)

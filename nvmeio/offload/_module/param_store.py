@@ -29,15 +29,13 @@ from nvmeio._memory import devices
 from nvmeio._residency.calls import in_backward
 from nvmeio._residency.on_device import (
     DevicePool,
-    DeviceSlot,
     DeviceWindow,
     OrderedReads,
     WindowAbove,
 )
 from nvmeio._residency.order import Limited, ThereAndBack
-from nvmeio._residency.reader import Fill, Reader, WantedBytes
-from nvmeio._residency.window import Keeper, LentPool, Slot, Window, laid_over
-from nvmeio._threads.closing import collect
+from nvmeio._residency.reader import Reader
+from nvmeio._residency.window import LentPool, Window
 from nvmeio._threads.owner import Claim, OwnerThread, owned
 from nvmeio._threads.shutdown import Ending, open_owned
 from nvmeio.errors import ClosedError
@@ -45,16 +43,13 @@ from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.rank_steps import directory_name
 from nvmeio.offload._module.stages import ParamPlaces, ParamUnit, Versions, refused
+from nvmeio.offload._module.unit_memory import TAKEN_ALONG, ParamSlot, UnitMemory, over
 from nvmeio.offload._swap_files.pipeline import move_all
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
-from nvmeio.offload._swap_files.tensors import absent, is_absent, laid, lay, local, strides_of
+from nvmeio.offload._swap_files.tensors import is_absent, laid, local, strides_of
 
 NAME = "weights"
 _CLOSED = "the swapped module is closed"
-_TAKEN_ALONG = (
-    "the parameters are in the files of a SwappedOptimizer that is closed (without master weights "
-    "it keeps them): keep it open as long as the module is used"
-)
 
 # Reads under way: two units, since one is waited for while the next is being read, and of small
 # units as many as keep a fast drive busy while a unit is computed with. More would wait in line.
@@ -63,7 +58,6 @@ _AHEAD_BYTES = 64 << 20
 
 logger = logging.getLogger("nvmeio")
 Needed = TypeVar("Needed")
-ParamSlot = Slot[ParamUnit]  # a DeviceSlot on a device
 _ATTRIBUTE = "_nvmeio_param_store"
 
 
@@ -79,7 +73,7 @@ class Gathered(NamedTuple):
     written: list[bool]
 
 
-class ParamStore(Keeper[ParamUnit, ParamSlot]):
+class ParamStore:
     """Keeps parameters on the drive.
 
     Args:
@@ -101,7 +95,9 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
     ) -> None:
         self.units = list(units)
         self.direct = direct
-        self.resident_bytes = max(u.nbytes for u in units) if direct and units else resident_bytes
+        if direct and units:
+            resident_bytes = max(unit.nbytes for unit in units)
+        self.resident_bytes = resident_bytes
         self.device = device
         self.device_bytes = device_bytes
         # As soon as all have been made.
@@ -109,11 +105,10 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         self.closed = False
         self.locked = False
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
-        self.by_address: dict[int, ParamUnit] = {}
-        self._absent = {unit: [absent(span, self.device) for span in unit.spans] for unit in units}
         self._gathered_now: list[Sequence[ParamSlot]] = []  # in blocks
         self._settled: dict[ParamUnit, Claim] = {}  # which stay, for users that do not ask
         self._versions = Versions([p for unit in units for p in unit.parameters])
+        self._memory = UnitMemory(units, device, self._versions, self._settled, self._check_changed)
         self._resources = contextlib.ExitStack()
         self._owner = OwnerThread("nvmeio-parameters", _CLOSED)
 
@@ -128,12 +123,12 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         self._resources.callback(directory.release, remove=True)
         file = directory.allocate(NAME, [unit.nbytes for unit in self.units])
         self._resources.callback(file.close)
-        self._places = ParamPlaces(self._unit_of, file)
+        self._places = self._memory.places = ParamPlaces(self._unit_of, file)
         self._handles = DriveHandles(handle, directory.paths)
         self._resources.callback(self._handles.close)
-        self._pool = LentPool(self.resident_bytes)
-        self._resources.callback(self._pool.close)
-        self.resident_bytes, self.locked = self._pool.budget_bytes, self._pool.locked
+        self._memory.pool = pool = LentPool(self.resident_bytes)
+        self._resources.callback(pool.close)
+        self.resident_bytes, self.locked = pool.budget_bytes, pool.locked
         window_bytes = self.device_bytes or self.resident_bytes
         self._fits = sum(unit.nbytes for unit in self.units) <= window_bytes
         streams = self.device if self.direct else torch.device("cpu")
@@ -143,7 +138,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         order: Limited[ParamUnit] | ThereAndBack[ParamUnit] = _new_order()
         if self.device_bytes:
             order = Limited(order, self._not_on_device)
-        self._window = Window(reader, self, order, _AHEAD, _AHEAD_BYTES)
+        self._window = Window(reader, self._memory, order, _AHEAD, _AHEAD_BYTES)
         return ending
 
     # The device
@@ -154,9 +149,10 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         if not self.device_bytes:
             return
         self._window.drop_all()
-        self._device_pool = pool = DevicePool(self.device, self.device_bytes)
+        pool = DevicePool(self.device, self.device_bytes)
         if not isinstance(handle, GdsHandle) or not self.direct:
-            self._on_device = WindowAbove(self._window, pool, _new_order(), self)
+            self._memory.device_pool = pool
+            self._on_device = WindowAbove(self._window, pool, _new_order(), self._memory)
             return
         try:
             arena = pool.reserve([unit.nbytes for unit in self.units])
@@ -170,9 +166,12 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
                 handle.unpin_device_tensor(arena)
 
         self._resources.callback(unpin)
-        self._pool.close()
+        self._memory.pool.close()
+        self._memory.device_pool = pool
         self.resident_bytes, self.locked = 0, False
-        self._on_device = DeviceWindow(self._reader, pool, _new_order(), self, _AHEAD, _AHEAD_BYTES)
+        self._on_device = DeviceWindow(
+            self._reader, pool, _new_order(), self._memory, _AHEAD, _AHEAD_BYTES
+        )
 
     def _not_on_device(self, upcoming: Iterator[ParamUnit]) -> Iterator[ParamUnit]:
         there = self._on_device
@@ -182,6 +181,17 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
     def _top(self) -> Window[ParamUnit, Any]:
         """The window that parameters lie over."""
         return self._window if self._on_device is None else self._on_device
+
+    @property
+    def _device_pool(self) -> DevicePool:
+        pool = self._memory.device_pool
+        assert pool is not None
+        return pool
+
+    @property
+    def by_address(self) -> Mapping[int, ParamUnit]:
+        """The units that parameters lie over, by the address of their memory."""
+        return self._memory.by_address
 
     # What computing asks for
 
@@ -308,9 +318,9 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         """Raise if somebody else changed these in memory, where the change would be lost."""
         for unit in units:
             if self._versions.changed(unit) is not None:
-                self._owner.call(self._check_unchanged, unit)  # it may be a change of the owner's
+                self._owner.call(self._check_changed, unit)  # it may be a change of the owner's
 
-    def _check_unchanged(self, unit: ParamUnit) -> None:
+    def _check_changed(self, unit: ParamUnit) -> None:
         self._owner.release_dropped()
         changed, slot = self._versions.changed(unit), self._top.slot(unit)
         if changed is None or unit in self._gathered_units:
@@ -330,7 +340,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         values = [local(p) for p in unit.parameters]
         slot = self._window.blank(unit)
         slot.holds += 1
-        for parameter, value, tensor in zip(unit.parameters, values, _over(slot), strict=True):
+        for parameter, value, tensor in zip(unit.parameters, values, over(slot), strict=True):
             if not value.is_meta and value.numel() and not is_absent(value):
                 tensor.copy_(devices.on_host(value))
             setattr(parameter, _ATTRIBUTE, self)
@@ -423,7 +433,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
             with torch.no_grad():
                 if self.direct:
                     self._device_pool.after_compute()
-                tensors = zip(unit.parameters, _over(slots[0]), strict=True)
+                tensors = zip(unit.parameters, over(slots[0]), strict=True)
                 for parameter, tensor in tensors:
                     if id(parameter) in given:
                         self._put(tensor, given[id(parameter)])
@@ -453,71 +463,6 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
             elif not written:
                 window.drop(slot.unit)  # of its values and those of the drive, some of each
 
-    # What the window asks for
-
-    def take(self, unit: ParamUnit) -> ParamSlot | None:
-        return self._pool.take(unit, unit.nbytes)
-
-    def fill(self, slot: ParamSlot) -> Fill:
-        memory, after = slot.host, None
-        if isinstance(slot, DeviceSlot):
-            memory, after = slot.memory, self._device_pool.free()
-        reads = [WantedBytes.of(span, memory) for span in self._places.moves(slot.unit)]
-        return Fill(reads, after=after)
-
-    def explain(self, slot: ParamSlot, error: BaseException) -> BaseException:
-        """Name the closed optimizer whose files a parameter was in."""
-        if not isinstance(error, ClosedError) or self.closed:
-            return error
-        return ClosedError(_TAKEN_ALONG)
-
-    def bind(self, slot: ParamSlot) -> None:
-        """Lay the parameters over their bytes, where they are computed with."""
-        if not self._is_on_top(slot):
-            return
-        self.by_address[slot.memory.data_ptr()] = slot.unit
-        for parameter, tensor in zip(slot.unit.parameters, _over(slot), strict=True):
-            lay(parameter, tensor)
-        self._versions.note(slot.unit.parameters)
-
-    def may_go(self, slot: ParamSlot, needed: bool) -> bool:
-        """Whether memory has no changes of it; RuntimeError if its room is needed."""
-        changed = self._is_on_top(slot) and self._versions.changed(slot.unit) is not None
-        if changed and needed:
-            self._check_unchanged(slot.unit)
-        return not changed
-
-    def unbind(self, slot: ParamSlot) -> None:
-        """Lay the parameters over nothing."""
-        if not self._is_on_top(slot):
-            return
-        self._settled.pop(slot.unit, None)
-        self.by_address.pop(slot.memory.data_ptr(), None)
-        for parameter, gone in zip(slot.unit.parameters, self._absent[slot.unit], strict=True):
-            lay(parameter, gone)
-
-    def _is_on_top(self, slot: ParamSlot) -> bool:
-        return self._on_device is None or isinstance(slot, DeviceSlot)
-
-    def take_anyway(self, unit: ParamUnit) -> ParamSlot:
-        """Memory beyond the budget: what looks free may be held by a tensor in a cycle."""
-        while self._on_device is not None and self._device_pool.wait_for_one():
-            slot = self.take(unit)
-            if slot is not None:
-                return slot
-        slot = self._pool.take_apart(unit, unit.nbytes)
-        if slot is None:
-            collect()
-            slot = self.take(unit) or self._pool.take_apart(unit, unit.nbytes)
-        if slot is not None:
-            return slot
-        raise MemoryError(
-            f"resident_bytes={self.resident_bytes} is too small: {unit.nbytes} bytes are "
-            f"needed for one more unit, and {self._pool.in_use_bytes} are held by the modules that "
-            "run now or by tensors over parameters (of a checkpointed region, for one): raise "
-            "resident_bytes, or checkpoint smaller regions"
-        )
-
     # Where they are
 
     def where(self, parameter: torch.Tensor) -> Sequence[FileSpan]:
@@ -527,7 +472,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
         """
         found = self._places.where(parameter)
         if not self.closed and any(span.file.closed for span in found):
-            raise ClosedError(_TAKEN_ALONG)
+            raise ClosedError(TAKEN_ALONG)
         return found
 
     def strides_of(self, parameter: torch.Tensor) -> tuple[int, ...]:
@@ -545,7 +490,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
             return self._places.on_file(parameter, *rest)
         except ClosedError as closed:
             self.check_open()
-            raise ClosedError(_TAKEN_ALONG) from closed
+            raise ClosedError(TAKEN_ALONG) from closed
 
     # The end
 
@@ -557,7 +502,7 @@ class ParamStore(Keeper[ParamUnit, ParamSlot]):
             raise ClosedError("this process was forked from the module's owner: swap one here")
 
     def _close(self) -> None:
-        self.closed = True
+        self.closed = self._memory.closed = True
         self._unsettle()  # not when the thread ends: a program that exits would not wait for that
         for unit in self.units:
             for parameter in unit.parameters:
@@ -584,9 +529,3 @@ def store_of(parameter: torch.Tensor) -> ParamStore | None:
 
 def _new_order() -> ThereAndBack[ParamUnit]:
     return ThereAndBack(lambda unit: len(unit.stages) == 1)
-
-
-def _over(slot: ParamSlot) -> list[torch.Tensor]:
-    """The parameters' tensors over the unit's memory."""
-    places = ((s.offset, s.dtype, s.shape, s.strides) for s in slot.unit.spans)
-    return laid_over(slot.memory, places)
