@@ -14,7 +14,7 @@ from typing import Any
 
 from nvmeio._checks import NotPickled
 from nvmeio._core.reaping import Watchers
-from nvmeio._core.records import Record
+from nvmeio._core.records import CANCELLED, PENDING, Record
 from nvmeio._threads.future import Begun
 from nvmeio._threads.running_loop import not_running
 from nvmeio._threads.threads import log_failure
@@ -48,7 +48,7 @@ class Operation(NotPickled, Begun[int]):
 
     def __await__(self, thrown: BaseException | None = None) -> Generator[Any, Any, int]:
         record = self._record
-        if record.state == "pending":
+        if record.state is PENDING:
             loop = _running_loop()
             if loop is None:
                 raise not_running()
@@ -60,11 +60,11 @@ class Operation(NotPickled, Begun[int]):
                 if not waiter.done():
                     waiter._asyncio_future_blocking = True
                     yield waiter
-                    if record.state == "pending":  # as asyncio's future says it
+                    if record.state is PENDING:  # as asyncio's future says it
                         raise RuntimeError("await wasn't used with future")
             except asyncio.CancelledError:
                 self.cancel()
-                while record.state == "pending":
+                while record.state is PENDING:
                     try:
                         yield from self._watchers.watch(record, loop)
                     except asyncio.CancelledError:
@@ -73,7 +73,7 @@ class Operation(NotPickled, Begun[int]):
                 raise
         elif thrown is not None:
             raise thrown
-        if record.state == "cancelled":
+        if record.state is CANCELLED:
             raise asyncio.CancelledError(f"{self!r} was cancelled")
         return record.nbytes if record.error is None else self._value()
 
@@ -85,9 +85,9 @@ class Operation(NotPickled, Begun[int]):
         Without an event loop the call that sees the end first also finishes the operation: it
         copies into memory that is not contiguous, or compares for ``validate=True``.
         """
-        if self._record.state == "pending":
+        if self._record.state is PENDING:
             self._watchers.poll(self._record)
-        return self._record.state != "pending"
+        return self._record.state is not PENDING
 
     def result(self, timeout: float | None = None) -> int:
         """Block until done; the number of bytes moved.
@@ -122,7 +122,7 @@ class Operation(NotPickled, Begun[int]):
 
     def cancelled(self) -> bool:
         """Whether it ended by cancellation."""
-        return self.done() and self._record.state == "cancelled"
+        return self.done() and self._record.state is CANCELLED
 
     def add_done_callback(self, callback: Callable[[Operation], object]) -> None:
         """Call ``callback(operation)`` once it is done; at once if it is.
@@ -153,22 +153,22 @@ class Operation(NotPickled, Begun[int]):
     @property
     def transferred(self) -> int:
         """Bytes that got through; 0 while it is pending, as the three below."""
-        return 0 if self._record.state == "pending" else self._record.outcome().transferred
+        return 0 if self._record.state is PENDING else self._record.outcome().transferred
 
     @property
     def direct_bytes(self) -> int:
         """Bytes that went between the drive and the tensor itself."""
-        return 0 if self._record.state == "pending" else self._record.outcome().direct_bytes
+        return 0 if self._record.state is PENDING else self._record.outcome().direct_bytes
 
     @property
     def bounced_bytes(self) -> int:
         """Bytes that went direct, through an aligned block of the engine."""
-        return 0 if self._record.state == "pending" else self._record.outcome().bounced_bytes
+        return 0 if self._record.state is PENDING else self._record.outcome().bounced_bytes
 
     @property
     def buffered_bytes(self) -> int:
         """Bytes that went through the page cache."""
-        return 0 if self._record.state == "pending" else self._record.outcome().buffered_bytes
+        return 0 if self._record.state is PENDING else self._record.outcome().buffered_bytes
 
     def __repr__(self) -> str:
         return repr(self._record)
@@ -178,9 +178,9 @@ class Operation(NotPickled, Begun[int]):
     def _wait(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
         record = self._record
-        if record.state == "pending" and not self._watchers.wait_settled(record, deadline):
+        if record.state is PENDING and not self._watchers.wait_settled(record, deadline):
             raise concurrent.futures.TimeoutError(f"{self!r} is not done after {timeout} s")
-        if record.state == "cancelled":
+        if record.state is CANCELLED:
             raise concurrent.futures.CancelledError(f"{self!r} was cancelled")
 
     def _value(self) -> int:

@@ -297,7 +297,7 @@ class BatchRecord(Record):
     def __repr__(self) -> str:
         number = 0 if self._batch is None else len(self._batch.memories)
         items = f" {counted(number, 'item')}" if number else ""
-        return f"<{self.name} {self.path}{items}, {self.nbytes} bytes, {self.state}>"
+        return f"<{self.name} {self.path}{items}, {self.nbytes} bytes, {self.state.value}>"
 
     @property
     def name(self) -> str:

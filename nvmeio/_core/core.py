@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from nvmeio import files
 from nvmeio._core.batches import Batch, BatchRecord, Planner
 from nvmeio._core.reaping import Reaper, Watchers
-from nvmeio._core.records import LiveRecords, Record
+from nvmeio._core.records import CANCELLED, LiveRecords, Record
 from nvmeio._files.descriptors import Descriptors
 from nvmeio._memory import holds
 from nvmeio._memory.devices import Copier
@@ -163,7 +163,7 @@ class Core:
             return
         self.live.drop(record)
         record.let_go()
-        self.reaper.publish(record, "cancelled")  # to whoever waits for all that is live
+        self.reaper.publish(record, CANCELLED)  # to whoever waits for all that is live
 
     def _failed_at_once(
         self, opcode: Opcode, memory: Memory, failed: TransferError, file_offset: int

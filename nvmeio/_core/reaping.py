@@ -19,7 +19,16 @@ import warnings
 from collections.abc import Callable
 
 from nvmeio._core.completion_queues import CompletionQueues, QueueThread, wake
-from nvmeio._core.records import LiveRecords, Record, let_go_plain
+from nvmeio._core.records import (
+    CANCELLED,
+    FAILED,
+    FINISHED,
+    PENDING,
+    LiveRecords,
+    Record,
+    State,
+    let_go_plain,
+)
 from nvmeio._threads.running_loop import running_loop
 from nvmeio._threads.threads import log_failure
 from nvmeio.engines.base import CompletionQueue, Engine, Request
@@ -68,7 +77,7 @@ class Reaper:
                     try:
                         self._tell(record)
                     except Exception as failed:
-                        self._settle(record, "failed", failed)
+                        self._settle(record, FAILED, failed)
                     continue
                 while waiters:  # as `_tell` does
                     its_loop, waiter = waiters[0]
@@ -112,18 +121,18 @@ class Reaper:
 
     def _finish(self, record: Record, may_block: bool) -> None:
         """Settle a record for its claimer; once more does no harm."""
-        if record.state != "pending":
+        if record.state is not PENDING:
             self.publish(record, record.state)
             return
         try:
             self._conclude(record, may_block)
         except Exception as failed:  # torch's, say: this operation's error, not the others'
-            self._settle(record, "failed", failed)
+            self._settle(record, FAILED, failed)
 
     def _finish_again(self, record: Record) -> None:
         """Do the finisher's work on one record."""
         request = record.request
-        while record.state == "pending" and request is not None and not request.wait(_SLICE_S):
+        while record.state is PENDING and request is not None and not request.wait(_SLICE_S):
             continue  # handed on twice by an interrupt, and begun again in between
         try:
             self._finish(record, True)
@@ -135,7 +144,7 @@ class Reaper:
 
     def _hand_on(self, record: Record) -> None:
         """Let the finisher go on with a claimed operation, if it is not over."""
-        if record.state != "pending" and not (record.waiters or record.gates or record.callbacks):
+        if record.state is not PENDING and not (record.waiters or record.gates or record.callbacks):
             return
         record.claimed = _HANDED_ON
         self._finisher.hand(record)
@@ -151,18 +160,18 @@ class Reaper:
                 return
         record.touch()
         if record.dropped(moved):
-            self._settle(record, "cancelled", None)
+            self._settle(record, CANCELLED, None)
             return
         failure = record.failure(moved)
         if failure is not None:
-            self._settle(record, "failed", failure)
+            self._settle(record, FAILED, failure)
             return
         if record.has_last_steps(moved):
             if not may_block:
                 self._hand_on(record)
                 return
             record.last_steps(moved)
-        self._settle(record, "finished", None)
+        self._settle(record, FINISHED, None)
 
     def _gone_on(self, record: Record) -> bool:
         """Let the engine do the operation's next step; False if there is none."""
@@ -183,15 +192,15 @@ class Reaper:
                 record.gates.pop().release()
         return True
 
-    def _settle(self, record: Record, state: str, error: BaseException | None) -> None:
+    def _settle(self, record: Record, state: State, error: BaseException | None) -> None:
         """End an operation; called by its claimer."""
         lost = record.let_go()
         if lost is not None:
-            state, error = "failed", error or lost
+            state, error = FAILED, error or lost
         record.error = error
         self.publish(record, state)
 
-    def publish(self, record: Record, state: str) -> None:
+    def publish(self, record: Record, state: State) -> None:
         """Set the final state of a record, and wake everybody who waits for it."""
         with self._live.lock:
             self._live.end(record, state)
@@ -236,13 +245,13 @@ class Watchers:
             cq = self.queues.of(loop)
         if record.home is cq:
             record.waiters.append((loop, waiter))
-            if record.state != "pending":  # it may have been told, or not
+            if record.state is not PENDING:  # it may have been told, or not
                 for each in list(record.waiters):
                     wake(*each)
                 record.waiters = []  # whoever tells them too has the other list
             return waiter
         with self._live.lock:
-            if record.state != "pending":
+            if record.state is not PENDING:
                 waiter.set_result(None)
                 return waiter
             lonely = not record.waiters and not record.callbacks
@@ -266,7 +275,7 @@ class Watchers:
         if self._live.refusal:
             self._live.check_process()
         with self._live.lock:
-            if record.state != "pending":
+            if record.state is not PENDING:
                 return False
             if record.callbacks is None:
                 record.callbacks = []
@@ -282,7 +291,7 @@ class Watchers:
         """Block until an operation is settled, concluding it here if nobody else does."""
         self._reaper.poll(record)
         gate: threading.Lock | None = None
-        while record.state == "pending":
+        while record.state is PENDING:
             if self._live.refusal:
                 self._live.check_process()
             patience = _SLICE_S
@@ -305,7 +314,7 @@ class Watchers:
         gate = threading.Lock()
         gate.acquire()
         with self._live.lock:
-            if record.state != "pending":
+            if record.state is not PENDING:
                 gate.release()
             elif record.gates is None:
                 record.gates = [gate]

@@ -1,8 +1,7 @@
 """What a core knows of its operations; `operation.Operation` is the face that users have of one.
 
-States: pending → finished | failed | cancelled, once. A record keeps storage and descriptors alive
-until the kernel has reported, whoever else lets go of them. `LiveRecords` has those of one core
-that are in flight.
+A record's `State` changes once. It keeps storage and descriptors alive until the kernel has
+reported, whoever else lets go of them. `LiveRecords` has those of one core that are in flight.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -36,6 +36,19 @@ NOTHING = base.Outcome(0, 0, 0, 0, 0)
 logger = logging.getLogger("nvmeio")
 
 
+class State(Enum):
+    """Where an operation is. It leaves PENDING once; states are compared by identity."""
+
+    PENDING = "pending"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+# Names of the module: until Python 3.12 each look at a member of a class is slow.
+PENDING, FINISHED, FAILED, CANCELLED = State
+
+
 class Record:
     """One operation of a core.
 
@@ -55,7 +68,7 @@ class Record:
     plan: Plan | None = None
     request: base.Request | None = None
     home: base.CompletionQueue | None = None  # where its end is reported
-    state = "pending"
+    state = PENDING
     stop = False
     claimed = 0  # the thread that concludes it, or HANDED_ON
     error: BaseException | None = None
@@ -96,7 +109,7 @@ class Record:
         span = f" [{self.file_offset}, {self.file_offset + self.nbytes})" if self.nbytes else ""
         if self.rows is not None:
             span = f" {counted(self.rows.number, 'row')} of {self.rows.row_bytes} bytes"
-        return f"<{self.name} {self.path}{span} {self.state}>"
+        return f"<{self.name} {self.path}{span} {self.state.value}>"
 
     @property
     def name(self) -> str:
@@ -374,9 +387,9 @@ class LiveRecords:
 
     # --- ending -------------------------------------------------------------------------------
 
-    def end(self, record: Record, state: str) -> None:
+    def end(self, record: Record, state: State) -> None:
         """With the lock held: end a record. Idempotent."""
-        if state == "failed" and record.state == "pending":
+        if state is FAILED and record.state is PENDING:
             self._failed[record.token] = record
         record.state = state
         if self.records.pop(record.token, None) is not None:
@@ -387,16 +400,16 @@ class LiveRecords:
         with self.lock:
             for record in records:
                 if record.error is not None:
-                    self.end(record, "failed")
+                    self.end(record, FAILED)
                     continue
-                record.state = "finished"
+                record.state = FINISHED
                 if self.records.pop(record.token, None) is not None:
                     self._finished += 1
 
     def end_at_once(self, record: Record, failure: BaseException | None) -> Record:
         """End a record that was never in flight, and return it."""
         with self.lock:
-            record.error, record.state = failure, "finished" if failure is None else "failed"
+            record.error, record.state = failure, FINISHED if failure is None else FAILED
             self._finished += 1
             if failure is not None:
                 self._failed[record.token] = record
@@ -426,7 +439,7 @@ class LiveRecords:
                     record = next(iter(self.records.values()))
                 except (RuntimeError, StopIteration):  # another came in, or went, in between
                     continue
-                if record.state == "pending":
+                if record.state is PENDING:
                     return record
                 self.end(record, record.state)  # an interrupt came before it was taken out
         return None

@@ -14,7 +14,7 @@ from contract.operating import CONTENT, SIZE, WAIT_S, Make, builtin_of, rounds, 
 from support import HeldEngine, on_every_loop, raw, spin_until, thread
 
 import nvmeio
-from nvmeio._core.records import LiveRecords, Record
+from nvmeio._core.records import LiveRecords, Record, State
 from nvmeio.engines.base import Opcode
 
 
@@ -140,6 +140,6 @@ def test_an_end_that_was_interrupted_is_counted_by_whoever_finds_it() -> None:
     live = LiveRecords()
     record = Record(next(live.tokens), Opcode.READ, None, "file", 0, 1)
     live.add(record)
-    record.state = "finished"  # and Ctrl-C, before `end` has taken it out
+    record.state = State.FINISHED  # and Ctrl-C, before `end` has taken it out
     assert live.any() is None
     assert live.take() == (1, [])
