@@ -87,6 +87,10 @@ class OwnerThread:
         self._state.dropped = weakref.ref(self, self._requests.put)
         threads.start(self._state.serve, name, self._state.end)
 
+    def wait_for_start(self) -> None:
+        """Wait until the thread runs; ClosedError if no thread can be had."""
+        self.call(_nothing)
+
     def call(self, work: Callable[..., Value], *args: Any, to_end: bool = False) -> Value:
         """Run `work(*args)` in the thread, and wait for its result.
 

@@ -324,3 +324,20 @@ def test_forked_child_is_told() -> None:
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     made.close()
+
+
+def test_a_start_that_is_waited_for_has_begun_or_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    owner = OwnerThread("begun")
+    owner.wait_for_start()
+    owner.close()
+    with pytest.raises(ClosedError, match="it is closed"):
+        owner.wait_for_start()
+
+    def refuse(run: object, name: str, failed: Callable[[BaseException], object]) -> None:
+        failed(RuntimeError("can't start new thread"))
+
+    monkeypatch.setattr(threads, "start", refuse)
+    with pytest.raises(ClosedError):
+        OwnerThread("not begun").wait_for_start()

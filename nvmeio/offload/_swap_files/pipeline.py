@@ -227,7 +227,7 @@ def new_helper(name: str) -> OwnerThread | None:
     """Start a helper thread; None if no thread can be had."""
     helper = OwnerThread(name)
     try:
-        helper.call(bool)  # it has begun
+        helper.wait_for_start()
     except ClosedError:
         return None
     return helper
