@@ -117,8 +117,8 @@ class WriteProtection:
         # Not where system calls that write there would fail.
         limits = protection.ffi.new("uint64_t[]", len(starts))
         if kind == "any":
-            next_starts = [*starts[1:], 1 << 63]
-            for place, (start, next_start) in enumerate(zip(starts, next_starts, strict=True)):
+            next_starts = (*starts[1:], 1 << 63)  # one too many if there are no ranges
+            for place, (start, next_start) in enumerate(zip(starts, next_starts, strict=False)):
                 limits[place] = min(mappings.mapped.end_of(start), next_start)
         results = protection.ffi.new("int[]", len(ranges))
         raw = protection.lib.nv_snapshot_new(

@@ -455,3 +455,8 @@ def test_a_program_that_ends_in_the_middle() -> None:
         """
     )
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+def test_a_snapshot_of_no_memory_is_empty() -> None:
+    """The loop over the ranges' ends raised ValueError for a state without memory to protect."""
+    assert WriteProtection([], ".").taken == []
