@@ -17,7 +17,7 @@ import torch
 
 from nvmeio._formats.safetensors import shards
 from nvmeio._formats.safetensors.open_set import SafetensorsSet
-from nvmeio._storage.untrusted import INDEX_BYTES, read_json
+from nvmeio._storage.untrusted import INDEX_BYTES, read_object
 
 _CONFIG = "config.json"
 _ADAPTER = "adapter_config.json"
@@ -89,14 +89,14 @@ def quantisation_in(directory: str | os.PathLike[str]) -> Quantisation | None:
     if not path.is_dir():
         path = path.parent  # of a file, or an index
     if (path / _CONFIG).is_file():
-        named = quantisation_of(read_json(path / _CONFIG, INDEX_BYTES))
+        named = quantisation_of(read_object(path / _CONFIG, INDEX_BYTES))
         if named is not None:
             return named
     for name, keys in _OTHER_CONFIGS.items():
         if not (path / name).is_file():
             continue
-        described = read_json(path / name, INDEX_BYTES)
-        if isinstance(described, dict) and any(key in described for key in keys):
+        described = read_object(path / name, INDEX_BYTES)
+        if any(key in described for key in keys):
             producer = described.get("producer")
             method = producer.get("name") if isinstance(producer, dict) else None
             return Quantisation(str(method or described.get("quant_method", "awq")), described)
@@ -141,7 +141,7 @@ def dtype_of(opened: SafetensorsSet) -> torch.dtype:
     the order of names, of the first file; of 4 and 8 bits none counts. Without any, float32.
     """
     if shards.is_index(opened.path):
-        metadata = read_json(opened.path, INDEX_BYTES).get("metadata")
+        metadata = read_object(opened.path, INDEX_BYTES).get("metadata")
         named = metadata.get("dtype") if isinstance(metadata, dict) else None
         if isinstance(named, str) and isinstance(getattr(torch, named, None), torch.dtype):
             return getattr(torch, named)  # type: ignore[no-any-return]

@@ -173,6 +173,19 @@ def read_json(path: str | os.PathLike[str], most: int, named: object = None) -> 
         raise IntegrityError(detail, expected="JSON", found="other bytes") from None
 
 
+def read_object(path: str | os.PathLike[str], most: int, named: object = None) -> dict[str, Any]:
+    """`read_json` of a file that holds an object; IntegrityError if it holds anything else."""
+    value = read_json(path, most, named)
+    if not isinstance(value, dict):
+        raise IntegrityError(
+            f"{named or path} is not what it should be: a JSON object is expected, not "
+            f"{json.dumps(value):.40}",
+            expected="a JSON object",
+            found=type(value).__name__,
+        )
+    return value
+
+
 def _read_small(name: str, most: int) -> bytes:
     with opened(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY) as fd:
         facts = os.fstat(fd)

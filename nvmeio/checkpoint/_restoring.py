@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from nvmeio._formats.sniff import NoCheckpointError
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.long_call import LongCall
 from nvmeio._storage.locks import leads_to, reading
-from nvmeio._storage.untrusted import INDEX_BYTES, read_small
+from nvmeio._storage.untrusted import INDEX_BYTES, read_object
 from nvmeio.checkpoint._directory import retention
 from nvmeio.checkpoint._directory.retention import Generation
 from nvmeio.checkpoint._multi_rank.drives import OwnDrives, Save, parsed, parts_in
@@ -207,8 +206,7 @@ def files_of(path: str) -> list[str]:
     """The files of a directory of ranks, by rank; IntegrityError if its index is wrong."""
     index_path = os.path.join(path, retention.INDEX)
     try:
-        index = json.loads(read_small(index_path, INDEX_BYTES))
-        sizes: dict[str, int] = dict(index["files"])
+        sizes: dict[str, int] = dict(read_object(index_path, INDEX_BYTES)["files"])
         names = sorted(sizes)
         if not names or any(os.path.basename(name) != name for name in names):
             raise ValueError("it names files that are not here")

@@ -528,7 +528,8 @@ class Checkpointer(NotPickled, ClosingWork):
         return self._training.state()
 
     def _named(self, step: int) -> str:
-        return f"step {step} of {self.directory}"
+        path = retention.ranks_path if self._layout == "per_rank" else retention.file_path
+        return f"step {step} of {self.directory} ({os.path.basename(path(self.directory, step))})"
 
     def steps(self) -> list[int]:
         """The steps that are complete, in ascending order; [] if there is no directory.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nvmeio.errors import an, nearest
+from nvmeio.errors import IntegrityError, an, nearest
 
 logger = logging.getLogger("nvmeio")
 
@@ -84,38 +84,60 @@ class Training:
 def _random() -> dict[str, Any]:
     """The states of torch's, Python's and numpy's generators; of CUDA's if it is in use."""
     version, numbers, gauss = random.getstate()
-    found: dict[str, Any] = {
+    states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": (version, torch.tensor(numbers), gauss),
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        found["numpy"] = (kind, torch.tensor(keys.tolist()), *rest)
+        state = numpy.random.get_state(legacy=False)
+        if state["bit_generator"] == "MT19937":
+            keys, position = torch.tensor(state["state"]["key"].tolist()), state["state"]["pos"]
+            states["numpy"] = ("MT19937", keys, position, state["has_gauss"], state["gauss"])
+        else:  # numpy.random.set_bit_generator was called
+            states["numpy"] = _without_arrays(state)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found["cuda"] = torch.cuda.get_rng_state_all()
-    return found
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
 
 
-def _restore_random(states: Mapping[str, Any], where: str) -> None:
+def _without_arrays(value: Any) -> Any:
+    """A generator's state as what ``weights_only=True`` loads: arrays become lists."""
+    if isinstance(value, dict):
+        return {str(name): _without_arrays(part) for name, part in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _restore_random(states: Any, where: str) -> None:
+    try:
+        restores = _restores_of(states, where)
+        for restore in restores:
+            restore()
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as wrong:
+        raise IntegrityError(
+            f"{where}: its random states are damaged, or of another version: "
+            f"{type(wrong).__name__}: {wrong}. Go back to another step, or restore() it and load "
+            "the parts yourself",
+            expected="what training_state() gives",
+            found=f"{type(wrong).__name__}: {wrong}",
+        ) from wrong
+
+
+def _restores_of(states: Mapping[str, Any], where: str) -> list[Callable[[], object]]:
+    """What brings each generator back; nothing has changed before the first is called."""
     version, numbers, gauss = states["python"]
-    setting: dict[str, Callable[[], object]] = {
-        "python": lambda: random.setstate((version, tuple(numbers.tolist()), gauss)),
-        "torch": lambda: torch.set_rng_state(states["torch"].cpu()),
-    }
+    python, of_torch = (version, tuple(numbers.tolist()), gauss), states["torch"].cpu()
+    restores: list[Callable[[], object]] = [
+        lambda: random.setstate(python),
+        lambda: torch.set_rng_state(of_torch),
+    ]
     if "numpy" in states:
-        import numpy
-
-        kind, keys, *rest = states["numpy"]
-        setting["numpy"] = lambda: numpy.random.set_state(
-            (kind, numpy.asarray(keys.tolist(), dtype="uint32"), *rest)
-        )
+        restores.append(_restore_of_numpy(states["numpy"], where))
     if "cuda" in states:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == len(states["cuda"]):
-            setting["cuda"] = lambda: torch.cuda.set_rng_state_all(
-                [each.cpu() for each in states["cuda"]]
-            )
+            devices = [state.cpu() for state in states["cuda"]]
+            restores.append(lambda: torch.cuda.set_rng_state_all(devices))
         else:
             logger.warning(
                 "%s has the random states of %d CUDA devices, and there are %d: they begin anew",
@@ -123,5 +145,26 @@ def _restore_random(states: Mapping[str, Any], where: str) -> None:
                 len(states["cuda"]),
                 count,
             )
-    for restore in setting.values():
-        restore()
+    return restores
+
+
+def _restore_of_numpy(state: Any, where: str) -> Callable[[], object]:
+    import numpy
+
+    kind = state["bit_generator"] if isinstance(state, dict) else state[0]
+    now = numpy.random.get_state(legacy=False)["bit_generator"]
+    if kind != now:
+        logger.warning(
+            "%s has the state of numpy's %s, and numpy.random uses %s: it begins anew. Call "
+            "numpy.random.set_bit_generator(numpy.random.%s()) before resume",
+            where,
+            kind,
+            now,
+            kind,
+        )
+        return lambda: None
+    if isinstance(state, dict):
+        return lambda: numpy.random.set_state(state)
+    _, keys, *rest = state
+    numbers = numpy.asarray(keys.tolist(), dtype="uint32")
+    return lambda: numpy.random.set_state((kind, numbers, *rest))

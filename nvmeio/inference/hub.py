@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nvmeio._formats import packed_index
-from nvmeio._storage.untrusted import INDEX_BYTES, read_json
+from nvmeio._formats.safetensors import shards
 from nvmeio.errors import BackendUnavailableError
 
 # As huggingface_hub's `validate_repo_id` takes them; the oldest have no owner ("gpt2").
@@ -79,7 +79,7 @@ def directory_of(given: str | os.PathLike[str], revision: str | None = None) -> 
     held = next((file for file in whole if _download(hub, name, file, commit, needed=False)), None)
     weights = [held or _WEIGHTS]
     if held is None and _download(hub, name, _INDEX, commit) is not None:
-        weights = sorted(set(read_json(found / _INDEX, INDEX_BYTES)["weight_map"].values()))
+        weights = sorted(str(p.relative_to(found)) for p in shards.read_index(found / _INDEX))
     for file in weights:
         if _download(hub, name, file, commit) is None:
             raise FileNotFoundError(

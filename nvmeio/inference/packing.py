@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._pages import PAGE_BYTES, TENSOR_ALIGNMENT, round_up
 from nvmeio._storage import crc32, durable
-from nvmeio._storage.untrusted import INDEX_BYTES, read_json
+from nvmeio._storage.untrusted import INDEX_BYTES, read_object
 from nvmeio.errors import nearest
 from nvmeio.handle import AioHandle
 from nvmeio.inference import hub
@@ -504,7 +504,7 @@ def _copy_others(source: Path, target: Path, dtype: torch.dtype) -> None:
         if entry.is_file() and not entry.name.endswith(_WEIGHTS):
             shutil.copyfile(entry, target / entry.name)
     path = target / _CONFIG
-    config: Any = read_json(path, INDEX_BYTES, source / _CONFIG)
+    config = read_object(path, INDEX_BYTES, source / _CONFIG)
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

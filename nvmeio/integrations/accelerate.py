@@ -32,7 +32,7 @@ from nvmeio._pages import PAGE_BYTES, round_down, round_up
 from nvmeio._residency.order import Cyclic
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._residency.window import Keeper, LentPool, Slot, Window
-from nvmeio._storage.untrusted import INDEX_BYTES, Unchanged, read_json
+from nvmeio._storage.untrusted import INDEX_BYTES, Unchanged, read_object
 from nvmeio._threads.closing import do_all, on_error
 from nvmeio._threads.owner import OwnerThread
 from nvmeio._threads.shutdown import Ending
@@ -180,7 +180,7 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
             opened = self._files  # not this object, which would then never end
             undo.callback(lambda: do_all(file.close for file in opened.values()))
             if index is None and folder is not None:
-                index = read_json(os.path.join(folder, "index.json"), INDEX_BYTES)
+                index = read_object(os.path.join(folder, "index.json"), INDEX_BYTES)
             first = next((each.get("safetensors_file") for each in (index or {}).values()), None)
             handles = DriveHandles(handle, [first or folder or "."])
             undo.callback(handles.close)

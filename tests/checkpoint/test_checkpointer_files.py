@@ -557,6 +557,18 @@ def test_a_pointer_that_is_no_copy_of_a_step_is_not_written_over(
     assert refused.value.errno == errno.EEXIST and pointer.exists()
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "null", "[1]", "{", '{"files": 3}'])
+def test_an_index_of_ranks_that_says_nothing_is_named(text: str, directory: Path) -> None:
+    """JSON nested that deep was a bare RecursionError."""
+    (directory / "step-00000003").mkdir(parents=True)
+    (directory / "step-00000003" / "index.json").write_text(text)
+    with (
+        nvmeio.Checkpointer(directory, read_only=True) as checkpointer,
+        pytest.raises(nvmeio.IntegrityError, match=r"step-00000003/index\.json"),
+    ):
+        checkpointer.restore(3)
+
+
 def test_a_file_system_without_symbolic_links(
     new: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,6 +152,64 @@ def test_the_error_of_a_damaged_checkpoint_names_the_steps_to_go_back_to(tmp_pat
                 checkpointer.resume(step="2", data=loader)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", ["PCG64", "Philox", "SFC64", "MT19937"])
+def test_any_generator_of_numpys_comes_back(kind: str, tmp_path: Path) -> None:
+    """`training_state` raised AttributeError where numpy.random had another bit generator."""
+    numpy = pytest.importorskip("numpy")
+    before = numpy.random.get_bit_generator()
+    try:
+        numpy.random.set_bit_generator(getattr(numpy.random, kind)(1))
+        with nvmeio.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.resume(data=(loader := Loader()))
+            numpy.random.rand(3)
+            numpy.random.standard_normal()
+            checkpointer.save_sync(checkpointer.training_state(), 1)
+            wanted = numpy.random.rand(5).tolist(), numpy.random.standard_normal()
+            checkpointer.resume(data=loader)
+            assert (numpy.random.rand(5).tolist(), numpy.random.standard_normal()) == wanted
+    finally:
+        numpy.random.set_bit_generator(before)
+
+
+def test_a_state_of_another_generator_of_numpys_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    numpy = pytest.importorskip("numpy")
+    before = numpy.random.get_bit_generator()
+    with nvmeio.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.resume(data=(loader := Loader()))
+        try:
+            numpy.random.set_bit_generator(numpy.random.PCG64(1))
+            checkpointer.save_sync(checkpointer.training_state(), 1)
+        finally:
+            numpy.random.set_bit_generator(before)
+        assert checkpointer.resume(data=loader) == 2
+    assert "has the state of numpy's PCG64, and numpy.random uses MT19937" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda states: states.pop("python"),
+        lambda states: states.update(torch=torch.ones(3)),
+        lambda states: states.update(torch=None),
+        lambda states: states.update(numpy=("MT19937", torch.ones(5).long(), 3, 0, 0.0)),
+        lambda states: states.update(python=(3, torch.ones(2, dtype=torch.int64), None)),
+        lambda states: states.update(numpy={"state": 1}),
+    ],
+)
+def test_damaged_random_states_name_the_file(damage: Any, tmp_path: Path) -> None:
+    """A bare KeyError or TypeError came out of `resume`."""
+    pytest.importorskip("numpy")
+    with nvmeio.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.resume(data=(loader := Loader()))
+        state = checkpointer.training_state()
+        damage(state["random_states"])
+        checkpointer.save_sync(state, 3)
+        with pytest.raises(nvmeio.IntegrityError, match=r"step-00000003\.pt.*random states"):
+            checkpointer.resume(data=loader)
+
+
 class TorchWithDevices:
     """torch, as `nvmeio.checkpoint.training` sees it, with generators of so many CUDA devices."""
 

@@ -66,6 +66,21 @@ def test_each_reads_what_the_other_wrote(writer: Any, reader: Any, tmp_path: Pat
     assert_same(found, state)
 
 
+@pytest.mark.parametrize("numel", [20, 300_000])
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32])
+@pytest.mark.parametrize("writer", Writers)
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated", "ignore:torch.quantize_per_tensor")
+def test_quantised_tensors_are_read_as_torch_reads_them(
+    writer: Any, dtype: torch.dtype, numel: int, tmp_path: Path
+) -> None:
+    """The shape was asked of the meta device, which has no such tensors."""
+    values = torch.quantize_per_tensor(torch.randn(numel), 0.1, 3, dtype)
+    dcp.save({"x": values}, storage_writer=writer(tmp_path))
+    found = {"x": torch.quantize_per_tensor(torch.zeros(numel), 0.1, 3, dtype)}
+    dcp.load(found, storage_reader=NvmeStorageReader(tmp_path))
+    assert torch.equal(found["x"].int_repr(), values.int_repr())
+
+
 def test_metadata_and_items_are_of_one_checkpoint_though_a_link_to_it_changes(
     tmp_path: Path,
 ) -> None:

@@ -236,7 +236,10 @@ class Parser:
 
 def _described(read: ReadBytes, nbytes: int) -> torch.Tensor | None:
     view: io.RawIOBase = _ItemView(read, nbytes)
-    tensor = torch.load(view, map_location="meta", weights_only=True)  # type: ignore[arg-type]
+    try:
+        tensor = torch.load(view, map_location="meta", weights_only=True)  # type: ignore[arg-type]
+    except NotImplementedError:  # the meta device has no such tensors: quantised ones, say
+        return None
     plain = (
         type(tensor) is torch.Tensor
         and tensor.is_meta

@@ -445,7 +445,7 @@ def _read(directory: str) -> _DriveRecord | None:
         return None
     except OSError as failed:
         raise transfer_error(failed, "open", path) from failed
-    except (ValueError, KeyError, TypeError) as wrong:
+    except (ValueError, KeyError, TypeError, RecursionError) as wrong:
         state = os.path.join(directory, "state.0")
         if not _has_manifest(directory) and not os.path.exists(state):
             return None  # killed while it was made
