@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from nvmeio._residency import calls, tiled_linear
 from nvmeio.errors import ClosedError, IntegrityError
+from nvmeio.inference._experts.sets import ExpertSet
 from nvmeio.inference._plan.slot_layout import CutSums
 from nvmeio.inference._plan.transformers import cache_among
 from nvmeio.inference._plan.units import Unit
@@ -60,7 +61,11 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
         for embedding in unit.row_modules:
             _attach_rows(embedding, unit, stream)
         if unit.experts is not None:
-            _attach_experts(unit.experts.module, unit, stream)
+            _attach_experts(
+                unit.experts.module, functools.partial(_with_read_experts, stream, unit)
+            )
+    for experts in stream.experts:
+        _attach_experts(experts.module, functools.partial(_with_kept_experts, stream, experts))
     for module in {target.module: None for target in stream.fixed.targets}:
         if module is not model and not stream.trainable:
             calls.wrap(module, _quietly)
@@ -74,7 +79,8 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
             module.save_pretrained = functools.partial(_save, module, stock)  # type: ignore[assignment]
     streamed: dict[nn.Module, set[str]] = {}
     buffers: dict[nn.Module, dict[str, WeightSource]] = {}
-    for unit in (stream.fixed, *stream.units):
+    shown = (stream.fixed, *stream.units, *(experts.unit for experts in stream.experts))
+    for unit in shown:
         for target in unit.targets:
             streamed.setdefault(target.module, set()).add(target.attribute)
             source = WeightSource(stream, unit, target.weight)
@@ -83,8 +89,7 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
             if isinstance(target.empty, (stand_ins.Absent, stand_ins.Elsewhere)):
                 target.empty.source = source
         stand_ins.count_changes(unit.targets)
-    dtypes = {target.empty.dtype for unit in stream.units for target in unit.targets}
-    dtypes |= {target.empty.dtype for target in stream.fixed.targets}
+    dtypes = {target.empty.dtype for unit in shown for target in unit.targets}
     for module in model.modules():
         apply = functools.partial(_applied, module, stream.device, dtypes, streamed)
         module._apply = apply  # type: ignore[method-assign]
@@ -332,15 +337,53 @@ def _check(unit: Unit, stream: WeightStream) -> None:
         stand_ins.check_frozen(unit.targets)
 
 
-def _attach_experts(module: nn.Module, unit: Unit, stream: WeightStream) -> None:
-    call = module.forward  # behind the hooks, which may route otherwise
+def _attach_experts(module: nn.Module, compute: Callable[..., Any]) -> None:
+    """Have `compute(routing, call, ...)` call a module's forward, behind hooks that may route."""
+    call = module.forward
     place = list(inspect.signature(call).parameters).index("top_k_index")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        stream.need_experts(unit, kwargs["top_k_index"] if len(args) <= place else args[place])
-        return call(*args, **kwargs)
+        routing = kwargs["top_k_index"] if len(args) <= place else args[place]
+        return compute(routing, call, *args, **kwargs)
 
     module.forward = forward
+
+
+def _with_read_experts(
+    stream: WeightStream,
+    unit: Unit,
+    routing: torch.Tensor,
+    call: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    stream.need_experts(unit, routing)
+    return call(*args, **kwargs)
+
+
+def _with_kept_experts(
+    stream: WeightStream,
+    experts: ExpertSet,
+    routing: torch.Tensor,
+    call: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    _check_grad(repr(experts.name), args, kwargs)
+    if hasattr(experts.module, "parametrizations"):  # adapters compute with copies of all experts
+        return call(*args, **kwargs)
+    use = stream.use_experts(experts, routing)
+    try:
+        output = calls.quietly(call)(*args, **kwargs)
+        stream.experts_used(use)
+        return output
+    except BaseException:
+        stream.spoil()
+        raise
+    finally:
+        del use
 
 
 def _leave_out(module: nn.Module, names: Set[str]) -> None:

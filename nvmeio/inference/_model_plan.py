@@ -5,6 +5,7 @@ A plan is a model without weights: what each is read from, and what memory is sp
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 from collections.abc import Mapping, Sequence
@@ -22,17 +23,27 @@ from nvmeio._formats.safetensors.open_set import SafetensorsSet, StoredTensor
 from nvmeio._memory import devices, system
 from nvmeio.errors import an
 from nvmeio.inference import hub
+from nvmeio.inference._experts.sets import ExpertSet, find_sets
 from nvmeio.inference._parallel import tensor_parallel
 from nvmeio.inference._parallel.stream_ranks import Ranks, check_part, digest_of, room_for_others
 from nvmeio.inference._parallel.tensor_parallel import TensorParallel
 from nvmeio.inference._plan import packed_format, transformers
-from nvmeio.inference._plan.budget import SHARE, Shares, check_numbers, fit, share_out
+from nvmeio.inference._plan.budget import (
+    SHARE,
+    ExpertNeeds,
+    Shares,
+    check_numbers,
+    fit,
+    share_out,
+)
 from nvmeio.inference._plan.matching import match
 from nvmeio.inference._plan.packed_format import Packed
 from nvmeio.inference._plan.quantization import Compute
 from nvmeio.inference._plan.slot_layout import Weight
 from nvmeio.inference._plan.units import Partition, partition
 from nvmeio.inference._stream import stand_ins
+
+logger = logging.getLogger("nvmeio")
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -46,6 +57,7 @@ class ModelPlan(NamedTuple):
 
     model: Any
     parts: Partition
+    experts: list[ExpertSet]
     shares: Shares
     ranks: Ranks | None
     parallel: TensorParallel | None
@@ -78,36 +90,78 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
         ranks.drop()
         ranks = None  # each reads for itself
     own_alignment = not asked.is_transformers or parallel is not None
+    experts = _expert_sets(asked, model, matched, opened, own_alignment)
+    of_experts = {id(target.empty) for each in experts for target in each.unit.targets}
+    others_of = {key: weight for key, weight in matched.items() if key not in of_experts}
+    needs = ExpertNeeds(
+        max((each.least_nbytes for each in experts), default=0),
+        sum(each.all_nbytes for each in experts)
+        + max((each.least_nbytes - each.all_nbytes for each in experts), default=0),
+    )
 
     def cut_to(most: int | None = None) -> Partition:
         """The model in units of so many bytes at most, laid out."""
-        parts = partition(model, matched, asked.layers, most)
+        parts = partition(model, others_of, asked.layers, most)
         for unit in (parts.fixed, *parts.units):
-            if asked.trainable:
-                unit.experts = None  # those of a token would have to be known to backward
+            if experts or asked.trainable:
+                unit.experts = None  # kept one by one, or read with their layers
             unit.plan(opened, own_alignment=own_alignment)
         return parts
 
     parts = cut_to()
-    planned = (parts.fixed, *parts.units)
+    planned = (parts.fixed, *parts.units, *(each.unit for each in experts))
     check_part(opened, planned, ranks)
     others = 0 if ranks is None else room_for_others(parts.units, ranks.size)
     budget, left = asked.resident_bytes, None
     if budget is None:
         left = memory_left()
-        budget = _default_budget(parts.fixed, parts.units, asked.window, others, left)
+        budget = _default_budget(parts, asked.window, others, needs, left)
     if ranks is not None:
         digest = digest_of(
             opened, planned, asked.window, asked.checksum, asked.device.type, asked.compute
         )
         budget = ranks.meet(digest, budget)
-        shares = share_out(parts.fixed, parts.units, budget, asked.window, others)
+        shares = share_out(parts.fixed, parts.units, budget, asked.window, others, needs)
     else:
-        parts, shares = fit(parts, cut_to, budget, asked.window, left)
-    for unit in (parts.fixed, *parts.units):
+        parts, shares = fit(parts, cut_to, budget, asked.window, left, needs)
+    for unit in (parts.fixed, *parts.units, *(each.unit for each in experts)):
         (stand_ins.freeze if asked.trainable else stand_ins.stand_in)(unit, asked.device)
     part = opened.metadata.get(packed_index.PART)
-    return ModelPlan(model, parts, shares, ranks, parallel, dict(opened.tensors), packed, part)
+    stored = dict(opened.tensors)
+    return ModelPlan(model, parts, experts, shares, ranks, parallel, stored, packed, part)
+
+
+def _expert_sets(
+    asked: Asked,
+    model: nn.Module,
+    matched: dict[int, Weight],
+    opened: SafetensorsSet,
+    own_alignment: bool,
+) -> list[ExpertSet]:
+    """The experts that are kept one by one; none where they are read with their layers.
+
+    A device's kernels want them there, and backward would have to know those of each token.
+    """
+    if asked.trainable or asked.device.type != "cpu":
+        return []
+    sets = find_sets(model, matched)
+    for each in sets:
+        each.plan(opened, own_alignment)
+    needed = sum(each.all_nbytes for each in sets)
+    limits = [
+        _left_under(resource.RLIMIT_AS, "VmSize"),
+        _left_under(resource.RLIMIT_DATA, "VmData"),
+    ]
+    room = min((limit for limit in limits if limit is not None), default=None)
+    if room is not None and needed > room // 2:  # the other half is for what has memory
+        logger.info(
+            "experts are read with their layers: one by one they need %d bytes of address space, "
+            "and the limits of this process leave %d (ulimit -v, ulimit -d)",
+            needed,
+            room,
+        )
+        return []
+    return sets
 
 
 def _left_packed(
@@ -155,9 +209,12 @@ def _model(asked: Asked, opened: SafetensorsSet) -> Any:
     return model
 
 
-def _default_budget(fixed: Any, units: Any, window: int | None, others: int, left: int) -> int:
+def _default_budget(
+    parts: Partition, window: int | None, others: int, experts: ExpertNeeds, left: int
+) -> int:
     """Half of what is left, but never less than what streaming needs at all."""
-    least = share_out(fixed, units, None, 1 if window is None else window, others).total
+    layers = 1 if window is None else window
+    least = share_out(parts.fixed, parts.units, None, layers, others, experts).total
     return max(least, int(left * SHARE))
 
 

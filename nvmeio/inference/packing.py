@@ -279,7 +279,10 @@ class _Contents:
 
     def _record(self, unit: Unit, setting: Quantised | None, done: set[str]) -> _UnitRecord:
         tensors = []
-        for number, weight in enumerate(unit.weights):
+        experts = () if unit.experts is None else unit.experts.weights
+        # Experts come last: what is always read of a layer is one read then.
+        for number in sorted(range(len(unit.weights)), key=lambda number: number in experts):
+            weight = unit.weights[number]
             if weight.name in done:
                 continue
             done.add(weight.name)

@@ -196,6 +196,7 @@ def stream_model(
             undo.callback(close_caches)
         stream = WeightStream(
             partition=plan.parts,
+            experts=plan.experts,
             shares=plan.shares,
             device=where,
             open_checkpoint=open_again,

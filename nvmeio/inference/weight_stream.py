@@ -18,8 +18,10 @@ then on.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,6 +39,9 @@ from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio._threads.shutdown import Ending
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
+from nvmeio.inference._experts.arrivals import Source
+from nvmeio.inference._experts.cache import ExpertCache, ExpertStats, Use
+from nvmeio.inference._experts.sets import ExpertSet
 from nvmeio.inference._parallel.rank_reader import RankReader
 from nvmeio.inference._parallel.stream_ranks import Ranks, new_reader
 from nvmeio.inference._plan.budget import Shares
@@ -61,13 +66,15 @@ class StreamStats(NamedTuple):
         units_used: How often a unit was used.
         mispredicted: Units that were needed and not being read yet, except for the very first.
         dropped: Units that were read, wholly or in part, and not used.
-        experts_read: Experts that were read on demand.
+        experts_read: Experts of mixtures that were read, on demand or ahead.
+        experts: What these have cost; `WeightStream.expert_stats` has that of each layer.
         rows_read: Rows of embeddings that were read.
         waited_s: Seconds in which the computation waited for weights.
         resident_bytes: Memory that holds weights for good.
         window_bytes: Memory that weights are streamed through.
         work_bytes: Memory that converted weights are in, and what only other ranks want.
-        streamed_bytes: What one pass reads, with all experts and without rows.
+        expert_bytes: Memory for the experts that are kept.
+        streamed_bytes: What one pass reads, with all experts and without rows, where not all stay.
     """
 
     bytes_read: int
@@ -81,7 +88,9 @@ class StreamStats(NamedTuple):
     resident_bytes: int
     window_bytes: int
     work_bytes: int
+    expert_bytes: int
     streamed_bytes: int
+    experts: ExpertStats
 
 
 class _Origin(NamedTuple):
@@ -118,6 +127,7 @@ class WeightStream(NotPickled, Closing):
         beside: Closed with the stream.
         trainable: Backward needs the weights again.
         ranks: Who reads a part of each unit; None for a process alone.
+        experts: Of a mixture, those that are kept one by one.
     """
 
     _elsewhere = "call stream_model in each process, with a share of the memory each"
@@ -134,9 +144,11 @@ class WeightStream(NotPickled, Closing):
         beside: Callable[[], None] | None = None,
         trainable: bool = False,
         ranks: Ranks | None = None,
+        experts: Sequence[ExpertSet] = (),
     ) -> None:
         self._paths = [os.fspath(path) for path in paths]
         self._partition = partition
+        self._experts = tuple(experts)
         self._shares = shares
         self._device = device
         self._open_checkpoint = open_checkpoint
@@ -149,6 +161,9 @@ class WeightStream(NotPickled, Closing):
         self._owner: OwnerThread | None = None
         self._opening = threading.Lock()
         self._uses: Uses | None = None
+        self._cache: ExpertCache | None = None
+        self._experts_before = [ExpertStats()] * len(self._experts)
+        self._experts_waited_s = 0.0
         self._ending: Ending | None = None
         self._before: dict[str, Any] = {}  # counts of what was closed
         self.reopen()
@@ -272,6 +287,53 @@ class WeightStream(NotPickled, Closing):
             self._own_pass.spoil()
             raise
 
+    def use_experts(self, experts: ExpertSet, top_k_index: torch.Tensor) -> Use:
+        """Have those experts in place, or on their way, that tokens are routed to.
+
+        What is computed with them waits for those that are on their way (`_experts.waiting`).
+
+        Args:
+            experts: The set of the module that is called.
+            top_k_index: Numbers of experts, any shape; others than 0 to count - 1 mean none.
+
+        Returns:
+            To hold for as long as they are computed with.
+
+        Raises:
+            TransferError, IntegrityError, ClosedError: As for `use`; names the expert.
+        """
+        owner, _ = self._check()
+        cache = self._cache
+        if cache is None:
+            raise ClosedError(CLOSED)
+        tokens_of = Counter(top_k_index.flatten().tolist())
+        hit = sorted(expert for expert in tokens_of if 0 <= expert < experts.number)
+        counts = [tokens_of[expert] for expert in hit]
+        entered: Any = None
+        try:
+            with profiled("wait", experts.name):
+                entered = in_turn(
+                    owner, cache.enter, experts, hit, counts, _caller(lockstep_here())
+                )
+                if entered.waits:
+                    entered.arriving.wait()
+            return entered  # type: ignore[no-any-return]
+        except BaseException:
+            self._own_pass.spoil()
+            raise
+        finally:
+            del entered  # the traceback of an interrupt must not keep the turn
+
+    def experts_used(self, use: Use) -> None:
+        """Take experts whose call has ended away; RuntimeError if the call has changed them."""
+        self._experts_waited_s += use.arriving.waited_s
+        if self._cache is not None:
+            self._cache.check_as_read()
+
+    def spoil(self) -> None:
+        """A call has failed with some of its experts: the cache of its pass is refused."""
+        self._own_pass.spoil()
+
     def rows(self, unit: Unit, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of an embedding that is not in memory; see `EmbeddingRows.read`."""
         _, uses = self._check()
@@ -295,7 +357,9 @@ class WeightStream(NotPickled, Closing):
             RuntimeError: A pass for inference asks, whose layers are to be read once, or one of
                 several ranks, which may have a part of it.
         """
-        if self._ranks is not None or (not self._trainable and self._own_pass.under_way):
+        in_pass = not self._trainable and self._own_pass.under_way
+        of_experts = any(unit is experts.unit for experts in self._experts)
+        if not of_experts and (in_pass or self._ranks is not None):
             raise RuntimeError(ABSENT)
         owner, uses = self._check()
         with profiled("wait", unit.name):
@@ -419,8 +483,10 @@ class WeightStream(NotPickled, Closing):
             resources = Resources(handles, checkpoint, memory, reader)
             uses = Uses(owner, resources, self._partition, self._trainable)
             uses.open()
+            source = Source(handles, checkpoint)
+            cache = ExpertCache(owner, source, self._experts, self._shares.experts)
             undo.pop_all()
-        self._uses = uses
+        self._uses, self._cache = uses, cache
         self._ending = Ending(owner, resources.close)
         return True
 
@@ -460,12 +526,18 @@ class WeightStream(NotPickled, Closing):
         if staying is not None:
             return staying
         queued = uses.turns.take(caller, waited)  # its unit is taken away when it is done
+        cache = self._cache
+        if queued is None and cache is not None:
+            queued = cache.turns.take(caller, waited)
         if queued is not None:
             return queued
-        self._before = self._counts()
-        self._uses = None
+        self._before, self._experts_before = self._counts(), self.expert_stats
+        self._uses = self._cache = None
+        close_experts = None if cache is None else cache.close
         ending = None if self._ending is None else self._ending.close
-        do_all(step for step in (uses.close, ending, self._beside) if step is not None)
+        do_all(
+            step for step in (close_experts, uses.close, ending, self._beside) if step is not None
+        )
         return None
 
     # --- properties ---------------------------------------------------------------------------
@@ -506,6 +578,20 @@ class WeightStream(NotPickled, Closing):
         return self._partition.fixed
 
     @property
+    def experts(self) -> Sequence[ExpertSet]:
+        """The sets of experts that are kept one by one, in the order of the module tree."""
+        return self._experts
+
+    @property
+    def expert_stats(self) -> list[ExpertStats]:
+        """What experts have cost since the stream was made, for each of `experts`."""
+        now = [ExpertStats()] * len(self._experts) if self._cache is None else self._cache.stats()
+        return [
+            ExpertStats(*map(operator.add, before, later))
+            for before, later in zip(self._experts_before, now, strict=True)
+        ]
+
+    @property
     def units(self) -> Sequence[Unit]:
         """The units, each streamed or kept as a whole, in the order of the module tree."""
         return tuple(self._partition.units)
@@ -519,16 +605,28 @@ class WeightStream(NotPickled, Closing):
             with contextlib.suppress(ClosedError):
                 counts = owner.call(self._counts)
         rows, units = self._rows, self._partition.units
+        experts = ExpertStats(*map(sum, zip(*self.expert_stats, strict=True)))
+        read = counts.pop("experts_read") + experts.misses + experts.read_ahead
         return StreamStats(
-            bytes_read=counts.pop("bytes_read") + rows.nbytes,
+            bytes_read=counts.pop("bytes_read") + rows.nbytes + experts.bytes_read,
             rows_read=rows.number,
-            waited_s=counts.pop("waited_s") + rows.waited_s,
+            experts_read=read,
+            experts=experts,
+            expert_bytes=self._shares.experts,
+            waited_s=counts.pop("waited_s") + rows.waited_s + self._experts_waited_s,
             resident_bytes=self._shares.resident,
             window_bytes=self._shares.window,
             work_bytes=self._shares.work + self._shares.others,
-            streamed_bytes=sum(u.streamed_bytes for u in units if not u.resident),
+            streamed_bytes=sum(u.streamed_bytes for u in units if not u.resident)
+            + self._expert_bytes,
             **counts,
         )
+
+    @property
+    def _streamed_expert_bytes(self) -> int:
+        """Bytes of all experts, where not all of them stay."""
+        total = sum(experts.all_nbytes for experts in self._experts)
+        return total if total > self._shares.experts else 0
 
     def _counts(self) -> dict[str, Any]:
         now = {} if self._uses is None else self._uses.counts()

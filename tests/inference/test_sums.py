@@ -164,11 +164,8 @@ def test_a_flipped_bit_is_found_in_experts(
     )
     share = entry.nbytes // 4
     model = stream(directory, resident_bytes=budget, compute=compute)
-    read = []
-    for _ in range(2):
-        logits(model, ids)
-        read.append(model.weight_stream.stats.experts_read)
-    assert read[1] - read[0] == 8 if length == 1 else read[1] - read[0] <= 4
+    logits(model, ids)
+    assert model.weight_stream.stats.experts_read >= 8
     model.weight_stream.close()
     for expert in range(4):  # whichever are read
         flip(file, entry.start + expert * share)

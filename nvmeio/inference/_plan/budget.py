@@ -55,6 +55,16 @@ class BudgetTooSmall(ValueError):
         self.least = least if in_tiles is None else in_tiles
 
 
+class ExpertNeeds(NamedTuple):
+    """Bytes for the experts of a mixture: those that one call may need at once, and all."""
+
+    least: int
+    most: int
+
+
+NO_EXPERTS = ExpertNeeds(0, 0)
+
+
 class Shares(NamedTuple):
     """What the budget is spent on, in bytes.
 
@@ -64,6 +74,7 @@ class Shares(NamedTuple):
         work: Room for converted weights of one unit.
         layers: How many of the largest streamed unit the window holds.
         others: Room for what only other ranks want.
+        experts: Of a mixture, those that are kept over all layers.
     """
 
     window: int
@@ -71,10 +82,11 @@ class Shares(NamedTuple):
     work: int
     layers: int
     others: int = 0
+    experts: int = 0
 
     @property
     def total(self) -> int:
-        return self.window + self.resident + self.work + self.others
+        return self.window + self.resident + self.work + self.others + self.experts
 
 
 def check_numbers(window: int | None, resident_bytes: int | None) -> None:
@@ -85,13 +97,19 @@ def check_numbers(window: int | None, resident_bytes: int | None) -> None:
 
 
 def share_out(
-    fixed: Unit, units: Sequence[Unit], budget: int | None, window: int | None, others: int = 0
+    fixed: Unit,
+    units: Sequence[Unit],
+    budget: int | None,
+    window: int | None,
+    others: int = 0,
+    experts: ExpertNeeds = NO_EXPERTS,
 ) -> Shares:
     """Decide what stays, and mark it (`Unit.resident`).
 
     As many layers as fit stay, evenly spaced: while they compute, the drive brings those in
     between. An output head is kept before any layer, for it would widen the window; an embedding
-    last, for reading its rows costs next to nothing.
+    last, for reading its rows costs next to nothing. Experts get what is left then: every token
+    needs all of the others, and a few of these.
 
     Args:
         fixed: Stays in any case.
@@ -99,10 +117,13 @@ def share_out(
         budget: Bytes for all weights; None keeps nothing but the fixed parts.
         window: Layers in the window, at least 1; None takes 3, or fewer where the budget wants it.
         others: Room for what only other ranks want.
+        experts: What the experts of a mixture need.
 
     Raises:
-        BudgetTooSmall: The fixed parts and a window of one layer do not fit.
+        BudgetTooSmall: The fixed parts, a window of one layer and a layer's experts do not fit.
     """
+    kept_experts = experts.least
+    others += kept_experts  # as one sum, until the rest is known
     wider = [window] if window is not None else [WINDOW, 2, 1]
     least = 0
     for layers in wider:
@@ -117,7 +138,10 @@ def share_out(
     kept = frozenset() if budget is None else _choose(fixed, units, budget, layers, others)
     for number, unit in enumerate(units):
         unit.resident = number in kept
-    return _shares(fixed, units, kept, layers, others)
+    shares = _shares(fixed, units, kept, layers, others)
+    if budget is not None:
+        kept_experts = min(experts.most, experts.least + budget - shares.total)
+    return shares._replace(others=others - experts.least, experts=kept_experts)
 
 
 def _choose(
@@ -186,6 +210,7 @@ def fit(
     budget: int | None,
     window: int | None,
     left: int | None = None,
+    experts: ExpertNeeds = NO_EXPERTS,
 ) -> Fitted:
     """Share a budget out; cut a model finer where it is too small.
 
@@ -199,6 +224,7 @@ def fit(
         window: Layers in the window; None takes 3, or fewer where the budget wants it.
         left: Free bytes of memory, if nobody asked for the budget. If it is more than these, their
             usual share is tried, then as few of them as will do, and only then the budget.
+        experts: What the experts of a mixture need.
 
     Raises:
         BudgetTooSmall: Nothing fits; says what would do.
@@ -207,11 +233,12 @@ def fit(
 
     def shared(budget: int | None) -> Fitted:
         try:
-            return Fitted(whole, share_out(whole.fixed, whole.units, budget, window))
+            shares = share_out(whole.fixed, whole.units, budget, window, experts=experts)
+            return Fitted(whole, shares)
         except BudgetTooSmall as refused:
             if len(levels) == 1:
                 levels.extend(_finer(whole, cut_to))
-            return _first_that_fits(levels[1:], budget, window, refused)
+            return _first_that_fits(levels[1:], budget, window, experts, refused)
 
     if left is not None and budget is not None and budget > left:
         try:
@@ -234,13 +261,18 @@ def _finer(whole: Partition, cut_to: Callable[[int], Partition]) -> list[Partiti
 
 
 def _first_that_fits(
-    finer: Sequence[Partition], budget: int | None, window: int | None, too_small: BudgetTooSmall
+    finer: Sequence[Partition],
+    budget: int | None,
+    window: int | None,
+    experts: ExpertNeeds,
+    too_small: BudgetTooSmall,
 ) -> Fitted:
     least = too_small.least
     for layers in [window] if window is not None else range(WINDOW, 0, -1):
         for parts in finer:
             try:
-                return Fitted(parts, share_out(parts.fixed, parts.units, budget, layers))
+                shares = share_out(parts.fixed, parts.units, budget, layers, experts=experts)
+                return Fitted(parts, shares)
             except BudgetTooSmall as refused:
                 least = min(least, refused.least)
     if least == too_small.least:

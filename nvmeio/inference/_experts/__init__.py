@@ -1,0 +1,6 @@
+"""Experts of mixtures: a cache in memory of those that tokens were routed to, over all layers.
+
+Start with `sets`: which weights are experts, and where an expert's bytes lie. Then `places` has the
+memory of those that are kept, `recency` says which one goes, `arrivals` are reads, and `cache` is
+what a call asks for.
+"""

@@ -1,0 +1,338 @@
+"""The cache of experts: which are in memory, what a call brings, and what goes for it.
+
+All state belongs to the stream's owner (`OwnerThread`). A caller asks for the experts that its
+tokens are routed to, and gets a `Use`: a claim, and the reads that are still under way. The caller
+waits for these itself and checks what came, so that the owner serves others meanwhile. One caller
+at a time computes with experts. When its claim ends, the owner keeps what arrived whole and was
+checked; all else is dropped, so that an interrupt or a failure leaves no half-read expert behind.
+
+One budget holds the experts of all layers. Where it is full, an expert takes the pages of the one
+that goes (`places`, `recency`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence, Set
+from typing import NamedTuple
+
+import torch
+
+from nvmeio._threads.closing import on_error
+from nvmeio._threads.owner import Claim, OwnerThread
+from nvmeio.inference._experts.arrivals import Arrival, Source
+from nvmeio.inference._experts.places import Lent, Places
+from nvmeio.inference._experts.recency import Recency
+from nvmeio.inference._experts.sets import STAGES, ExpertSet
+from nvmeio.inference._experts.waiting import Arriving, show_arriving
+from nvmeio.inference._stream import stand_ins
+from nvmeio.inference._stream.turns import Turns, Waiting
+
+# Where a call named this share of a layer's experts or more, the next layer's are read ahead.
+DENSE_SHARE = 0.75
+
+
+class ExpertStats(NamedTuple):
+    """What the experts of a layer, or of a whole model, have cost.
+
+    Attributes:
+        hits: Experts that were in memory, or on their way, when a call needed them.
+        misses: Experts whose read began when a call needed them.
+        read_ahead: Experts whose read began before a call needed them.
+        read_in_vain: Of these, those that went again before a call needed them.
+        evictions: Experts that went to make room for others.
+        bytes_read: Bytes of all reads.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    read_ahead: int = 0
+    read_in_vain: int = 0
+    evictions: int = 0
+    bytes_read: int = 0
+
+
+class Use(NamedTuple):
+    """A caller's right to compute with some experts; ends with the last reference to it.
+
+    Attributes:
+        claim: That right.
+        arriving: Those that are still read.
+        waits: Whether the caller has to wait for them all before it computes. Else the weights that
+            its module shows wait for each.
+    """
+
+    claim: Claim
+    arriving: Arriving
+    waits: bool
+
+
+class _Computing(NamedTuple):
+    """The use under way, as the owner knows it."""
+
+    number: int
+    places: Places
+    arriving: dict[int, Arrival]
+    lent: Lent
+    shown: list[torch.Tensor]
+
+
+_Key = tuple[int, int]  # the number of a set, and of its expert
+
+
+class ExpertCache:
+    """The experts of a model's layers, as many as a budget holds.
+
+    Args:
+        owner: The thread that owns it, and calls all but `check_as_read`.
+        source: Where experts are read from.
+        sets: In the order of the model's tree.
+        budget: Bytes, at least `ExpertSet.least_nbytes` of each set.
+    """
+
+    def __init__(
+        self, owner: OwnerThread, source: Source, sets: Sequence[ExpertSet], budget: int
+    ) -> None:
+        self._owner = owner
+        self._source = source
+        self._numbers = {experts: number for number, experts in enumerate(sets)}
+        self._places = [Places(experts) for experts in sets]
+        self._budget = budget - max((STAGES * each.stage_nbytes for each in sets), default=0)
+        self._in_use = 0  # bytes of pages that experts have
+        self._recency: Recency[_Key] = Recency()  # all that have pages
+        self._ahead: dict[_Key, Arrival] = {}  # reads that no call has needed yet
+        self._held: set[_Key] = set()  # of the call under way
+        self._counts: list[Counter[str]] = [Counter() for _ in sets]
+        self._computing: _Computing | None = None
+        self._last: int | None = None
+        self._follows: dict[int, int] = {}  # the set that came after a set the last time
+        self.turns = Turns(owner)
+
+    # --- what callers ask -----------------------------------------------------------------------
+
+    def enter(
+        self,
+        waited: Waiting | None,
+        experts: ExpertSet,
+        hit: Sequence[int],
+        counts: Sequence[int],
+        caller: Hashable,
+    ) -> Use | Waiting:
+        """Have experts in memory or on their way, and let their module show them.
+
+        Args:
+            waited: What an earlier call returned.
+            experts: The set.
+            hit: Its experts that tokens are routed to, ascending.
+            counts: How many tokens each of them has.
+            caller: A thread, or micro-batches in lockstep.
+
+        Raises:
+            ClosedError: The stream is closed.
+            TransferError: A read could not begin.
+        """
+        queued = self.turns.take(caller, waited)
+        if queued is not None:
+            return queued
+        number = self._numbers[experts]
+        arriving: dict[int, Arrival] = {}
+        with on_error(self.turns.end, caller), on_error(self._drop_late, number, arriving):
+            self._leave(self._computing, None)  # of this caller, who was interrupted
+            self._note_order(number)
+            self._bring(number, hit, counts, arriving)
+            places = self._places[number]
+            lent = places.lend()
+            shown = stand_ins.install(experts.unit.targets, lent.tensors)
+            awaited = Arriving(arriving)
+            waits = bool(arriving) and not show_arriving(experts.unit.targets, shown, awaited)
+            use = self._computing = _Computing(number, places, arriving, lent, shown)
+        self._read_ahead(number, len(hit))
+        return Use(self._owner.claim(self._leave, use, caller), awaited, waits)
+
+    def check_as_read(self) -> None:
+        """Take the weights away from the module that was called; raises if the call changed them.
+
+        In the thread that computes, at the call's end: once its claim is gone, another expert may
+        have their memory.
+        """
+        use = self._computing
+        if use is None:
+            return
+        targets = use.places.experts.unit.targets
+        try:
+            stand_ins.check_as_read(targets, use.shown)
+        except RuntimeError:
+            self._owner.call(self._purge, use.number)
+            raise
+        stand_ins.uninstall(targets)
+        if torch.is_autocast_enabled("cpu"):
+            torch.clear_autocast_cache()  # keeps weights, and copies, to the end of its block
+
+    def _leave(self, use: _Computing | None, caller: Hashable | None) -> None:
+        if use is None or self._computing is not use:
+            return
+        self._computing = None
+        try:
+            stand_ins.uninstall(use.places.experts.unit.targets)
+            self._drop_late(use.number, use.arriving)
+            use.shown.clear()
+            use.lent.tensors.clear()
+            if use.lent.mark() is not None:
+                self._leave_to_others(use.number)
+        finally:
+            if caller is not None:
+                self.turns.end(caller)
+
+    def close(self) -> None:
+        """Show nothing, and end all reads. What somebody keeps a tensor over stays mapped."""
+        self._leave(self._computing, None)
+        for arrival in self._ahead.values():
+            arrival.cancel()
+        self._ahead.clear()
+        self._places.clear()
+        self.turns.close()
+
+    # --- coming ---------------------------------------------------------------------------------
+
+    def _bring(
+        self,
+        number: int,
+        hit: Sequence[int],
+        counts: Sequence[int],
+        arriving: dict[int, Arrival],
+    ) -> None:
+        keys = [(number, expert) for expert in hit]
+        self._held.update(keys)
+        counted = self._counts[number]
+        for key in keys:
+            if key not in self._recency:
+                counted["misses"] += 1
+                arriving[key[1]] = self._begin(key, self._held)
+                continue
+            counted["hits"] += 1
+            if key in self._ahead:
+                arriving[key[1]] = self._ahead.pop(key)
+        share = max(1, self._budget // (self._places[number].nbytes * len(self._places)))
+        by_count = sorted(zip(counts, keys, strict=True), reverse=True)
+        for _, key in by_count[share:]:
+            self._recency.pass_by(key)
+        for _, key in by_count[share - 1 :: -1]:
+            self._recency.use(key)
+
+    def _begin(self, key: _Key, held: Set[_Key]) -> Arrival:
+        """Begin the read of an expert that has no pages; those that convert begin in turn.
+
+        Of those that are `held` none goes for it.
+        """
+        number, expert = key
+        places = self._places[number]
+        self._make_room(key, held)
+        self._recency.pass_by(key)
+        arrival = Arrival(self._source, places, expert)
+        if not places.experts.stage_nbytes:
+            with on_error(self._drop, key):
+                arrival.begin()
+        self._counts[number]["bytes_read"] += places.experts.read_nbytes
+        return arrival
+
+    def _make_room(self, key: _Key, held: Set[_Key]) -> None:
+        """Have pages for an expert: new ones, or those of another one that goes."""
+        places = self._places[key[0]]
+        while self._in_use + places.nbytes > self._budget:
+            victim = next(self._recency.victims(held), None)
+            if victim is None:
+                raise MemoryError(
+                    f"{places.experts.name} needs {len(held)} experts at once, and "
+                    f"{self._budget} bytes of resident_bytes are for experts: raise it"
+                )
+            source = self._places[victim[0]]
+            self._evict(victim)
+            if source.nbytes == places.nbytes and places.take_pages(key[1], source, victim[1]):
+                return
+            source.release(victim[1])
+            self._in_use -= source.nbytes
+        self._in_use += places.nbytes
+
+    def _evict(self, victim: _Key) -> None:
+        counted = self._counts[victim[0]]
+        counted["evictions"] += 1
+        arrival = self._ahead.pop(victim, None)
+        if arrival is not None:
+            counted["read_in_vain"] += 1
+            arrival.cancel()
+        self._recency.forget(victim)
+
+    # --- going ----------------------------------------------------------------------------------
+
+    def _drop_late(self, number: int, arriving: dict[int, Arrival]) -> None:
+        """Drop what did not arrive whole, or was not waited for: the call is over."""
+        self._held.clear()
+        for expert, arrival in arriving.items():
+            if not arrival.right:
+                arrival.cancel()
+                self._drop((number, expert))
+
+    def _drop(self, key: _Key) -> None:
+        arrival = self._ahead.pop(key, None)
+        if arrival is not None:
+            arrival.cancel()
+        if key in self._recency:
+            places = self._places[key[0]]
+            self._recency.forget(key)
+            places.release(key[1])
+            self._in_use -= places.nbytes
+
+    def _purge(self, number: int) -> None:
+        """Drop all of a set: its bytes are not those of the file."""
+        for expert in range(self._places[number].experts.number):
+            self._drop((number, expert))
+
+    def _leave_to_others(self, number: int) -> None:
+        """Somebody keeps tensors over a set: what lies there must not move from now on."""
+        old, self._places[number] = self._places[number], Places(self._places[number].experts)
+        for expert in range(old.experts.number):
+            key = (number, expert)
+            if key in self._ahead:
+                self._ahead.pop(key).cancel()
+            if key in self._recency:
+                self._recency.forget(key)
+                self._in_use -= old.nbytes
+
+    # --- ahead ----------------------------------------------------------------------------------
+
+    def _note_order(self, number: int) -> None:
+        if self._last is not None:
+            self._follows[self._last] = number
+        self._last = number
+
+    def _read_ahead(self, number: int, hits: int) -> None:
+        """Begin to read the next layer's experts, where this one needed nearly all of its own.
+
+        They take free pages, or those of experts that only a prompt has needed. Others go for them
+        only while as many stay as a layer has: what decoding asks for again.
+        """
+        following = self._follows.get(number, (number + 1) % len(self._places))
+        experts = self._places[following].experts
+        dense = hits >= DENSE_SHARE * self._places[number].experts.number
+        if not dense or following == number or experts.stage_nbytes:
+            return
+        keys = [(following, expert) for expert in range(experts.number)]
+        held = self._held.union(keys)
+        for key in keys:
+            if key in self._recency:
+                continue
+            if self._in_use + experts.nbytes > self._budget:
+                spare = self._recency.used > experts.number
+                if next(self._recency.victims(held, passing_only=not spare), None) is None:
+                    return
+            try:
+                self._ahead[key] = self._begin(key, held)
+            except (OSError, MemoryError):
+                return  # whoever needs it begins anew, and is told
+            self._counts[following]["read_ahead"] += 1
+
+    # --- what it has done -----------------------------------------------------------------------
+
+    def stats(self) -> list[ExpertStats]:
+        """Of each set."""
+        return [ExpertStats(**counted) for counted in self._counts]

@@ -1,0 +1,131 @@
+"""Memory for the experts of one set that are kept: address space for all, pages for some.
+
+Kernels index a tensor [experts, ...]. It lies over address space that is reserved and costs no
+memory; only the pages of experts that are kept exist. Where one expert takes the place of another,
+its predecessor's pages are moved to it (`mremap`), since memory that is there is read into at twice
+the rate of memory that is faulted in.
+
+Source: man 2 mremap (MREMAP_DONTUNMAP, Linux 5.7), man 2 madvise (MADV_DONTNEED, MADV_NOHUGEPAGE),
+man 2 mmap (MAP_NORESERVE).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+from nvmeio._bindings import memory_at
+from nvmeio._memory import system
+from nvmeio._residency.window import laid_over
+from nvmeio.inference._experts.sets import ExpertSet, PartPlace
+from nvmeio.inference._stream.packed_weights import Packed
+
+_MAP_NORESERVE = 0x4000
+_MADV_DONTNEED = 4
+_MADV_NOHUGEPAGE = 15
+_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
+
+_mremap = system.libc.mremap
+_mremap.restype = ctypes.c_void_p
+_mremap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_void_p,
+]
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class Lent(NamedTuple):
+    """Tensors over the experts of a set, for one call.
+
+    `mark` refers to what they lie over, and is dead once nobody has a tensor over it.
+    """
+
+    tensors: list[Any]
+    mark: weakref.ref[Any]
+
+
+class Places:
+    """The address space of one set.
+
+    Raises:
+        MemoryError: There is no such address space.
+    """
+
+    def __init__(self, experts: ExpertSet) -> None:
+        self.experts = experts
+        self.nbytes = experts.nbytes
+        length = experts.all_nbytes
+        try:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+            self._mapping = mmap.mmap(-1, length, flags=flags)
+        except (OSError, OverflowError, ValueError) as failed:
+            raise MemoryError(
+                f"{length} bytes of address space for the experts of {experts.name} cannot be "
+                f"reserved ({failed}): raise the limit of address space (ulimit -v), or set "
+                "vm.overcommit_memory to 0 or 1"
+            ) from None
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        # A huge page would belong to several experts, and go with the first of them.
+        system.libc.madvise(self.address, length, _MADV_NOHUGEPAGE)
+        self._memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
+
+    def region(self, expert: int) -> torch.Tensor:
+        """The bytes of one expert."""
+        return self._memory[expert * self.nbytes : (expert + 1) * self.nbytes]
+
+    def at(self, expert: int, part: PartPlace) -> int:
+        """The address of an expert's share of a part."""
+        return self.address + expert * self.nbytes + part.start
+
+    def release(self, expert: int) -> None:
+        """Give an expert's pages back to the system."""
+        system.libc.madvise(self.address + expert * self.nbytes, self.nbytes, _MADV_DONTNEED)
+
+    def take_pages(self, expert: int, other: Places, victim: int) -> bool:
+        """Move a victim's pages to an expert's place; False where the system cannot.
+
+        An old kernel has no such move (EINVAL), and there may be too many mappings (ENOMEM,
+        vm.max_map_count: each move may leave two).
+        """
+        target = self.address + expert * self.nbytes
+        source = other.address + victim * other.nbytes
+        moved = _mremap(source, self.nbytes, self.nbytes, _MAYMOVE_FIXED_DONTUNMAP, target)
+        if moved == target:
+            return True
+        code = ctypes.get_errno()
+        if moved == _FAILED and code in (errno.EINVAL, errno.ENOMEM, errno.ENOSYS):
+            return False
+        raise OSError(code, f"mremap of {self.nbytes} bytes failed")
+
+    def lend(self) -> Lent:
+        """Tensors [experts, ...] of all weights, as the model wants them or packed."""
+        view = memory_at(self.address, len(self._mapping), self._mapping)
+        mark = weakref.ref(view)
+        memory = torch.frombuffer(view, dtype=torch.uint8)
+        number = self.experts.number
+        tensors: list[Any] = []
+        for weight, parts, converted in self.experts.weights:
+            chosen = parts if converted is None else (converted,)
+            over = [self._over(memory, part, number) for part in chosen]
+            tensors.append(over[0] if weight.compute is None else Packed.of(weight, over))
+        return Lent(tensors, mark)
+
+    def _over(self, memory: torch.Tensor, part: PartPlace, number: int) -> torch.Tensor:
+        return laid_over(
+            memory, [(part.start, part.dtype, (number, *part.shape), _strides(part, self.nbytes))]
+        )[0]
+
+
+def _strides(part: PartPlace, nbytes: int) -> tuple[int, ...]:
+    inner = [1]
+    for size in part.shape[:0:-1]:
+        inner.append(inner[-1] * size)
+    return (nbytes // part.dtype.itemsize, *inner[::-1])

@@ -1,0 +1,280 @@
+"""Which weights of a model are experts, and where the bytes of each expert lie. No I/O here.
+
+A set is the experts of one layer: parameters [experts, ...] of one module, which is called with the
+experts that each token is routed to. An expert's shares of all these parameters lie side by side in
+a region of whole pages, so that it comes and goes as one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from nvmeio._formats.safetensors.open_set import SafetensorsSet
+from nvmeio._pages import PAGE_BYTES, TENSOR_ALIGNMENT, round_up
+from nvmeio.inference._plan.checksums import ExpectedBytes
+from nvmeio.inference._plan.slot_layout import FileExtent, Read, Weight, WeightPart
+from nvmeio.inference._plan.units import Target, Unit
+
+# A parameter whose share of an expert is smaller (a bias) stays with its layer: reading it by
+# itself would cost a round trip for next to nothing.
+LEAST_BYTES = 2 * PAGE_BYTES
+
+# Experts that are read at a time to be converted: what is read of them is memory of its own.
+STAGES = 4
+
+
+class PartPlace(NamedTuple):
+    """Where the share of an expert of one stored tensor lies.
+
+    Attributes:
+        dtype: As stored.
+        shape: Of one expert's share.
+        start: Its first byte, in the expert's region; if `staged`, in memory that is converted.
+        staged: Whether it is converted, and only the result lies in the region.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    staged: bool
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class WeightPlace(NamedTuple):
+    """A weight of a set: its parts, and where its elements lie once they are converted.
+
+    `converted` is None where the parts themselves are computed with.
+    """
+
+    weight: Weight
+    parts: tuple[PartPlace, ...]
+    converted: PartPlace | None
+
+
+class ExpertReads(NamedTuple):
+    """What brings an expert to one memory: its region, or what is converted.
+
+    Attributes:
+        reads: From the files.
+        expected: The checksums of what they bring, where the file has them.
+    """
+
+    reads: tuple[Read, ...]
+    expected: tuple[ExpectedBytes, ...]
+
+
+class ExpertSet:
+    """The experts of one module.
+
+    Attributes:
+        unit: Its weights and their targets, as a unit that no window has.
+        module: Is called with the experts that each token is routed to.
+        number: How many experts there are.
+        weights: Where an expert's share of each weight lies.
+        nbytes: An expert's region, in whole pages.
+        stage_nbytes: What is read of an expert to be converted.
+        direct: What brings each expert to its region.
+        staged: What brings of each what is to be converted.
+    """
+
+    def __init__(self, unit: Unit, module: nn.Module, number: int) -> None:
+        self.unit = unit
+        self.module = module
+        self.number = number
+        self.weights: list[WeightPlace] = []
+        self.nbytes = self.stage_nbytes = 0
+        self.direct: list[ExpertReads] = []
+        self.staged: list[ExpertReads] = []
+
+    @property
+    def name(self) -> str:
+        return self.unit.name
+
+    @property
+    def all_nbytes(self) -> int:
+        """The address space of all of them."""
+        return self.number * self.nbytes
+
+    @property
+    def least_nbytes(self) -> int:
+        """Memory for a call that needs all of them, and for what is converted meanwhile."""
+        return self.all_nbytes + STAGES * self.stage_nbytes
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes that are read for an expert."""
+        return sum(read.nbytes for read in (*self.direct[0].reads, *self.staged[0].reads))
+
+    def plan(self, checkpoint: SafetensorsSet, own_alignment: bool) -> None:
+        """Lay an expert's region out.
+
+        With `own_alignment`, a tensor that lies on an odd address for 64 bytes in its file is moved
+        to one that torch's allocator would give it.
+        """
+        self.unit.own_alignment = own_alignment
+        region = _Room()
+        stage = _Room()
+        for weight in self.unit.weights:
+            staged = bool(weight.converted_bytes)
+            room = stage if staged else region
+            parts = [
+                PartPlace(
+                    part.dtype,
+                    part.shape[1:],
+                    room.take(part.nbytes // self.number, _shift(part, staged or own_alignment)),
+                    staged,
+                )
+                for part in weight.parts
+            ]
+            converted = None
+            if staged:
+                nbytes = weight.converted_bytes // self.number
+                converted = PartPlace(weight.dtype, weight.shape[1:], region.take(nbytes, 0), False)
+            self.weights.append(WeightPlace(weight, tuple(parts), converted))
+        self.nbytes = round_up(region.end, PAGE_BYTES)
+        self.stage_nbytes = stage.end
+        shares = [
+            [_shares(part, self.number) for part in place.weight.parts] for place in self.weights
+        ]
+        for expert in range(self.number):
+            self.direct.append(self._reads(expert, shares, checkpoint, staged=False))
+            self.staged.append(self._reads(expert, shares, checkpoint, staged=True))
+
+    def _reads(
+        self,
+        expert: int,
+        shares: Sequence[Sequence[_Shares]],
+        checkpoint: SafetensorsSet,
+        staged: bool,
+    ) -> ExpertReads:
+        reads: list[Read] = []
+        expected: list[ExpectedBytes] = []
+        for place, of_parts in zip(self.weights, shares, strict=True):
+            for number, (part, stored) in enumerate(zip(place.parts, of_parts, strict=True)):
+                if part.staged is not staged:
+                    continue
+                own = [
+                    Read(span.file, span.start, span.end, at + span.start - offset)
+                    for file, offset, nbytes, within in stored.extents[expert]
+                    for at in [part.start + within]
+                    for span in checkpoint.spans(file, offset, offset + nbytes)
+                ]
+                reads += own
+                if stored.sums:
+                    name = place.weight.sources[number]
+                    files = tuple(dict.fromkeys(read.file for read in own))
+                    offset = stored.extents[expert][0].offset
+                    found = stored.sums[expert]
+                    place_of = (files, offset, part.start, part.nbytes)
+                    expected.append(ExpectedBytes(name, *place_of, found, range(0)))
+        return ExpertReads(_joined(reads), tuple(expected))
+
+
+class _Room:
+    """Bytes that are given out one behind the other."""
+
+    def __init__(self) -> None:
+        self.end = 0
+
+    def take(self, nbytes: int, shift: int) -> int:
+        start = round_up(self.end, TENSOR_ALIGNMENT) + shift
+        self.end = start + nbytes
+        return start
+
+
+def _shift(part: WeightPart, own_alignment: bool) -> int:
+    """How far behind an address that torch would give it a tensor lies, as mapped from its file.
+
+    Matrix kernels give other last bits at other alignments.
+    """
+    if own_alignment or len(part.extents) != 1:
+        return 0
+    shift = part.extents[0].offset % TENSOR_ALIGNMENT
+    return 0 if shift % part.dtype.itemsize else shift
+
+
+class _Shares(NamedTuple):
+    """For each expert, the extents of its share of a part, and its checksum where there is one."""
+
+    extents: list[list[FileExtent]]
+    sums: tuple[int, ...]
+
+
+def _shares(part: WeightPart, number: int) -> _Shares:
+    share = part.nbytes // number
+    found: list[list[FileExtent]] = [[] for _ in range(number)]
+    for file, offset, nbytes, at in part.extents:
+        first = at
+        while first < at + nbytes:
+            expert = first // share
+            last = min(at + nbytes, (expert + 1) * share)
+            extent = FileExtent(file, offset + first - at, last - first, first - expert * share)
+            found[expert].append(extent)
+            first = last
+    return _Shares(found, part.sums if len(part.sums) == number else ())
+
+
+def _joined(reads: Sequence[Read]) -> tuple[Read, ...]:
+    """Reads, joined where they follow each other in file and memory."""
+    joined: list[Read] = []
+    for read in reads:
+        last = joined[-1] if joined else None
+        follows = last is not None and (last.file, last.end) == (read.file, read.start)
+        if last is not None and follows and last.at + last.nbytes == read.at:
+            joined[-1] = last._replace(end=read.end)
+        else:
+            joined.append(read)
+    return tuple(joined)
+
+
+def find_sets(model: nn.Module, weights: dict[int, Weight]) -> list[ExpertSet]:
+    """The sets of experts of a model, in the order of its tree.
+
+    Args:
+        model: Its weights on the meta device.
+        weights: By the id of the meta tensor that each is shown as.
+    """
+    users: dict[int, set[nn.Module]] = {}
+    names = {module: name for name, module in model.named_modules()}
+    for module in names:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), set()).add(module)
+    found = []
+    for module, name in names.items():
+        number = getattr(module, "num_experts", None)
+        if not isinstance(number, int) or number < 2 or not _is_routed(module.forward):
+            continue
+        unit = Unit(name)
+        for attribute, parameter in module._parameters.items():
+            weight = weights.get(id(parameter))
+            if weight is None or parameter is None or users[id(parameter)] != {module}:
+                continue
+            if (
+                weight.order is None
+                and parameter.shape[:1] == (number,)
+                and _is_large(weight, number)
+            ):
+                unit.targets.append(Target(module, attribute, False, len(unit.weights), parameter))
+                unit.weights.append(weight)
+        if unit.weights and len({id(target.empty) for target in unit.targets}) == len(unit.weights):
+            found.append(ExpertSet(unit, module, number))
+    return found
+
+
+def _is_routed(forward: Callable[..., object]) -> bool:
+    return "top_k_index" in inspect.signature(forward).parameters
+
+
+def _is_large(weight: Weight, number: int) -> bool:
+    by_expert = all(part.shape[:1] == (number,) and part.extents for part in weight.parts)
+    return by_expert and weight.nbytes // number >= LEAST_BYTES
