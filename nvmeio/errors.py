@@ -287,13 +287,15 @@ class BatchError(TransferError):
 
     It says of the first of them what `TransferError` says of a transfer, and has what that one
     would have raised by itself as its `__cause__`; those of further ones are in `others` as well.
+    If torch refused tensors and no file failed, the first refusal is raised by itself.
 
     Attributes:
         item: The first that failed, by its number in the batch.
-        errno: Why that one did; EIO where it was no error of the kernel's.
+        errno: Why that one did; EIO where its file or drive gave no number.
         items: How many items there are.
         whole: How many of them were moved whole.
-        failures: All that failed: ``((number, error), …)``, in the order of their numbers.
+        failures: All that failed: ``((number, error), …)``, in the order of their numbers. Those
+            that torch refused, after the bytes had come, are behind the others.
         transferred: Bytes of all items that got through.
     """
 

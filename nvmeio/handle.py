@@ -56,13 +56,15 @@ class AioHandle(HandleSettings, ClosingWork):
         intra_op_parallelism: Lanes: native threads with a queue each. Large transfers are split
             over them, small ones take turns. DeepSpeed's names for it, num_threads and
             thread_count, are taken too: ``AioHandle(**config["aio"])``.
-        engine: "auto" (Linux AIO, or "threads" where the kernel has none), "libaio", "threads",
-            or an engine object, e.g. `nvmeio.testing.FakeEngine`.
+        engine: "auto" (Linux AIO, or "threads" where the kernel has none, or none left, which is
+            warned of once), "libaio", "threads", or an engine object, e.g.
+            `nvmeio.testing.FakeEngine`.
         ring_bytes: Page-locked host memory that CUDA tensors go through, in bytes; 32 KiB or
             more. Taken at the first such transfer, and kept.
 
     Raises:
-        BackendUnavailableError: The engine cannot work here (no AIO events left, for one).
+        BackendUnavailableError: The engine cannot work here ("libaio" without AIO events left, for
+            one).
         AlignmentError: `block_size` is not a multiple of 4096.
         ValueError: Another parameter is out of range.
 

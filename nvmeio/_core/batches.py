@@ -349,12 +349,16 @@ class BatchRecord(Record):
         if not self._failures:
             return None
         batch = self._batch_now
-        failures = sorted(self._failures.items())
+        # Those of files first: torch's refusal of a tensor is no failure of a drive.
+        failures = sorted(
+            self._failures.items(),
+            key=lambda each: (not isinstance(each[1], TransferError), each[0]),
+        )
         item, first = failures[0]
+        if not isinstance(first, TransferError):
+            return first  # as of the single call
         items = len(batch.memories)
-        code, words = errno.EIO, str(first)
-        if isinstance(first, TransferError):
-            code, words = first.errno or code, first._detail
+        code, words = first.errno or errno.EIO, first._detail
         return BatchError(
             code,
             items=items,

@@ -175,6 +175,7 @@ def make_directory(
             missing.append(name)
             name = os.path.dirname(name)
         for each in reversed(missing if above else missing[:1]):
+            _check_not_home(each, wanted or path)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(each, mode)
             if durable:
@@ -187,6 +188,17 @@ def make_directory(
         if failed.errno == errno.ENOENT and len(missing) > 1:
             raise _nothing_above(wanted or path, missing[-1]) from failed
         raise transfer_error(failed, "mkdir", wanted or os.fspath(path)) from failed
+
+
+def _check_not_home(directory: str, path: str | os.PathLike[str]) -> None:
+    """Refuse to make a directory with a name that a shell would have expanded, such as "~"."""
+    name = os.path.basename(directory)
+    if os.path.expanduser(name) != name:
+        detail = (
+            f"{directory} is not there, and no directory of this name is made: a shell expands "
+            f"{name!r}, Python does not; give os.path.expanduser(path)"
+        )
+        raise TransferError(errno.ENOENT, operation="mkdir", path=os.fspath(path), detail=detail)
 
 
 def remove_directory(path: str | os.PathLike[str]) -> None:
@@ -211,6 +223,7 @@ def check_above(path: str | os.PathLike[str]) -> None:
 
 
 def _nothing_above(path: str | os.PathLike[str], missing: str) -> TransferError:
+    _check_not_home(missing, path)
     detail = (
         f"{missing} does not exist either, and one level is made: make it first (mkdir -p), or "
         "check the name and that the drive is mounted"

@@ -89,8 +89,8 @@ class Checkpointer(NotPickled, ClosingWork):
             all of them.
         keep: How many checkpoints are there at every moment, 1 or more. If there are more, the
             first save removes the oldest ones.
-        handle: Moves the bytes, and stays open. None opens one at the first save, with the setting
-            that is stored for the file system (`AioHandle.tuned`).
+        handle: Moves the bytes, and stays open. None opens one at once (with ``read_only=True``
+            for each restore), with the setting stored for the file system (`AioHandle.tuned`).
         process_group: A `torch.distributed.ProcessGroup` of any backend. All its members make
             their Checkpointers in the same order, with the same directory (unless `shared` is
             False). If a rank leaves this out, the others raise after `timeout_s`; then all of them

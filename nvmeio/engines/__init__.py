@@ -6,12 +6,15 @@ Reading order: `base` (the contract), `libaio`, `threads`.
 from __future__ import annotations
 
 import errno
+import logging
 
 from nvmeio.engines import libaio
 from nvmeio.engines.base import Engine, Options
 from nvmeio.engines.libaio import LibaioEngine
 from nvmeio.engines.threads import ThreadsEngine
 from nvmeio.errors import BackendUnavailableError
+
+logger = logging.getLogger("nvmeio")
 
 ENGINES: dict[str, type[LibaioEngine] | type[ThreadsEngine]] = {
     LibaioEngine.name: LibaioEngine,
@@ -23,12 +26,16 @@ NAMES = ("auto", *ENGINES)
 _NO_AIO = (errno.ENOSYS, errno.EPERM, errno.EACCES)
 
 
+_limit_warned: list[bool] = []
+
+
 def start(engine: str | Engine, options: Options) -> Engine:
     """The engine of this name (or the given one), started.
 
-    "auto" is Linux AIO, or the portable engine where the kernel has no AIO at all (gVisor, a
-    seccomp profile without io_setup). A limit that an administrator can raise is an error, not
-    a reason to run slower.
+    "auto" is Linux AIO, or the portable engine where the kernel has none to give. That is so in a
+    sandbox (gVisor, a seccomp profile without io_setup), and where others have used up
+    ``fs.aio-max-nr``. An administrator can raise that limit, so it is warned of, once: a save in
+    the middle of a training must not fail for it. "libaio" by name raises.
 
     Raises:
         TypeError: Neither a name nor an engine.
@@ -48,9 +55,15 @@ def start(engine: str | Engine, options: Options) -> Engine:
     chosen: Engine = ENGINES["libaio" if engine == "auto" else engine]()
     try:
         chosen.start(options)
-    except BackendUnavailableError:
+    except BackendUnavailableError as failed:
+        if engine != "auto":
+            raise
+        if isinstance(failed, libaio.AioLimitError):
+            if not _limit_warned:
+                _limit_warned.append(True)
+                logger.warning("engine='auto' takes the slower 'threads': %s", failed)
         # Asked afterwards: to give a context back that was made for the question takes 30 ms.
-        if engine != "auto" or libaio.probe()[0] not in _NO_AIO:
+        elif libaio.probe()[0] not in _NO_AIO:
             raise
         chosen = ENGINES["threads"]()
         chosen.start(options)

@@ -400,11 +400,15 @@ def _through(source: KernelAio) -> str:
     return f"through the system calls ({source.reason})"
 
 
+class AioLimitError(BackendUnavailableError):
+    """Others have used up ``fs.aio-max-nr``."""
+
+
 def _unavailable(code: int, options: base.Options) -> BackendUnavailableError:
     if code == errno.EAGAIN:
         used, limit = (int(Path(f"/proc/sys/fs/aio-{n}").read_text()) for n in ("nr", "max-nr"))
         wanted = options.queue_depth * options.intra_op_parallelism
-        return BackendUnavailableError(
+        return AioLimitError(
             f"the kernel's limit for AIO events is reached: fs.aio-max-nr = {limit}, in use "
             f"fs.aio-nr = {used}, wanted {wanted} "
             f"(queue_depth {options.queue_depth} x {options.intra_op_parallelism} lanes)",

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from nvmeio._storage.durable import make_directory
 from nvmeio.checkpoint import SaveReport, load, save
 from nvmeio.checkpoint.background import BackgroundSaver
 from nvmeio.errors import ClosedError
@@ -88,7 +89,7 @@ class NvmeCheckpointIO:
                 "`CheckpointIO` to define how you'd like to use `storage_options`."
             )
         target = _local(path)
-        os.makedirs(os.path.dirname(target), exist_ok=True)
+        make_directory(os.path.dirname(os.path.abspath(target)), above=True)
         return target
 
     def load_checkpoint(

@@ -369,6 +369,25 @@ def test_files_that_cannot_be_opened_cost_their_items(
     assert (handle.stats.operations, handle.stats.errors) == (5, 3)
 
 
+def test_a_tensor_that_torch_refuses_raises_as_in_a_single_call(
+    handle: nvmeio.AioHandle, paths: list[Path]
+) -> None:
+    """It was EIO, and code for dying drives ran; a drive's own failure is never hidden by it."""
+    expanded = torch.zeros(1, dtype=torch.uint8).expand(10)
+    with pytest.raises(RuntimeError) as single:
+        handle.async_pread(expanded, paths[0]).result(100)
+    assert not isinstance(single.value, OSError)
+    with pytest.raises(RuntimeError) as batched:
+        handle.async_pread_batch([zeros(1)[0], expanded], paths[:2]).result(100)
+    assert (type(batched.value), str(batched.value)) == (type(single.value), str(single.value))
+    missing = paths[0].with_name("missing")
+    with pytest.raises(FileNotFoundError) as both:
+        handle.async_pread_batch([expanded, zeros(1)[0]], [paths[0], missing]).result(100)
+    failure = both.value
+    assert isinstance(failure, nvmeio.BatchError)
+    assert [item for item, _ in failure.failures] == [1, 0] and failure.path == str(missing)
+
+
 def test_a_batch_of_which_nothing_could_be_opened(handle: nvmeio.AioHandle, path: Path) -> None:
     found = zeros(2)
     operation = handle.async_pread_batch(found, path)

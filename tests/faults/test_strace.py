@@ -140,6 +140,36 @@ def test_kernel_without_aio(traced, tmp_path, error):
     assert len(injected) >= 2
 
 
+def test_limit_of_aio_events_that_others_have_used_up(traced, tmp_path):
+    """Loads and saves failed, and the first save of a Checkpointer made hours before."""
+    code = """
+        import logging, sys
+        import torch
+        import nvmeio
+
+        logging.basicConfig(format="%(message).120s", stream=sys.stdout)
+        state = {"a": torch.arange(8_000_000.0)}
+        for path in ("a.pt", "b.pt"):
+            nvmeio.save(state, path)
+        assert torch.equal(nvmeio.load("a.pt")["a"], state["a"])
+        with nvmeio.Checkpointer("checkpoints") as checkpointer:
+            print("made")
+            checkpointer.save_sync(state, 1)
+        try:
+            nvmeio.AioHandle(engine="libaio")
+        except nvmeio.BackendUnavailableError as refused:
+            print(str(refused)[:50])
+    """
+    ran, injected = traced(code, "io_setup:error=EAGAIN")
+    assert (ran.returncode, ran.stderr) == (0, ""), ran
+    warning, made, refused = ran.stdout.splitlines()
+    assert warning.startswith(
+        "engine='auto' takes the slower 'threads': the kernel's limit for AIO"
+    )
+    assert made == "made" and refused.startswith("the kernel's limit for AIO events is reached")
+    assert injected
+
+
 def test_context_that_the_kernel_cannot_allocate_is_an_error(traced, tmp_path):
     """ENOMEM is no reason to fall back silently."""
     code = """

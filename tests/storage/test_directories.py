@@ -89,6 +89,23 @@ def test_one_level_is_made_and_what_is_missing_above_is_named(maker: str, tmp_pa
     assert not nowhere.exists()
 
 
+@pytest.mark.parametrize("name", ["~", "~root"])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_no_directory_is_made_that_a_shell_would_have_expanded(
+    maker: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ "~/x" made a directory named "~" here, without a word; torch.save refuses it."""
+    monkeypatch.chdir(tmp_path)
+    for path in (Path(name), Path(name, "below")):
+        with pytest.raises(FileNotFoundError, match=r"os\.path\.expanduser\(path\)"):
+            MAKERS[maker](path)
+    with pytest.raises(FileNotFoundError, match=r"os\.path\.expanduser\(path\)"):
+        make_directory(Path(name, "below"), above=True)
+    assert not Path(name).exists()
+    Path(name).mkdir()
+    MAKERS[maker](Path(name, "below"))  # what is there is taken as it is
+
+
 def test_directories_above_are_made_where_that_is_asked_for(tmp_path: Path) -> None:
     make_directory(tmp_path / "a" / "b" / "c", above=True, mode=0o700)
     assert (tmp_path / "a/b/c").stat().st_mode & 0o777 == 0o700

@@ -251,7 +251,7 @@ class Saver:
         """Take the directory: all ranks hear now what would refuse the first save.
 
         Raises TransferError if it cannot be made or written in, or another Checkpointer saves
-        there.
+        there, and what opening a handle raises.
         """
         setup = self.setup
         try:
@@ -262,6 +262,7 @@ class Saver:
                 retention.check_pointer(self.directory)
             elif setup.writers == "all" and os.path.isdir(self.directory):
                 check_writable(self.directory, _READ_ONLY)  # rank 0 makes it
+            self.get_handle()  # what it lacks is known now, and not at the first save
         except BaseException as failed:
             restores = setup.store.within("restore", self.directory, "restore")
             for store in (setup.store, restores):
