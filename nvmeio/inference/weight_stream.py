@@ -618,7 +618,7 @@ class WeightStream(NotPickled, Closing):
             window_bytes=self._shares.window,
             work_bytes=self._shares.work + self._shares.others,
             streamed_bytes=sum(u.streamed_bytes for u in units if not u.resident)
-            + self._expert_bytes,
+            + self._streamed_expert_bytes,
             **counts,
         )
 
