@@ -9,8 +9,10 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,25 @@ def test_python_runs(page: Path, needs: tuple[str, ...], tmp_path: Path) -> None
     assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
     if not needs:
         assert ran.stderr == ""
+
+
+def test_the_page_of_distributed_checkpoints_runs_with_two_ranks(tmp_path: Path) -> None:
+    """Its asynchronous save talked in the default group: with two ranks that train it aborted."""
+    page = ROOT / "docs" / "frameworks" / "dcp.md"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "WORLD_SIZE": "2"}
+
+    def run_rank(rank: int) -> subprocess.CompletedProcess[str]:
+        return run_program(
+            [sys.executable, "-W", "error::UserWarning:nvmeio", str(RUNNER), str(page)],
+            cwd=tmp_path,
+            env={**environment, "RANK": str(rank)},
+            timeout=LIMIT_S,
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        for ran in pool.map(run_rank, range(2)):
+            assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+            assert "dcp.async_save without process_group" not in ran.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -7,8 +7,10 @@ import errno
 import gc
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from programs import run_program
 from support import (
     PATIENCE_S,
     HeldEngine,
@@ -576,3 +579,38 @@ def test_whoever_looks_waits_for_the_bytes(
             os.sched_yield()
         gate.set()
     assert values == [True]
+
+
+_IN_THE_DEFAULT_GROUP = """
+import sys
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from nvmeio.integrations.dcp import NvmeStorageWriter, SnapshotStager
+
+store, rank = "file://" + sys.argv[2], int(sys.argv[1])
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+own = dist.new_group(backend="gloo")
+stager, state = SnapshotStager(), {"a": torch.ones(3)}
+for group in (own, None):
+    print("own" if group else "default", file=sys.stderr, flush=True)
+    writer = NvmeStorageWriter(sys.argv[3])
+    dcp.async_save(state, storage_writer=writer, async_stager=stager, process_group=group).result()
+stager.close()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_stager_warns_of_a_save_in_the_group_that_trains(tmp_path: Path) -> None:
+    """Ranks that trained meanwhile aborted in gloo, where collectives of the two met."""
+
+    def run_rank(rank: int) -> Any:
+        store, folder = str(tmp_path / "store"), str(tmp_path / "checkpoint")
+        command = [sys.executable, "-c", _IN_THE_DEFAULT_GROUP, str(rank), store, folder]
+        return run_program(command, timeout=300)
+
+    with ThreadPoolExecutor(2) as pool:
+        for ran in pool.map(run_rank, range(2)):
+            assert ran.returncode == 0, ran.stderr
+            own, default = ran.stderr.split("default\n", 1)
+            assert "talks in the default group" in default
+            assert "talks in the default group" not in own

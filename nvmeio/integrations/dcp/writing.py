@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import io
 import math
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
@@ -305,7 +307,8 @@ class SnapshotStager(NotPickled, AsyncStager):
     The checkpoint has every byte as it was when `dcp.async_save` was called, whatever writes to the
     state afterwards; for any storage writer. Large tensors in host memory are protected at once,
     and copied in the thread that saves (see `nvmeio.snapshot`); what cannot be protected is copied
-    before `async_save` returns. With ``AsyncCheckpointerType.THREAD``.
+    before `async_save` returns. With ``AsyncCheckpointerType.THREAD``. Several ranks pass a group
+    of their own, ``process_group=dist.new_group(backend="gloo")``: without it this warns.
 
     Args:
         snapshot: As `how` of `nvmeio.snapshot`.
@@ -338,6 +341,7 @@ class SnapshotStager(NotPickled, AsyncStager):
         Raises:
             MemoryError: There is no room for it.
         """
+        _warn_of_shared_group()
         frozen = run_interruptible(lambda: FrozenState(dict(state_dict), self._memory, self._how))
         self.protected_bytes = frozen.protected_bytes
         return Staged(frozen)
@@ -348,6 +352,29 @@ class SnapshotStager(NotPickled, AsyncStager):
     def close(self) -> None:
         """Give the memory back; that of what is being saved, once it is. It may stage again."""
         self._memory.release()
+
+
+def _warn_of_shared_group() -> None:
+    """Warn where several ranks save in the background, in the group that they train in.
+
+    A stager is not told of the group: it is read from the caller, `dcp.async_save`.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    frame = inspect.currentframe()
+    while frame is not None and not (
+        frame.f_code.co_name == "async_save"
+        and str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.checkpoint")
+    ):
+        frame = frame.f_back
+    if frame is not None and frame.f_locals.get("process_group", frame) is None:
+        warnings.warn(
+            "dcp.async_save without process_group= talks in the default group, beside the "
+            "training: collectives of the two meet there, and the job aborts or hangs. Make a "
+            'group once, dist.new_group(backend="gloo"), and pass it as process_group=',
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 class GuardingStager(SnapshotStager):
