@@ -41,8 +41,12 @@ _MOST_SAMPLES = 1 << 16  # of a file
 _PIECE_BYTES = 1 << 20
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-# Small files beside them that change what is computed. Not what tokens are: their ids are asked by.
-_BESIDE = re.compile(r"config\.json|params\.json|.*quant.*\.json|.*\.index\.json|.*\.py")
+# Small files beside them that change what is computed, of images and sound as well. The tokenizer's
+# do not count: blocks are asked for by the ids of tokens.
+_BESIDE = re.compile(
+    r"config\.json|params\.json|adapter_config\.json|.*processor_config\.json"
+    r"|.*quant.*\.json|.*\.index\.json|.*\.py"
+)
 _MOST_BESIDE_BYTES = 64 << 20
 
 # A file that was written so shortly before may be written again within the same tick of its times.

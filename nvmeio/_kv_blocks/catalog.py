@@ -201,8 +201,9 @@ class Catalog:
         before = self._table.tag
         if tag is not None and before != tag and len(self.index):
             logger.warning(
-                "%s: its %d blocks were stored with other weights, or with another dtype or hash "
-                "seed: those that were are not used, and make room for new ones",
+                "%s: its %d blocks were stored with other weights, adapters or settings (layout, "
+                "dtype, parallel ranks, version of the server, hash seed): they are not used now, "
+                "and make room for new ones",
                 *(self._path, len(self.index)),
             )
         self._table.sign(self.signature, tag)

@@ -21,6 +21,7 @@ import hashlib
 import importlib
 import json
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,12 @@ from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._threads.closing import members
 from nvmeio.errors import ClosedError
 from nvmeio.integrations._clients import client, joined, on_demand, resolved
-from nvmeio.integrations._serving.kv_identity import ServedModel, WeightOptions, identity_of
+from nvmeio.integrations._serving.kv_identity import (
+    ServedAdapters,
+    ServedModel,
+    WeightOptions,
+    identity_of,
+)
 
 __all__ = ["HiCache", "NvmeHiCache"]  # noqa: F822 (made by __getattr__)
 
@@ -54,11 +60,33 @@ TARGETS = (
     f"{_UPDATER}.load_weights_from_distributed",
     f"{_UPDATER}.end_weight_update",  # also of what was written into the memory of weights
 )
-# Of the server's arguments, which decide what is computed with the same files.
+# Of the server's arguments, what decides what is computed with the same files.
 _SETTINGS = (
     *("dtype", "quantization", "kv_cache_dtype", "json_model_override_args", "model_impl"),
     *("quantization_param_path", "torchao_config", "model_loader_extra_config", "load_format"),
-    *("speculative_draft_model_quantization",),
+    *("speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype"),
+    *("speculative_algorithm", "modelopt_quant", "model_config_parser", "context_length"),
+    *("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
+    *("prefill_kv_cache_dequant_dtype", "dsa_prefill_backend", "dsa_decode_backend"),
+    *("dsv4_prefill_backend", "dsv4_attn_backend", "enable_deepseek_v4_fp4_indexer"),
+    *("qsa_indexer_dtype", "c128_page_size", "enable_page_major_kv_layout"),
+    *("mamba_backend", "mamba_ssm_dtype", "enable_int8_mamba_checkpoint", "linear_attn_backend"),
+    *("mm_attention_backend", "mm_process_config", "image_processor_backend"),
+    *("disable_fast_image_processor",),
+)
+# Of a host pool, what lies where in the bytes of a page; each kind of pool has some of them.
+_GEOMETRY = (
+    *("layout", "dtype", "page_size", "layer_num", "target_layer_num", "start_layer", "end_layer"),
+    *("head_num", "head_dim", "v_head_dim", "head_group_num", "element_dim", "token_stride_size"),
+    *("kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "dsa_kv_cache_store_fp8"),
+    *("indexer_dtype", "indexer_page_stride_size", "conv_dtype", "temporal_dtype"),
+    *("conv_state_shapes", "temporal_state_shape", "size_per_token", "layout_dim"),
+    *("dcp_size", "dcp_rank"),
+)
+# Of SGLang's description of its storage, how a page is divided among ranks.
+_DIVISION = (
+    *("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank"),
+    *("dcp_size", "tp_lcm_size", "should_split_heads", "logical_page_size", "is_mla_model"),
 )
 
 _backends: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -77,7 +105,7 @@ class HiCache:
     Args:
         storage_config: SGLang's; its `extra_config` has "directory" (on the drive) and
             "capacity_bytes" (a number, or "200GB", which is 200 GiB), for each rank. It may have
-            "weights", "weights_id" and "fingerprint", as vLLM's tier.
+            "weights", "weights_id", "adapters" and "fingerprint", as vLLM's tier.
         kwargs: Of SGLang's factory; nothing is looked at.
 
     Raises:
@@ -100,8 +128,9 @@ class HiCache:
         self._config = storage_config
         self._directory = str(extra["directory"])
         self._capacity = parse_size(extra["capacity_bytes"])
-        models, settings = served(storage_config.model_name)
-        self._identity = identity_of(models, WeightOptions.of(extra), settings, self._directory)
+        models, trained, settings = served(storage_config.model_name)
+        said = WeightOptions.of(extra)
+        self._identity = identity_of(models, trained, said, settings, self._directory)
         self._generations = 0
         self._lock = threading.Lock()
         self._stores: dict[str, BlockStore] = {}
@@ -175,12 +204,27 @@ class HiCache:
                 nbytes,
                 share,
                 writer=writer,
-                identity=self._identity,
+                identity=self._identity_in(pool, shared),
             )
         except FileNotFoundError:
             if writer:
                 raise
             return None
+
+    def _identity_in(self, pool: Any, shared: bool) -> str | None:
+        """The identity of a pool's pages: of the models, and what lies where in the bytes."""
+        if self._identity is None:
+            return None
+        division = _named(self._config, _DIVISION)
+        if shared:
+            del division["tp_rank"]
+        device = getattr(pool, "device_pool", None)
+        kinds = {
+            "kinds": [type(pool).__name__, type(device).__name__],
+            "dtype on the device": getattr(device, "dtype", None),
+        }
+        meaning = [self._identity, division, kinds, _named(pool, _GEOMETRY)]
+        return json.dumps(meaning, default=str, sort_keys=True)
 
     # Interface 0: tensors of single pages
 
@@ -402,6 +446,10 @@ class HiCache:
         self._stagings.clear()
 
 
+def _named(described: Any, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(described, name, None) for name in names}
+
+
 def _page_bytes(pool: Any) -> int:
     # Not of its dummy page, which would be page-locked to be counted.
     nbytes: int = pool.get_data_page(0, flat=True).nbytes
@@ -479,13 +527,17 @@ def _backend() -> Any:
 __getattr__ = on_demand(__name__, "NvmeHiCache", _backend)
 
 
-def served(model_name: str | None) -> tuple[list[ServedModel], list[Any]]:
-    """The models whose keys and values are kept, and what else makes them differ."""
+def served(
+    model_name: str | None,
+) -> tuple[list[ServedModel], ServedAdapters, dict[str, Any]]:
+    """The models and adapters whose keys and values are kept, and the settings that count."""
+    version = {"sglang": getattr(sys.modules.get("sglang.version"), "__version__", None)}
     args: Any = None
     with contextlib.suppress(ImportError, AttributeError, ValueError):  # ValueError: none yet
         args = importlib.import_module(_CONTEXT).get_server_args()
     if args is None:
-        return [ServedModel(str(model_name), is_revision_known=False)], []
+        unknown = ServedModel(str(model_name), is_revision_known=False)
+        return [unknown], ServedAdapters(), version
 
     def model(path: str, revision: str, load_format: str) -> ServedModel:
         return ServedModel(
@@ -499,7 +551,29 @@ def served(model_name: str | None) -> tuple[list[ServedModel], list[Any]]:
     if getattr(args, "speculative_draft_model_path", None):
         named = "speculative_draft_model_path", "speculative_draft_model_revision"
         models.append(model(*named, "speculative_draft_load_format"))
-    return models, [(name, getattr(args, name, None)) for name in _SETTINGS]
+    return models, ServedAdapters(_adapter_paths(args)), _named(args, _SETTINGS) | version
+
+
+def _adapter_paths(args: Any) -> list[str]:
+    """Where the adapters lie that the server is started with.
+
+    Pages of an adapter that is loaded later have names of their own, made of a random number.
+    """
+    named = getattr(args, "lora_paths", None) or []
+    if isinstance(named, dict):
+        paths = list(named.values())
+    else:
+        paths = [_adapter_path(entry) for entry in named]
+    draft = getattr(args, "uno_lora_path", None)
+    return [*paths, *([draft] if draft else [])]
+
+
+def _adapter_path(entry: Any) -> str:
+    """The path in an entry of ``--lora-paths``: a reference, a dictionary, PATH or NAME=PATH."""
+    if isinstance(entry, str):
+        return entry.split("=", 1)[-1]
+    path: str = entry["lora_path"] if isinstance(entry, dict) else entry.lora_path
+    return path
 
 
 def replica() -> int | None:

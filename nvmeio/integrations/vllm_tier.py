@@ -20,7 +20,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import repeat, starmap
 from typing import Any
@@ -30,13 +30,32 @@ import torch
 from nvmeio._formats.safetensors.shards import parse_size
 from nvmeio._kv_blocks.store import BlockStore
 from nvmeio.integrations._clients import client, joined, on_demand
-from nvmeio.integrations._serving.kv_identity import ServedModel, WeightOptions, identity_of
+from nvmeio.integrations._serving.kv_identity import (
+    ServedAdapters,
+    ServedModel,
+    WeightOptions,
+    identity_of,
+)
 
 __all__ = ["NvmeTier", "Tier"]  # noqa: F822 (made by __getattr__)
 
 _TIERING = "vllm.v1.kv_offload.tiering.base"
 _BASE = "vllm.v1.kv_offload.base"
 _MAPPER = "vllm.v1.kv_offload.file_mapper"
+
+_NAME_BYTES = 100
+# Of vLLM's configuration, what gives keys and values, or their names, their meaning.
+_CACHE_SETTINGS = (
+    *("cache_dtype", "kv_cache_dtype_skip_layers", "block_size", "sliding_window"),
+    *("mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode", "mamba_block_size"),
+    *("use_replayssm", "use_kda_recoverssm", "prefix_caching_hash_algo"),
+)
+_ATTENTION_SETTINGS = ("backend", "backend_per_kind", "indexer_kv_dtype", "use_non_causal")
+_MULTIMODAL_SETTINGS = (
+    *("mm_processor_kwargs", "media_io_kwargs", "mm_hasher_algorithm", "mm_device_do_normalize"),
+    *("mm_encoder_attn_backend", "mm_encoder_attn_dtype"),
+    *("video_pruning_rate", "video_pruning_method"),
+)
 
 
 class _Job:
@@ -61,7 +80,8 @@ class Tier:
         capacity_bytes: A number, or a text such as "200GB" (GiB: sizes are binary).
         locality: "LOCAL" or "REMOTE", for vLLM's events.
         weights: Where the files of the weights are, if vLLM does not say.
-        weights_id: A name for this version of the weights, in place of looking at them.
+        weights_id: A name for this version of weights and adapters, in place of looking at them.
+        adapters: The directories of all LoRA adapters that requests name.
         fingerprint: "auto", "full" or "samples": how they are told from others.
 
     Raises:
@@ -85,6 +105,7 @@ class Tier:
         locality: str | None = None,
         weights: str | None = None,
         weights_id: str | None = None,
+        adapters: Sequence[str] | None = None,
         fingerprint: str = "auto",
     ) -> None:
         parent: Any = super()
@@ -95,24 +116,30 @@ class Tier:
             self.locality = self._interface.Locality(locality)
         assert primary_kv_view.strides is not None
         self._nbytes = primary_kv_view.strides[0]
-        # vLLM's own file tier names its directories after all that makes chunks differ.
+        # vLLM's own file tier names its directories after most of what makes chunks differ.
         mapper: Any = importlib.import_module(_MAPPER).FileMapper.from_offloading_spec(
             root_dir="",
             offloading_spec=offloading_spec,
             blocks_per_file=offloading_spec.blocks_per_chunk,
             parallel_agnostic=True,
         )
-        name = f"vllm-{os.path.basename(mapper.base_path)}-r{mapper.rank}"
+        name = f"vllm-{_end_of(os.path.basename(mapper.base_path))}-r{mapper.rank}"
         # Its scheduler has the tier, for all ranks that compute together; each replica has one.
         parallel = offloading_spec.config.parallel
         if getattr(parallel, "data_parallel_size", 1) > 1:
             name += f"-dp{parallel.data_parallel_index}"
         capacity = parse_size(capacity_bytes)
         said = WeightOptions.of(
-            {"weights": weights, "weights_id": weights_id, "fingerprint": fingerprint}
+            {
+                "weights": weights,
+                "weights_id": weights_id,
+                "adapters": adapters,
+                "fingerprint": fingerprint,
+            }
         )
-        models, settings = _served(offloading_spec)
-        identity = identity_of(models, said, settings, directory)
+        models, trained, settings = _served(offloading_spec)
+        settings["bytes of a chunk"] = self._nbytes
+        identity = identity_of(models, trained, said, settings, directory)
         self._store = BlockStore(directory, name, self._nbytes, capacity, identity=identity)
         self._view = primary_kv_view.cast("B")
         self._rows: torch.Tensor | None = torch.frombuffer(self._view, dtype=torch.uint8).view(
@@ -233,13 +260,39 @@ class Tier:
         self._view.release()
 
 
-def _served(offloading_spec: Any) -> tuple[list[ServedModel], list[Any]]:
-    """The models whose keys and values are kept, and what else makes them differ."""
-    seed = os.environ.get("PYTHONHASHSEED")  # of vLLM's names for blocks
-    config = _configuration()
+def _end_of(name: str) -> str:
+    """The end of a long name, whose last letters are a digest of all of it.
+
+    vLLM puts the path of the model in it, and a file's name has 255 bytes at most.
+    """
+    return name.encode()[-_NAME_BYTES:].decode(errors="ignore")
+
+
+def _served(offloading_spec: Any) -> tuple[list[ServedModel], ServedAdapters, dict[str, Any]]:
+    """The models and adapters whose keys and values are kept, and what gives bytes a meaning."""
+    described = offloading_spec.config
+    settings = {
+        "vllm": getattr(sys.modules.get("vllm"), "__version__", None),
+        "seed": os.environ.get("PYTHONHASHSEED"),  # of vLLM's names for blocks
+        "shuffled": os.environ.get(
+            "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"
+        ),  # its layout is named alike
+        "blocks of a chunk": offloading_spec.blocks_per_chunk,
+        "layers": [(group.tokens_per_block, group.layer_names) for group in described.groups],
+        "dtype": described.model.dtype,
+        **_named(described, ("kv_cache_layout", "canonical_layout", "replicated_layout")),
+        **_named(described.cache, ("tokens_per_hash",)),
+        **_named(described.parallel, ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")),
+    }
+    caches = _in_callers("KVCacheConfig", "kv_cache_config")
+    if caches is not None:
+        # Attention, heads, sizes of pages, windows, quantisation: dataclasses, which say it all.
+        settings["caches"] = [repr(group.kv_cache_spec) for group in caches.kv_cache_groups]
+        settings |= _named(caches, ("kv_tp_replicas",))
+    config = _in_callers("VllmConfig", "vllm_config")
     if config is None:
-        name = str(offloading_spec.config.model.name)
-        return [ServedModel(name, is_revision_known=False)], [seed]
+        name = str(described.model.name)
+        return [ServedModel(name, is_revision_known=False)], ServedAdapters(), settings
     model, loading = config.model_config, config.load_config
     drafts = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
     models = [
@@ -248,24 +301,41 @@ def _served(offloading_spec: Any) -> tuple[list[ServedModel], list[Any]]:
             getattr(each, "revision", None),
             getattr(loading, "download_dir", None),
             is_made_up=loading.load_format == "dummy",
-            has_adapters=getattr(config, "lora_config", None) is not None,
         )
         for each in (model, drafts)
         if each is not None
     ]
-    algorithm = getattr(config.cache_config, "prefix_caching_hash_algo", None)
-    return models, [seed, algorithm, *(each.compute_hash() for each in (model, drafts) if each)]
+    settings["models"] = [each.compute_hash() for each in (model, drafts) if each]
+    settings |= _named(config.cache_config, _CACHE_SETTINGS)
+    settings |= _named(getattr(config, "attention_config", None), _ATTENTION_SETTINGS)
+    settings |= _named(getattr(model, "multimodal_config", None), _MULTIMODAL_SETTINGS)
+    return models, _adapters_of(getattr(config, "lora_config", None)), settings
 
 
-def _configuration() -> Any:
-    """The configuration of vLLM, which tells a tier the model's name alone; None: not found.
+def _adapters_of(lora_config: Any) -> ServedAdapters:
+    if lora_config is None:
+        return ServedAdapters()
+    # vLLM tells nobody below its HTTP server of --lora-modules.
+    return ServedAdapters(
+        list((getattr(lora_config, "default_mm_loras", None) or {}).values()),
+        "requests may name LoRA adapters (--enable-lora), and vLLM does not say where their files "
+        "are",
+    )
 
-    Whoever makes tiers has it at hand: vLLM's scheduler of the connector.
+
+def _named(config: Any, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(config, name, None) for name in names}
+
+
+def _in_callers(kind: str, name: str) -> Any:
+    """A configuration of vLLM that is not handed to tiers; None: not found.
+
+    The caller that makes tiers has it at hand: vLLM's connector, or its scheduler.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
-        found = frame.f_locals.get("vllm_config")
-        if type(found).__name__ == "VllmConfig":
+        found = frame.f_locals.get(name)
+        if type(found).__name__ == kind:
             return found
         frame = frame.f_back
     return None

@@ -65,3 +65,28 @@ def change(directory: Path, what: str) -> None:
         weights = load_file(file)
         _ON_WEIGHTS[what](weights)
         save_file(weights, file)
+
+
+def adapter(directory: Path) -> Path:
+    """The directory of a LoRA adapter, as PEFT saves it."""
+    directory.mkdir()
+    save_file({"q.lora_A.weight": torch.ones(4, 256)}, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
+    return directory
+
+
+def train(directory: Path) -> None:
+    """Train an adapter on, in place."""
+    weights = load_file(directory / "adapter_model.safetensors")
+    weights["q.lora_A.weight"][2, 7] += 1
+    save_file(weights, directory / "adapter_model.safetensors")
+
+
+def scale(directory: Path) -> None:
+    """Have an adapter count for more."""
+    found = json.loads((directory / "adapter_config.json").read_text())
+    found["lora_alpha"] += 1
+    (directory / "adapter_config.json").write_text(json.dumps(found))
+
+
+ADAPTER_CHANGES = [train, scale]

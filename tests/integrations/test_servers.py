@@ -22,6 +22,7 @@ from integrations import _sglang_stand_in as stand_in
 from support import run_python, spin_until_collected
 from torch import nn
 
+import nvmeio
 from nvmeio.errors import BackendUnavailableError, ClosedError, TransferError
 from nvmeio.integrations import sglang as for_sglang
 from nvmeio.integrations._serving import sglang_settings
@@ -78,6 +79,22 @@ def test_a_zero_3_configuration_is_read(tmp_path: Path) -> None:
     assert for_sglang.read_settings(zero_file(tmp_path)) == (tmp_path, None, None, aio)
     given = zero_file(tmp_path, resident_bytes=1 << 30, window=2, aio={"block_size": "auto"})
     assert for_sglang.read_settings(given) == (tmp_path, 1 << 30, 2, {})
+
+
+@pytest.mark.parametrize("file", [settings_file, zero_file])
+@pytest.mark.parametrize("words", [{"num_threads": 2}, {"num_threads": 2, "thread_count": 2}])
+def test_what_deepspeeds_tuner_prints_is_taken(
+    words: dict[str, Any], file: Any, tmp_path: Path
+) -> None:
+    """`ds_nvme_tune` prints num_threads, which was refused here, and nowhere else."""
+    printed = {"single_submit": "false", "overlap_events": "true", "queue_depth": 32, **words}
+    aio = for_sglang.read_settings(file(tmp_path, aio=printed)).aio
+    with nvmeio.AioHandle(**aio) as handle, nvmeio.AioHandle(**printed) as expected:
+        assert handle.get_intra_op_parallelism() == expected.get_intra_op_parallelism() == 2
+        assert handle.get_single_submit() == expected.get_single_submit()
+    with pytest.raises(ValueError, match="are one thing, and differ: 2 and 3"):
+        file_of_both = file(tmp_path, aio={"num_threads": 2, "thread_count": 3})
+        for_sglang.read_settings(file_of_both)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import warnings
@@ -607,6 +608,134 @@ def test_what_sglang_serves_counts(
         backend.close()
     kv_weights.change(model, "one element")
     assert not served(quantization=None).exists("a")
+
+
+# One setting that gives the bytes of a page their meaning, and another value: of SGLang's
+# description of its storage, of a host pool, of the pool of the device, of the server's arguments.
+OF_THE_STORAGE: dict[str, Any] = {
+    **{"tp_rank": 1, "tp_size": 2, "pp_rank": 1, "pp_size": 2, "attn_cp_rank": 1},
+    **{"attn_cp_size": 2, "dcp_rank": 1, "dcp_size": 2, "dp_rank": 1, "is_mla_model": True},
+    **{"tp_lcm_size": 4, "should_split_heads": True, "logical_page_size": 8},
+}
+OF_THE_POOL: dict[str, Any] = {
+    **{"layout": "page_first", "dtype": torch.float16, "layer_num": 6, "start_layer": 3},
+    **{"head_num": 2, "head_dim": 32, "v_head_dim": 8, "head_group_num": 2, "kv_lora_rank": 16},
+    **{"qk_rope_head_dim": 4, "kv_cache_dim": 20, "size_per_token": 7},
+    **{"conv_state_shapes": [(4, 2)], "temporal_state_shape": (2, 4)},
+}
+OF_THE_SERVER: dict[str, Any] = {
+    **{"dtype": "float16", "kv_cache_dtype": "fp8_e5m2", "quantization": "fp8"},
+    **{"attention_backend": "trtllm_mha", "prefill_attention_backend": "fa4"},
+    **{"mamba_ssm_dtype": "float32", "mm_process_config": {"image": {"max_pixels": 7}}},
+    "json_model_override_args": '{"rope_theta": 1e6}',
+}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *(f"storage: {name}" for name in OF_THE_STORAGE),
+        *(f"pool: {name}" for name in OF_THE_POOL),
+        *(f"server: {name}" for name in OF_THE_SERVER),
+        *("pool: its kind", "pool: the device's dtype", "pool: page_size"),
+        *("SGLang's version", "nvmeio's format", "the processor of images"),
+    ],
+)
+def test_pages_of_another_meaning_are_not_found(
+    setting: str,
+    sglang: dict[str, Any],
+    opened: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pages of as many bytes were found though their heads, layers or data types were others."""
+    model = kv_weights.made(tmp_path / "model")
+    processor = model / "preprocessor_config.json"
+    version: Any = ModuleType("sglang.version")
+    monkeypatch.setitem(sys.modules, "sglang.version", version)
+
+    def served(what: str) -> Any:
+        where, _, name = what.partition(": ")
+        version.__version__ = "2" if what == "SGLang's version" else "1"
+        processor.write_text(
+            json.dumps({"size": 448 if what == "the processor of images" else 224})
+        )
+        kind = type("Other", (Pool,), {}) if what == "pool: its kind" else Pool
+        pool = kind()
+        pool.device_pool = SimpleNamespace(dtype=torch.bfloat16)
+        if what == "pool: the device's dtype":
+            pool.device_pool.dtype = torch.float16
+        elif what == "pool: page_size":  # of as many bytes
+            pool.page_size = 2 * PAGE
+        elif where == "pool" and name in OF_THE_POOL:
+            setattr(pool, name, OF_THE_POOL[name])
+        given = {name: OF_THE_SERVER[name]} if where == "server" else {}
+        sglang["context"].args = SimpleNamespace(
+            **{"model_path": str(model), "load_format": "auto"}, **given
+        )
+        config = {name: OF_THE_STORAGE[name]} if where == "storage" else {}
+        number = kv_identity.FORMAT + (what == "nvmeio's format")
+        with monkeypatch.context() as other:
+            other.setattr(kv_identity, "FORMAT", number)
+            backend = opened(pool, model_name="served", extra={}, **config)
+            backend.mem_pool_host = pool
+            backend._store("kv")
+        return backend
+
+    backend = served("")
+    assert backend.batch_set_v1(["a"], indices(0)) == [True]
+    backend.close()
+    backend = served(setting)
+    assert not backend.exists("a")
+    backend.close()
+    backend = served("")
+    assert backend.exists("a")
+    backend.close()
+
+
+@pytest.mark.parametrize("form", ["reference", "name=path", "path", "dictionary", "names", "UNO"])
+def test_adapters_of_the_server_count_by_their_bytes(
+    form: str, sglang: dict[str, Any], opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    """SGLang names an adapter by its name and path: pages were found after it was trained on."""
+    model, adapter = kv_weights.made(tmp_path / "model"), kv_weights.adapter(tmp_path / "a=b")
+    lora_paths: dict[str, Any] = {
+        "reference": [SimpleNamespace(lora_name="a", lora_path=str(adapter))],
+        "name=path": [f"a={adapter}"],
+        "path": [str(kv_weights.adapter(tmp_path / "b"))],
+        "dictionary": [{"lora_name": "a", "lora_path": str(adapter)}],
+        "names": {"a": str(adapter)},
+        "UNO": [],
+    }
+    if form == "path":
+        adapter = tmp_path / "b"
+
+    def served(**extra: Any) -> Any:
+        sglang["context"].args = SimpleNamespace(
+            **{"model_path": str(model), "load_format": "auto", "enable_lora": True},
+            lora_paths=lora_paths[form],
+            uno_lora_path=str(adapter) if form == "UNO" else None,
+        )
+        return opened(filled(), model_name="served", extra=extra)
+
+    def found_and_stored(**extra: Any) -> bool:
+        backend = served(**extra)
+        found: bool = backend.exists("a")
+        assert backend.batch_set_v1(["a"], indices(0)) == [True]
+        backend.close()
+        return found
+
+    assert [found_and_stored(), found_and_stored()] == [False, True]
+    for change in kv_weights.ADAPTER_CHANGES:
+        change(adapter)
+        assert [found_and_stored(), found_and_stored()] == [False, True], change
+    # A name of the user's own is for adapters as well, but for those that the user lists.
+    assert [found_and_stored(weights_id="1"), found_and_stored(weights_id="1")] == [False, True]
+    listed = {"weights_id": "1", "adapters": [str(adapter)]}
+    assert [found_and_stored(**listed), found_and_stored(**listed)] == [False, True]
+    kv_weights.train(adapter)
+    assert found_and_stored(weights_id="1")
+    assert not found_and_stored(**listed)
 
 
 def started(opened: Callable[..., Any], **config: Any) -> Any:

@@ -126,23 +126,35 @@ def interface(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     vllm_tier.__dict__.pop("NvmeTier", None)
 
 
-def spec(model: str = "m", replica: int | None = None) -> Any:
-    """What `FileMapper` asks a specification for; of one of two replicas, which."""
-    parallel = dict.fromkeys(("tp_size", "pp_size", "pcp_size", "dcp_size"), 1)
+def spec(model: str = "m", replica: int | None = None, **changed: Any) -> Any:
+    """What `FileMapper` asks a specification for; of one of two replicas, which.
+
+    `changed` are attributes by their dotted names, "parallel.tp_size" for instance.
+    """
+    parallel = dict.fromkeys(("tp_size", "pp_size", "pcp_size", "dcp_size", "world_size"), 1)
     parallel["data_parallel_size"] = 1 if replica is None else 2
     parallel["data_parallel_index"] = replica or 0
-    return SimpleNamespace(
-        blocks_per_chunk=1,
-        config=SimpleNamespace(
-            groups=[SimpleNamespace(tokens_per_block=16, layer_names=("a", "b"))],
-            parallel=SimpleNamespace(**parallel, rank=0, is_parallelism_agnostic=True),
-            model=SimpleNamespace(name=model, dtype="bfloat16"),
-            cache=SimpleNamespace(tokens_per_hash=16),
-            canonical_layout=False,
-            replicated_layout=False,
-            kv_cache_layout=None,
-        ),
+    config = SimpleNamespace(
+        groups=[SimpleNamespace(tokens_per_block=16, layer_names=("a", "b"))],
+        parallel=SimpleNamespace(**parallel, rank=0, is_parallelism_agnostic=True),
+        model=SimpleNamespace(name=model, dtype="bfloat16"),
+        cache=SimpleNamespace(tokens_per_hash=16),
+        canonical_layout=False,
+        replicated_layout=False,
+        kv_cache_layout="LBHNC",
     )
+    made = SimpleNamespace(blocks_per_chunk=1, config=config)
+    for name, value in changed.items():
+        change(made, name, value)
+    return made
+
+
+def change(configuration: Any, name: str, value: Any) -> None:
+    """Set an attribute by its dotted name."""
+    *between, last = name.split(".")
+    for attribute in between:
+        configuration = getattr(configuration, attribute)
+    setattr(configuration, last, value)
 
 
 class Primary:
@@ -169,7 +181,11 @@ def opened(interface: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     made: list[tuple[Any, Primary]] = []
 
     def open_(
-        primary: Primary, model: str = "m", replica: int | None = None, **options: Any
+        primary: Primary,
+        model: str = "m",
+        replica: int | None = None,
+        changed: dict[str, Any] | None = None,
+        **options: Any,
     ) -> Any:
         standard = {
             "directory": str(tmp_path),
@@ -179,7 +195,7 @@ def opened(interface: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
         kind = vllm_tier.NvmeTier
         assert issubclass(kind, interface.base)
         tier = kind(
-            offloading_spec=spec(model, replica),
+            offloading_spec=spec(model, replica, **(changed or {})),
             primary_kv_view=primary.view,
             tier_type="NvmeTier",
             backpressure_detector=None,
@@ -536,7 +552,200 @@ def test_what_vllm_is_configured_with_counts(
         tier = configured(VllmConfig("bf16"), **options)
         assert hits(tier, interface, [b"a"]) == [expected]
         tier.shutdown()
-    assert "LoRA adapters are served" in caplog.text
+    assert "requests may name LoRA adapters" in caplog.text
+
+
+class VllmConfig:
+    """vLLM's configuration, with all that counts in what a tier finds."""
+
+    def __init__(self, model: str) -> None:
+        multimodal = SimpleNamespace(mm_processor_kwargs=None, mm_encoder_attn_dtype=None)
+        model_config: Any = SimpleNamespace(
+            model=model, revision=None, settings="bf16", multimodal_config=multimodal
+        )
+        model_config.compute_hash = lambda: model_config.settings
+        self.model_config = model_config
+        self.load_config = SimpleNamespace(load_format="auto", download_dir=None)
+        self.cache_config = SimpleNamespace(
+            prefix_caching_hash_algo="sha256",
+            cache_dtype="auto",
+            block_size=16,
+            sliding_window=None,
+        )
+        self.attention_config = SimpleNamespace(backend=None, indexer_kv_dtype="auto")
+        self.speculative_config = None
+        self.lora_config: Any = None
+
+
+@dataclass
+class FullAttentionSpec:
+    """As vLLM's, of which every field gives the bytes of a block a meaning."""
+
+    block_size: int = 16
+    num_kv_heads: int = 4
+    head_size: int = 8
+    dtype: torch.dtype = torch.bfloat16
+    kv_quant_mode: int = 0
+    page_size_padded: int | None = None
+    sliding_window: int | None = None
+
+
+@dataclass
+class MLAAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class KVCacheConfig:
+    def __init__(self, attention: FullAttentionSpec) -> None:
+        self.kv_cache_groups = [SimpleNamespace(layer_names=["a", "b"], kv_cache_spec=attention)]
+        self.kv_tp_replicas = 1
+
+
+# One setting that gives the bytes of a block their meaning, and another value: of the
+# specification that vLLM hands to a tier, of its configuration, of its KV caches' specification.
+OF_THE_SPECIFICATION: dict[str, Any] = {
+    "config.kv_cache_layout": "LBNHC",
+    "config.canonical_layout": True,
+    "config.replicated_layout": True,
+    "config.model.dtype": "fp8_e4m3",
+    "config.cache.tokens_per_hash": 32,
+    "config.groups": [SimpleNamespace(tokens_per_block=32, layer_names=("a", "b"))],
+    "config.parallel.tp_size": 2,
+    "config.parallel.pp_size": 2,
+    "config.parallel.pcp_size": 2,
+    "config.parallel.dcp_size": 2,
+    "config.parallel.world_size": 2,
+    "blocks_per_chunk": 2,
+}
+OF_THE_CONFIGURATION: dict[str, Any] = {
+    "model_config.settings": "fp8",
+    "cache_config.cache_dtype": "fp8_e5m2",
+    "cache_config.block_size": 32,
+    "cache_config.sliding_window": 128,
+    "cache_config.prefix_caching_hash_algo": "xxhash",
+    "attention_config.backend": "FLASHINFER",
+    "attention_config.indexer_kv_dtype": "fp8",
+    "model_config.multimodal_config.mm_processor_kwargs": {"max_pixels": 7},
+    "model_config.multimodal_config.mm_encoder_attn_dtype": "fp8",
+}
+OF_THE_CACHES: dict[str, Any] = {
+    "block_size": 32,
+    "num_kv_heads": 2,
+    "head_size": 16,
+    "dtype": torch.float16,
+    "kv_quant_mode": 1,
+    "page_size_padded": 4096,
+    "sliding_window": 64,
+    "attention": MLAAttentionSpec,
+}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *OF_THE_SPECIFICATION,
+        *OF_THE_CONFIGURATION,
+        *OF_THE_CACHES,
+        *("vllm's version", "nvmeio's format", "bytes of a chunk", "PYTHONHASHSEED", "shuffled"),
+        "the processor of images",
+    ],
+)
+def test_chunks_of_another_meaning_are_not_found(
+    setting: str,
+    opened: Callable[..., Any],
+    interface: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunks of one KV cache layout were found under another: 32,576 of 32,768 elements wrong."""
+    model, keys = kv_weights.made(tmp_path / "model"), [b"a", b"b"]
+    if not VLLM:
+        monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "1", raising=False)
+    (model / "preprocessor_config.json").write_text('{"size": 224}')
+
+    def started(attention: Any = FullAttentionSpec, **changed: Any) -> Any:
+        """A server; the two configurations are found where vLLM has them when it makes a tier."""
+        vllm_config = VllmConfig(str(model))
+        of_caches = {name: changed.pop(name) for name in OF_THE_CACHES if name in changed}
+        kv_cache_config = KVCacheConfig(attention(**of_caches))
+        for name in [name for name in changed if name in OF_THE_CONFIGURATION]:
+            change(vllm_config, name, changed.pop(name))
+        primary = Primary()
+        tier = opened(primary, str(model), changed=changed)
+        assert vllm_config is not kv_cache_config is not None
+        return tier
+
+    stored(started(), keys).shutdown()
+    changed: dict[str, Any] = {}
+    with monkeypatch.context() as other:
+        if setting == "vllm's version":
+            other.setattr(sys.modules["vllm"], "__version__", "2")
+        elif setting == "nvmeio's format":
+            other.setattr(kv_identity, "FORMAT", kv_identity.FORMAT + 1)
+        elif setting == "bytes of a chunk":
+            other.setattr(sys.modules[__name__], "CHUNK", CHUNK // 2)
+        elif setting == "PYTHONHASHSEED":
+            other.setenv("PYTHONHASHSEED", "7")
+        elif setting == "shuffled":
+            other.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
+        elif setting == "the processor of images":
+            (model / "preprocessor_config.json").write_text('{"size": 448}')
+        else:
+            every = OF_THE_SPECIFICATION | OF_THE_CONFIGURATION | OF_THE_CACHES
+            changed = {setting: every[setting]}
+        tier = started(**changed)
+        assert hits(tier, interface, keys) == [False, False]
+        tier.shutdown()
+    (model / "preprocessor_config.json").write_text('{"size": 224}')
+    tier = started()
+    expected = setting != "bytes of a chunk"  # the store began anew
+    assert hits(tier, interface, keys) == [expected, expected]
+    tier.shutdown()
+
+
+def test_adapters_count_by_their_bytes(
+    opened: Callable[..., Any], interface: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM names a block by an adapter's name and path, so the user lists where the files are."""
+    model, adapter = kv_weights.made(tmp_path / "model"), kv_weights.adapter(tmp_path / "adapter")
+
+    def started(*adapters: Path, images: Path | None = None) -> Any:
+        vllm_config = VllmConfig(str(model))
+        by_modality = {"image": str(images)} if images else None
+        vllm_config.lora_config = SimpleNamespace(max_loras=1, default_mm_loras=by_modality)
+        return opened(Primary(), str(model), adapters=[str(path) for path in adapters])
+
+    for images in (None, adapter):
+        listed = [] if images else [adapter]
+        stored(started(*listed, images=images), [b"a"]).shutdown()
+        tier = started(*listed, images=images)
+        assert hits(tier, interface, [b"a"]) == [True]
+        tier.shutdown()
+        assert "of use to this process only" not in caplog.text
+        for change_adapter in kv_weights.ADAPTER_CHANGES:
+            change_adapter(adapter)
+            tier = started(*listed, images=images)
+            assert hits(tier, interface, [b"a"]) == [False], change_adapter
+            stored(tier, [b"a"]).shutdown()
+    tier = started(tmp_path / "nowhere")
+    assert hits(tier, interface, [b"a"]) == [False]
+    assert "there are no files of" in caplog.text
+
+
+def test_a_model_of_a_long_path_has_a_store(opened: Callable[..., Any], tmp_path: Path) -> None:
+    """ENAMETOOLONG: the whole path became part of the name of a file."""
+    long = tmp_path / ("d" * 240) / ("\N{GREEK SMALL LETTER MU}" * 100)
+    other = tmp_path / ("e" * 240) / ("\N{GREEK SMALL LETTER MU}" * 100)
+    names = set()
+    for model in (long, other):
+        model.mkdir(parents=True)
+        tier = stored(opened(Primary(), str(kv_weights.made(model))), [b"a"])
+        names.add(store_of(tier).path.name)
+        tier.shutdown()
+    assert all(len(name.encode()) < 200 for name in names)
+    if VLLM:  # the double's digest is the same for all models
+        assert len(names) == 2
 
 
 def test_a_reset_of_vllms_caches_reaches_the_tier(
@@ -569,6 +778,8 @@ def test_what_makes_no_sense_is_refused(opened: Callable[..., Any]) -> None:
         opened(Primary(), fingerprint="all")
     with pytest.raises(ValueError, match='"weights_id" must be a text, not 7'):
         opened(Primary(), weights_id=7)
+    with pytest.raises(ValueError, match='"adapters" must be a list of the adapters'):
+        opened(Primary(), adapters="/adapters/a")
 
 
 def test_vllms_factory_takes_the_tier(interface: Any, tmp_path: Path) -> None:

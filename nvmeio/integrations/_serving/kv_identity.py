@@ -1,9 +1,10 @@
-"""What a server's keys and values are of: weights that are told by their contents, and settings.
+"""The identity of a server's keys and values: weights and adapters by their bytes, and settings.
 
-A server names a block by the tokens in it. With other weights at the same path, by fine-tuning in
-place or half a download, the same names stand for other keys and values: found, they would give
-wrong tokens without an error. So what is found depends on the weights' files too
-(`weights_digest`), and where nobody can tell what is served, nothing is kept beyond the process.
+A server names a block by the tokens in it. The same name stands for other keys and values where the
+files at a path were replaced (fine-tuning in place, half a download, an adapter trained again), or
+where the bytes are laid out differently. Such a block, found, would give wrong tokens without an
+error. So blocks are found only with the files (`weights_digest`) and settings they were stored
+with. If these cannot be identified, blocks are not kept beyond the process.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _KNOWN = "weights.json"
 # When this process's server began to load nvmeio's plugins, which is before it loads weights.
 _began: list[float] = []
 
-WEIGHTS = ("weights", "weights_id", "fingerprint")
+# Counts in every identity: raised when nvmeio itself lays out or names blocks in another way.
+FORMAT = 1
 
 
 def server_begins() -> None:
@@ -42,8 +44,8 @@ class ServedModel(NamedTuple):
     """A model that computes keys and values, by a path or a name on the hub.
 
     `revision` None is the hub's main one, `cache` None the hub's default place. `is_revision_known`
-    tells whether the server said which it serves, `is_made_up` whether it has no weights of files,
-    `has_adapters` whether requests may name adapters, whose files nobody looks at.
+    tells whether the server said which it serves, `is_made_up` whether it has no weights of files.
+    `configuration` is the file by which the hub's cache finds the others.
     """
 
     name: str
@@ -51,24 +53,38 @@ class ServedModel(NamedTuple):
     cache: str | None = None
     is_revision_known: bool = True
     is_made_up: bool = False
-    has_adapters: bool = False
+    configuration: str = "config.json"
+
+
+class ServedAdapters(NamedTuple):
+    """The LoRA adapters that requests may name.
+
+    `paths` are those that the server names, on disk or on the hub. `why_unknown` says why requests
+    may name others whose blocks have the same names after a restart; None: they cannot.
+    """
+
+    paths: Sequence[str] = ()
+    why_unknown: str | None = None
 
 
 class WeightOptions(NamedTuple):
-    """The user's options about the weights.
+    """The user's options about weights and adapters.
 
-    `weights` is where their files are, None asks the server; `weights_id` a name of the user's own,
-    in place of looking at them; `fingerprint` as `weights_digest.look_at` takes it.
+    `weights` is the place of their files, None asks the server; `weights_id` a name of the user's
+    own, in place of looking at weights and adapters; `adapters` lists the places of all adapters,
+    None asks the server; `fingerprint` is what `weights_digest.look_at` takes.
     """
 
     weights: str | None = None
     weights_id: str | None = None
+    adapters: Sequence[str] | None = None
     fingerprint: Any = "auto"
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> WeightOptions:
         """The options of a configuration; ValueError if one of them makes no sense."""
-        options = cls(**{name: given[name] for name in WEIGHTS if given.get(name) is not None})
+        names = [name for name in cls._fields if given.get(name) is not None]
+        options = cls(**{name: given[name] for name in names})
         if options.fingerprint not in HOWS:
             raise ValueError(
                 f'"fingerprint" must be one of {", ".join(HOWS)}, not {options.fingerprint!r}'
@@ -77,6 +93,14 @@ class WeightOptions(NamedTuple):
             value = getattr(options, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ValueError(f'"{name}" must be a text, not {value!r}')
+        adapters: Any = options.adapters
+        if adapters is not None and (
+            not isinstance(adapters, (list, tuple))
+            or not all(isinstance(path, str) and path for path in adapters)
+        ):
+            raise ValueError(
+                f'"adapters" must be a list of the adapters\' directories, not {adapters!r}'
+            )
         return options
 
 
@@ -85,31 +109,50 @@ class Untold(Exception):
 
 
 def identity_of(
-    models: Sequence[ServedModel], options: WeightOptions, settings: Sequence[Any], directory: str
+    models: Sequence[ServedModel],
+    adapters: ServedAdapters,
+    options: WeightOptions,
+    settings: Mapping[str, Any],
+    directory: str,
 ) -> str | None:
-    """A text that identifies blocks of these models; None where nobody can tell, which is logged.
+    """A text that identifies blocks of these models; None, and a warning, if nobody can tell.
 
-    `models` are the model and those that draft for it; `settings` what else makes keys and values,
-    or names of blocks, differ; `directory` the store's, which remembers what files were like.
+    `models` are the model and those that draft for it. `settings` is everything else that gives the
+    bytes of a block, or its name, their meaning. `directory` is the store's, which remembers what
+    files were like.
     """
     try:
+        found: list[Any]
         if options.weights_id is not None:
-            found: list[Any] = ["named", options.weights_id]
+            found = ["named", options.weights_id]
         else:
-            if any(model.has_adapters for model in models):
-                raise Untold("LoRA adapters are served, which are told by their names only")
             if options.weights is not None:
                 models = [ServedModel(options.weights)]
             found = [_looked_at(model, options, directory) for model in models]
+        trained = [
+            _looked_at(ServedModel(path, configuration="adapter_config.json"), options, directory)
+            for path in sorted(set(_adapters_to_look_at(adapters, options)))
+        ]
     except Untold as why:
         logger.warning(
-            "KV blocks are of use to this process only, and not after a restart: %s. To keep them "
-            'say "weights_id": "NAME" with another name for each version of the weights and of '
-            'adapters, or, without adapters, "weights": "DIRECTORY" where the files are',
+            "KV blocks are of use to this process only, and not after a restart: %s. To keep them, "
+            'say where the files are ("weights": "DIRECTORY", "adapters": ["DIRECTORY", ...] with '
+            'all adapters), or give each version of weights and adapters a name: "weights_id": '
+            '"NAME"',
             why,
         )
         return None
-    return json.dumps([found, list(settings)], default=str)
+    return json.dumps([FORMAT, found, trained, dict(settings)], default=str, sort_keys=True)
+
+
+def _adapters_to_look_at(adapters: ServedAdapters, options: WeightOptions) -> Sequence[str]:
+    if options.adapters is not None:
+        return [*adapters.paths, *options.adapters]
+    if options.weights_id is not None:
+        return []
+    if adapters.why_unknown is not None:
+        raise Untold(adapters.why_unknown)
+    return adapters.paths
 
 
 def _looked_at(model: ServedModel, options: WeightOptions, directory: str) -> str:
@@ -140,7 +183,7 @@ def _path_of(model: ServedModel) -> str:
     try:
         hub: Any = importlib.import_module("huggingface_hub")
         config = hub.try_to_load_from_cache(
-            model.name, "config.json", cache_dir=model.cache, revision=model.revision
+            model.name, model.configuration, cache_dir=model.cache, revision=model.revision
         )
     except (ImportError, ValueError) as failed:  # of names that are no repository's
         raise Untold(f"there are no files of {model.name} here: {failed}") from failed

@@ -125,6 +125,8 @@ _FLAGS = {
 }
 
 _OWN = ("nvme_path", "resident_bytes", "window", "aio")
+# DeepSpeed's names for intra_op_parallelism; `ds_nvme_tune` prints the first.
+_THREADS = ("num_threads", "thread_count")
 _AIO = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
 
 # DeepSpeed's keys, of which those without a comment have no meaning for streamed layers.
@@ -216,7 +218,7 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
         where, aio = _of_deepspeed(path, found)
     else:
         _known(path, "", found, _OWN)
-        where, aio = found.get("nvme_path"), _section(path, found, "aio", _AIO)
+        where, aio = found.get("nvme_path"), _aio(path, found)
     if not isinstance(where, str):
         name = "zero_optimization.offload_param.nvme_path" if of_deepspeed else "nvme_path"
         raise ValueError(f'{path} must name "{name}": a directory on the drive, not {where!r}')
@@ -243,19 +245,26 @@ def _of_deepspeed(path: Any, found: dict[str, Any]) -> tuple[Any, dict[str, Any]
             f"{param.get('device')!r}: for host memory start SGLang with --cpu-offload-gb, and "
             "without nvmeio"
         )
-    aio = _section(path, found, "aio", (*_AIO, "thread_count", "use_gds"))
+    return param.get("nvme_path"), _aio(path, found)
+
+
+def _aio(path: Any, found: dict[str, Any]) -> dict[str, Any]:
+    """The "aio" section, as `AioHandle` takes it; DeepSpeed has further names for threads."""
+    section = _section(path, found, "aio", (*_AIO, *_THREADS, "use_gds"))
+    aio = {name: value for name, value in section.items() if value != "auto"}
     if aio.pop("use_gds", False):
         raise ValueError(
             f'{path}: aio: "use_gds" is not for streamed layers, which go through page-locked host '
             "memory: leave it out"
         )
-    threads = aio.pop("thread_count", None)
-    if threads is not None and aio.setdefault("intra_op_parallelism", threads) != threads:
-        raise ValueError(
-            f'{path}: aio: "thread_count" and "intra_op_parallelism" are one thing, and differ: '
-            "leave one out"
-        )
-    return param.get("nvme_path"), {k: value for k, value in aio.items() if value != "auto"}
+    for name in _THREADS:
+        threads = aio.pop(name, None)
+        if threads is not None and aio.setdefault("intra_op_parallelism", threads) != threads:
+            raise ValueError(
+                f"{path}: aio: intra_op_parallelism, {' and '.join(_THREADS)} are one thing, and "
+                f"differ: {aio['intra_op_parallelism']!r} and {threads!r}. Leave one out"
+            )
+    return aio
 
 
 def _section(
