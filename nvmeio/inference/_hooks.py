@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from nvmeio._residency import calls, tiled_linear
 from nvmeio.errors import ClosedError, IntegrityError
-from nvmeio.inference._experts.sets import ExpertSet
+from nvmeio.inference._experts.sets import ExpertSet, routing_argument
 from nvmeio.inference._plan.slot_layout import CutSums
 from nvmeio.inference._plan.transformers import cache_among
 from nvmeio.inference._plan.units import Unit
@@ -340,10 +340,11 @@ def _check(unit: Unit, stream: WeightStream) -> None:
 def _attach_experts(module: nn.Module, compute: Callable[..., Any]) -> None:
     """Have `compute(routing, call, ...)` call a module's forward, behind hooks that may route."""
     call = module.forward
-    place = list(inspect.signature(call).parameters).index("top_k_index")
+    name = routing_argument(call) or ""
+    place = list(inspect.signature(call).parameters).index(name)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        routing = kwargs["top_k_index"] if len(args) <= place else args[place]
+        routing = kwargs[name] if len(args) <= place else args[place]
         return compute(routing, call, *args, **kwargs)
 
     module.forward = forward

@@ -138,15 +138,20 @@ class Streams(Forward):
             model.weight_stream.close()
 
 
-def saved_llama(folder: Path) -> Any:
+def saved_model(folder: Path, kind: str, **sizes: int) -> Any:
     try:
         import transformers
         from inference import _models
     except BaseException as missing:  # pytest's Skipped is none of Exception
         raise Skip(f"transformers is not installed: {missing}") from None
     transformers.logging.set_verbosity_error()
-    _models.saved(lambda: _models.llama(layers=3, width=32), folder)
+    make = getattr(_models, kind)
+    _models.saved(lambda: make(**sizes), folder)
     return _models
+
+
+def saved_llama(folder: Path) -> Any:
+    return saved_model(folder, "llama", layers=3, width=32)
 
 
 class Generate(Scenario):
@@ -169,6 +174,31 @@ class Generate(Scenario):
 
     def check(self, found: Any) -> None:
         assert torch.equal(found, self.wanted)
+
+    def close(self) -> None:
+        self.model.weight_stream.close()
+
+
+class GenerateWithExperts(Scenario):
+    """A cache of experts that holds a little more than one layer of four needs."""
+
+    modes = ("timer", "opcodes", "twice")
+
+    def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
+        super().__init__(folder, handle)
+        path = folder / "model"
+        self.models = saved_model(path, "mixtral", experts=8, width=32, intermediate_size=256)
+        self.ids = self.models.prompt(batch=1, length=2)
+        self.wanted = self.models.tokens(self.models.loaded(path), self.ids, 4)
+        self.model = nvmeio.stream_model(path, resident_bytes="900K", handle=handle)
+        assert self.model.weight_stream.experts
+
+    def work(self) -> Any:
+        return self.models.tokens(self.model, self.ids, 4)
+
+    def check(self, found: Any) -> None:
+        assert torch.equal(found, self.wanted)
+        assert self.model.weight_stream.stats.experts.evictions
 
     def close(self) -> None:
         self.model.weight_stream.close()
@@ -211,5 +241,6 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "stream-async": AsyncForward,
     "streams": Streams,
     "stream-generate": Generate,
+    "stream-experts": GenerateWithExperts,
     "packing": Pack,
 }

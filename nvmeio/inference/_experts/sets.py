@@ -25,6 +25,9 @@ from nvmeio.inference._plan.units import Target, Unit
 # itself would cost a round trip for next to nothing.
 LEAST_BYTES = 2 * PAGE_BYTES
 
+# How transformers' modules of experts call the experts that each token is routed to.
+_ROUTING = ("top_k_index", "router_indices")
+
 # Experts that are read at a time to be converted: what is read of them is memory of its own.
 STAGES = 4
 
@@ -252,7 +255,7 @@ def find_sets(model: nn.Module, weights: dict[int, Weight]) -> list[ExpertSet]:
     found = []
     for module, name in names.items():
         number = getattr(module, "num_experts", None)
-        if not isinstance(number, int) or number < 2 or not _is_routed(module.forward):
+        if not isinstance(number, int) or number < 2 or routing_argument(module.forward) is None:
             continue
         unit = Unit(name)
         for attribute, parameter in module._parameters.items():
@@ -271,8 +274,10 @@ def find_sets(model: nn.Module, weights: dict[int, Weight]) -> list[ExpertSet]:
     return found
 
 
-def _is_routed(forward: Callable[..., object]) -> bool:
-    return "top_k_index" in inspect.signature(forward).parameters
+def routing_argument(forward: Callable[..., object]) -> str | None:
+    """The argument that has the experts of each token; None if there is none."""
+    takes = inspect.signature(forward).parameters
+    return next((name for name in _ROUTING if name in takes), None)
 
 
 def _is_large(weight: Weight, number: int) -> bool:
