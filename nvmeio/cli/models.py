@@ -313,7 +313,7 @@ class _Run:
     def _tell(self, stream: Any) -> None:
         stats = stream.stats
         seconds = max(self._last - self._begun, 1e-9)
-        held = stats.resident_bytes + stats.window_bytes + stats.work_bytes
+        held = stats.resident_bytes + stats.window_bytes + stats.work_bytes + stats.expert_bytes
         found = {
             "text": self._text if self._tokenizer is not None else None,
             "tokens": self._tokens,
@@ -324,6 +324,7 @@ class _Run:
             "bytes_read": stats.bytes_read,
             "waited_s": stats.waited_s,
             "weights_in_memory_bytes": held,
+            "experts": stats.experts._asdict() if stream.experts else None,
         }
         if self._as_json:
             typer.echo(json.dumps(found))
@@ -335,6 +336,18 @@ class _Run:
             f"{stats.bytes_read / seconds / GB:.2f} GB/s, {binary_size(held)} of weights in memory"
         )
         say(self._errors, text, "dim")
+        if stream.experts:
+            say(self._errors, _experts_used(stats), "dim")
+
+
+def _experts_used(stats: Any) -> str:
+    """What experts of a mixture have cost, in a line."""
+    used = stats.experts
+    asked = max(1, used.hits + used.misses)
+    return (
+        f"experts: {used.hits / asked:.0%} of {asked} were in memory; "
+        f"{binary_size(used.bytes_read)} read, {binary_size(stats.expert_bytes)} hold them"
+    )
 
 
 def _tokenizer(directory: Path) -> Any:

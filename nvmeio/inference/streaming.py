@@ -23,6 +23,7 @@ from nvmeio._threads.closing import on_error
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _hooks, kv_cache
+from nvmeio.inference._experts.expectation import experts_that_fit
 from nvmeio.inference._model_plan import Asked, ModelPlan, name_of, plan_model
 from nvmeio.inference._parallel.stream_ranks import Ranks
 from nvmeio.inference._plan import packed_format, transformers
@@ -218,6 +219,8 @@ def stream_model(
         undo.pop_all()
     shares = plan.shares
     detail = f"{shares.resident} bytes stay, {shares.window} are the window, the rest is streamed"
+    if plan.experts:
+        detail += f"; {experts_that_fit(plan.experts, shares.experts)}"
     seconds = time.perf_counter() - began
     long_call.completed("opened a stream of", sources[0], 0, seconds, detail)
     return model

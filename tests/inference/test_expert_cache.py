@@ -19,6 +19,7 @@ import nvmeio
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.inference import pack
 from nvmeio.inference._experts import places as places_module
+from nvmeio.inference._experts.expectation import expected_hits
 from nvmeio.inference._experts.recency import Recency
 from nvmeio.testing import FakeEngine
 
@@ -283,3 +284,22 @@ def test_the_order_is_that_of_the_last_use_behind_what_passes(
     assert list(recency.victims({3, 4})) == [k for k in passing + used if k not in (3, 4)]
     assert list(recency.victims((), passing_only=True)) == passing
     assert recency.used == len(used)
+
+
+def test_the_log_says_how_many_experts_fit(
+    tmp_path: Path, stream: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(many_experts, tmp_path)
+    with caplog.at_level("DEBUG", logger="nvmeio"):
+        model = with_share(stream, tmp_path, 0.5)
+    share = model.weight_stream.stats.expert_bytes / bytes_of_experts(loaded(tmp_path))
+    assert f"{int(64 * share)} of 64 experts fit" in caplog.text
+
+
+def test_the_expected_hits_are_those_of_the_published_traces() -> None:
+    assert [expected_hits(kept / 128) for kept in (0, 8, 16, 32, 64, 128)] == [
+        *(0.0, 0.424, 0.647, 0.81, 0.918),
+        1.0,
+    ]
+    between = [expected_hits(share / 100) for share in range(101)]
+    assert between == sorted(between)

@@ -76,11 +76,16 @@ RUNS = {
         ["--width", "64", "--layers", "6", "--tokens", "1024"],
         "three steps over 6 layers, to the bit",
     ),
+    "20_mixture_beyond_memory.py": (
+        ["--experts", "32", "--width", "128", "--tokens", "24"],
+        "of the experts in memory",
+    ),
 }
 
 
 # What an example needs beyond `.[dev]`; where it is absent the example is skipped by name.
-NEEDS = dict.fromkeys(("12_larger_than_memory.py", "17_prompt_seen_before.py"), "transformers")
+WITH_TRANSFORMERS = ("12_larger", "17_prompt", "20_mixture")
+NEEDS = {name: "transformers" for name in RUNS if name.startswith(WITH_TRANSFORMERS)}
 
 
 @pytest.mark.parametrize("example", RUNS)
