@@ -46,7 +46,10 @@ def make_model(folder: Path, experts: int, width: int) -> int:
     )
     torch.manual_seed(0)
     model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
+    folder.mkdir()
+    nvmeio.save_safetensors(model.state_dict(), folder / "model.safetensors")
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
     return sum(p.nbytes for n, p in model.named_parameters() if ".experts." in n)
 
 
