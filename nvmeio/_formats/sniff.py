@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import tarfile
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from typing import Literal
 
@@ -20,6 +21,12 @@ from nvmeio.errors import NvmeioError
 Kind = Literal["torch", "torch legacy", "safetensors", "part"]
 
 STEP = re.compile(r"step-([0-9]{8,})(\.pt)?")  # a Checkpointer's names
+
+# The names of torch.distributed.checkpoint's files: of all ranks, or of one that saved alone.
+DCP_METADATA = ".metadata"
+DCP_DATA = ".distcp"
+_DCP_METADATA = re.compile(r"(__\d+)?\.metadata")
+_DCP_MARK = b"torch.distributed.checkpoint"  # in the first bytes of its pickle
 
 _HEAD_BYTES = 64
 
@@ -44,9 +51,17 @@ class TruncatedFileError(NoCheckpointError, EOFError):
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> AbstractContextManager[files.File]:
-    """`locks.open_reading`; the error of a directory says what loads what is in it."""
+    """`locks.open_reading`; the error of a directory says what loads what is in it.
+
+    Raises:
+        TransferError: It cannot be opened, or is a directory (EISDIR).
+        NoCheckpointError: It is a file of a DCP checkpoint, which is loaded as a whole.
+    """
     if os.path.isdir(name := files.checked_path(path)):
         raise open_error(errno.EISDIR, name, how_to_load(name))
+    folder = os.path.dirname(name) or "."
+    if is_dcp_file(name) and is_dcp_directory(folder):
+        raise NoCheckpointError(f"{name} is a file of {how_to_load(folder)}")
     return locks.open_reading(path)
 
 
@@ -60,6 +75,9 @@ def how_to_load(directory: str) -> str:
     if step and "index.json" in names:
         checkpointer = f"nvmeio.Checkpointer({above!r}, read_only=True)"
         return f"one step of several ranks: {checkpointer}.restore(step={int(step[1])}) loads it"
+    if is_dcp_directory(directory):
+        reader = f"storage_reader=NvmeStorageReader({directory!r})"
+        return f"a DCP checkpoint: torch.distributed.checkpoint.load(state_dict, {reader}) loads it"
     if any(map(STEP.fullmatch, names)):
         newest = os.path.join(directory, os.path.basename(os.path.realpath(f"{directory}/latest")))
         load = f"nvmeio.load({newest!r}) or " if os.path.isfile(newest) else ""
@@ -70,6 +88,39 @@ def how_to_load(directory: str) -> str:
     if any(name.endswith(".safetensors") for name in names):
         return f"a directory: nvmeio.load_safetensors({directory!r}) loads what is in it"
     return ""
+
+
+def is_dcp_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a file has the name of one of DCP's: metadata, or data."""
+    name = os.path.basename(path)
+    return name.endswith(DCP_DATA) or _DCP_METADATA.fullmatch(name) is not None
+
+
+def is_dcp_directory(directory: str | os.PathLike[str]) -> bool:
+    """Whether a directory is a DCP checkpoint, or what is left of one."""
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return False
+    if any(name.endswith(DCP_DATA) for name in names):
+        return True
+    return any(
+        _is_dcp_metadata(os.path.join(directory, name)) for name in dcp_metadata_names(names)
+    )
+
+
+def dcp_metadata_names(names: Iterable[str]) -> list[str]:
+    """Those of a directory's names that DCP gives to its metadata, in order."""
+    return sorted(name for name in names if _DCP_METADATA.fullmatch(name))
+
+
+def _is_dcp_metadata(path: str) -> bool:
+    """Whether a file of that name is DCP's: other programs have one as well."""
+    try:
+        with files.open(path) as file:
+            return _DCP_MARK in files.read_buffered(file, 0, min(file.size(), _HEAD_BYTES))
+    except NvmeioError:
+        return False
 
 
 def kind_of(file: files.File) -> Kind:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -56,7 +56,7 @@ class TensorFacts(NamedTuple):
         dtype: Its dtype as torch calls it, without "torch."; what the file says, if unknown.
         shape: Its shape.
         nbytes: The size of its elements.
-        record: The record that its bytes are in; tied tensors have one in common.
+        record: The record that its bytes are in; tied tensors have one in common. Of DCP, the file.
         offset: Of its first byte in the file.
         device: The device that it was saved from.
     """
@@ -74,18 +74,19 @@ class Description(NamedTuple):
     """What is in a file.
 
     Attributes:
-        path: The file.
+        path: The file; the directory of a DCP checkpoint.
         kind: Its format.
         nbytes: Its size.
-        records: Its records, in the order of the file; of safetensors, none.
+        records: Its records, in the order of the file; of safetensors, none. Of DCP, its
+            items, whose checksums are within them.
         tensors: Its tensors, in the order of the object.
         forbidden: What its pickle would import or call that ``weights_only=True`` refuses.
         what: Of a rank's part on its own drive: which. It has no records and tensors of its own.
-            Of a packed model in parts: which; it has the tensors of the whole.
+            Of a packed model in parts: which; it has the tensors of the whole. Of DCP: its objects.
     """
 
     path: str
-    kind: Kind
+    kind: Kind | Literal["dcp"]
     nbytes: int
     records: list[RecordFacts]
     tensors: list[TensorFacts]

@@ -106,7 +106,7 @@ PathsArgument = Annotated[
     list[Path],
     typer.Argument(
         metavar="PATH...",
-        help="Checkpoints of nvmeio.save or torch.save, safetensors files, or directories of them.",
+        help="Checkpoints of nvmeio.save, torch.save or DCP, safetensors, or directories of them.",
         show_default=False,
     ),
 ]
@@ -140,7 +140,8 @@ def check_contents(paths: PathsArgument, as_json: JsonOption = False) -> None:
 
     It reads every byte, past the page cache, in 64 MiB of memory. safetensors files have no
     checksums: their structure is checked, and every byte if nvmeio pack wrote them. If ranks saved
-    to drives of their own, the parts that are here are checked.
+    to drives of their own, the parts that are here are checked. A DCP directory is one checkpoint:
+    each item is compared with its .metadata too.
 
     Example: [bold]nvmeio verify checkpoints/latest.pt[/]
 

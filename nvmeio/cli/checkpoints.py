@@ -14,9 +14,18 @@ from rich.console import Console
 from rich.table import Table
 
 from nvmeio import files
-from nvmeio._formats.sniff import NoCheckpointError, kind_of
-from nvmeio.checkpoint.describing import Description, alignment_of, describe
-from nvmeio.checkpoint.verifying import Problem, Verdict, verify
+from nvmeio._formats.sniff import (
+    DCP_DATA,
+    DCP_METADATA,
+    NoCheckpointError,
+    dcp_metadata_names,
+    is_dcp_directory,
+    is_dcp_file,
+    kind_of,
+)
+from nvmeio.checkpoint import describing, verifying
+from nvmeio.checkpoint.describing import Description, alignment_of
+from nvmeio.checkpoint.verifying import Problem, Verdict
 from nvmeio.cli._terminal import (
     FAILED,
     OK,
@@ -65,6 +74,8 @@ def in_words(error: Exception) -> str:
 def checkpoints_in(path: Path) -> Iterator[Path]:
     """The path itself, or the checkpoints in the directory that it is, and in those below it.
 
+    A DCP checkpoint is one, and stands here as its metadata file.
+
     What cannot be read is among them, for the caller to say so. A link that leads to something else
     below the directory, as `latest` does, is not followed, so that nothing is looked at twice.
     """
@@ -76,8 +87,13 @@ def checkpoints_in(path: Path) -> Iterator[Path]:
 
 
 def _below(directory: Path, top: str, seen: set[str]) -> Iterator[Path]:
-    for inside in sorted(directory.iterdir()):
-        if inside.name.startswith("."):
+    contents = sorted(directory.iterdir())
+    is_dcp = is_dcp_directory(directory)
+    if is_dcp:
+        names = dcp_metadata_names(path.name for path in contents)
+        yield from (directory / name for name in names or [DCP_METADATA])
+    for inside in contents:
+        if inside.name.startswith(".") or (is_dcp and is_dcp_file(inside)):
             continue
         if inside.is_symlink() and os.path.realpath(inside).startswith(os.path.join(top, "")):
             continue
@@ -101,6 +117,26 @@ def _may_be_one(path: Path) -> bool:
     except TransferError:
         return True
     return True
+
+
+def _is_of_dcp(path: Path) -> bool:
+    return is_dcp_file(path) and is_dcp_directory(path.parent)
+
+
+def _describe(path: Path) -> Description:
+    if not _is_of_dcp(path):
+        return describing.describe(path)
+    from nvmeio.integrations.dcp import describing as dcp  # 1 s, and not for other checkpoints
+
+    return dcp.describe(path)
+
+
+def _verify(path: Path, progress: Callable[[int], None]) -> Verdict:
+    if not _is_of_dcp(path):
+        return verifying.verify(path, progress=progress)
+    from nvmeio.integrations.dcp import checking
+
+    return checking.verify(path, progress=progress)
 
 
 # inspect
@@ -138,7 +174,7 @@ def _describe_all(paths: list[Path], errors: Console) -> tuple[list[Description]
     files, status = checkpoints_in_all(paths, errors)
     for file in files:
         try:
-            found.append(describe(file))
+            found.append(_describe(file))
         except (NoCheckpointError, FileNotFoundError) as none:
             say(errors, in_words(none), "red")
             status = status or USAGE
@@ -200,17 +236,21 @@ def _table_of_records(description: Description, width: int) -> Table:
 def _summary(description: Description) -> str:
     # Views begin anywhere in their record: what counts is where the records begin.
     begins = {record.name: record.offset for record in description.records}
-    storages = {t.record or t.name: begins.get(t.record, t.offset) for t in description.tensors}
+    storages = {
+        t.record if t.record in begins else (t.record, t.name): begins.get(t.record, t.offset)
+        for t in description.tensors
+    }
     lines = [
         f"{description.path}: {description.kind}, {binary_size(description.nbytes)}, "
         f"{counted(len(description.tensors), 'tensor')} in {counted(len(storages), 'storage')}"
     ]
     if description.what:
-        lines.append(f"{description.what}; the rest of the file is holes")
+        rest = "" if description.kind == "dcp" else "; the rest of the file is holes"
+        lines.append(description.what + rest)
     if storages:
         least = min(map(alignment_of, storages.values()))
         lines.append(f"every storage begins at a multiple of {binary_size(least)}")
-    if any(record.crc32 is None for record in description.records):
+    if description.kind != "dcp" and any(r.crc32 is None for r in description.records):
         lines.append("written without checksums")
     if description.forbidden:
         names = printable(", ".join(description.forbidden))
@@ -256,7 +296,7 @@ def _verify_all(paths: list[Path], errors: Console) -> tuple[list[Verdict], int]
     with _bar(errors, files) as advance:
         for path in files:
             try:
-                found.append(verify(path, progress=advance))
+                found.append(_verify(path, advance))
             except (NoCheckpointError, FileNotFoundError) as none:
                 say(errors, in_words(none), "red")
                 status = USAGE
@@ -275,7 +315,7 @@ def _bar(console: Console, files: list[Path]) -> Iterator[Callable[[int], None]]
     if not console.is_terminal:
         yield lambda nbytes: None
         return
-    total, done = sum(path.stat().st_size for path in files if path.is_file()), 0
+    total, done = sum(map(_nbytes, files)), 0
     with rich_bar(console, transient=True) as bar:
 
         def advance(nbytes: int) -> None:
@@ -284,6 +324,16 @@ def _bar(console: Console, files: list[Path]) -> Iterator[Callable[[int], None]]
             bar("verifying", done, total)
 
         yield advance
+
+
+_RECORDS = {"safetensors": "tensor", "dcp": "item"}
+
+
+def _nbytes(path: Path) -> int:
+    """What is read to verify a checkpoint."""
+    if _is_of_dcp(path) and not path.name.endswith(DCP_DATA):
+        return sum(file.stat().st_size for file in path.parent.glob(f"*{DCP_DATA}"))
+    return path.stat().st_size if path.is_file() else 0
 
 
 def _show(verdict: Verdict) -> None:
@@ -298,7 +348,7 @@ def _show(verdict: Verdict) -> None:
         typer.echo(line + (" (written without a checksum)" if verdict.unchecked else ""))
         return
     what = f"{verdict.what}, " if verdict.what else ""
-    what += counted(verdict.records, "tensor" if verdict.kind == "safetensors" else "record")
+    what += counted(verdict.records, _RECORDS.get(verdict.kind, "record"))
     line = f"{verdict.path}: whole, {what}, {binary_size(verdict.nbytes)}"
     if verdict.kind == "safetensors" and verdict.unchecked:
         line += " (structure only: the format has no checksums)"

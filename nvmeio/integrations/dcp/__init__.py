@@ -47,6 +47,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from nvmeio import _checks
+from nvmeio._formats.sniff import DCP_DATA
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._storage.durable import make_directory
@@ -233,7 +234,7 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
             # Here, not in the plan: a planner may keep a plan and bring it again for the next save.
             prefix = stored.replacing(prefix, self.save_id)
         files = [
-            DataFile(self.path / f"{prefix}{number}{stored.SUFFIX}", items)
+            DataFile(self.path / f"{prefix}{number}{DCP_DATA}", items)
             for number, items in enumerate(self._split(plan.items))
         ]
 

@@ -13,18 +13,24 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from nvmeio._formats.safetensors.shards import is_inside
+from nvmeio._formats.sniff import DCP_METADATA
 from nvmeio._formats.torch_archives import torch_zip
 from nvmeio._memory.tensors import extent
 from nvmeio._storage.untrusted import read_small
-from nvmeio.errors import IntegrityError
+from nvmeio.errors import IntegrityError, naming
 
 # What torch's planners and writers put there, of torch 2.1 and of now.
 _CLASSES = {
@@ -49,9 +55,7 @@ _CLASSES = {
 }
 
 
-METADATA = ".metadata"
 METADATA_BYTES = 2 << 30  # at most: some hundred bytes for each part of each tensor
-SUFFIX = ".distcp"
 
 _OWN = r"[0-9a-f]{8}_"
 _DATA = re.compile(rb"__\d+_(?:" + _OWN.encode() + rb")?\d+\.distcp")
@@ -113,7 +117,7 @@ def load_metadata(data: bytes, path: str) -> Metadata:
 
 def metadata_path(folder: Path, rank: int | None) -> Path:
     """The metadata file: of all ranks, or of one that saves without the others."""
-    return folder / (METADATA if rank is None else f"__{rank}{METADATA}")
+    return folder / (DCP_METADATA if rank is None else f"__{rank}{DCP_METADATA}")
 
 
 def replacing(prefix: str, save_id: str) -> str:
@@ -149,7 +153,7 @@ def remove_stale(folder: Path, before: set[str], rank: int | None) -> list[str]:
         return []
     kept: set[str] = set()
     for name in names:
-        if name.endswith(METADATA):
+        if name.endswith(DCP_METADATA):
             kept |= referred_to(folder / name)
     stale = [
         name
@@ -283,3 +287,103 @@ class _ItemView(io.RawIOBase):
         buffer[:count] = self._read(self._at, count)
         self._at += count
         return count
+
+
+class TensorPart(NamedTuple):
+    """A part of a tensor, which is one item: all of it, or what one rank had.
+
+    Attributes:
+        dtype: Of the tensor.
+        whole: The shape of the tensor.
+        offsets: Where the part begins in each dimension.
+        sizes: Its shape.
+    """
+
+    dtype: torch.dtype
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """As Python slices it: "[0:30, 12:24]"; "" for all of the tensor."""
+        if self.sizes == self.whole:
+            return ""
+        spans = (f"{at}:{at + size}" for at, size in zip(self.offsets, self.sizes, strict=False))
+        return f"[{', '.join(spans)}]"
+
+
+class Stored(NamedTuple):
+    """What a checkpoint consists of.
+
+    Attributes:
+        folder: Its directory, with no links on the way.
+        version: Of the metadata file: another one has another.
+        metadata: What that file says.
+        items: The items of each data file, by its name; each item's index, and its place.
+        parts: The items that are parts of tensors; the others are objects.
+    """
+
+    folder: Path
+    version: int
+    metadata: Metadata
+    items: dict[str, list[tuple[MetadataIndex, Any]]]
+    parts: dict[MetadataIndex, TensorPart]
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """What the metadata says and cannot be: the tensor's or object's name, and what is wrong.
+
+        Each part of a tensor has a place, and the parts together are the tensor.
+        """
+        places = self.metadata.storage_data
+        for name, facts in self.metadata.state_dict_metadata.items():
+            if not isinstance(facts, TensorStorageMetadata):
+                if MetadataIndex(name) not in places:
+                    yield name, "the metadata does not say where it lies"
+                continue
+            for chunk in facts.chunks:
+                index = MetadataIndex(name, chunk.offsets)
+                if index not in places:
+                    part = self.parts[index]
+                    yield f"{name}{part}", "the metadata does not say where it lies"
+            parts = sum(chunk.sizes.numel() for chunk in facts.chunks)
+            if parts != facts.size.numel():
+                whole = f"of {facts.size.numel()} elements, {tuple(facts.size)}"
+                yield name, f"its parts have {parts} {whole}: a rank's part is missing"
+
+
+def read_stored(path: Path) -> Stored:
+    """Read a metadata file; no code of its own is run.
+
+    Raises:
+        TransferError: It cannot be read.
+        IntegrityError: It is damaged, or is not DCP's.
+    """
+    with naming("open", path):
+        data = read_small(path, METADATA_BYTES)
+    metadata = load_metadata(data, str(path))
+    items: dict[str, list[tuple[MetadataIndex, Any]]] = {}
+    try:
+        for index, info in metadata.storage_data.items():
+            items.setdefault(info.relative_path, []).append((index, info))
+            if not (isinstance(info.offset, int) and isinstance(info.length, int)):
+                raise TypeError(f"{index.fqn!r} lies at {info.offset!r}")
+        for of_file in items.values():
+            of_file.sort(key=lambda item: item[1].offset)
+        parts = dict(_parts(metadata))
+    except (AttributeError, TypeError, ValueError) as wrong:
+        raise IntegrityError(
+            f"{path}: the metadata does not say where the items lie: {wrong}",
+            expected="a file, an offset and a length for each item",
+            found=str(wrong),
+        ) from wrong
+    folder = Path(os.path.realpath(path.parent))
+    return Stored(folder, zlib.crc32(data), metadata, items, parts)
+
+
+def _parts(metadata: Metadata) -> Iterator[tuple[MetadataIndex, TensorPart]]:
+    for name, facts in metadata.state_dict_metadata.items():
+        if isinstance(facts, TensorStorageMetadata):
+            for chunk in facts.chunks:
+                sizes, whole = tuple(chunk.sizes), tuple(facts.size)
+                part = TensorPart(facts.properties.dtype, whole, tuple(chunk.offsets), sizes)
+                yield MetadataIndex(name, chunk.offsets), part
