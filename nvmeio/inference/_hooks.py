@@ -43,6 +43,24 @@ class WeightSource:
             raise ClosedError("the model that this weight is of is gone: keep the model")
         return stream.weight(self._unit, self._number)
 
+    def around(self) -> Callable[..., Any] | None:
+        """What calls a function with the unit in place; None where `memory` is to be asked.
+
+        In a pass for inference, outside of the calls of other units: one within such a call would
+        take their weights away.
+        """
+        stream = self._stream()
+        if stream is None or not stream.in_pass or not self._unit.modules or stream.has_turn():
+            return None
+        return functools.partial(_computing_with, stream, self._unit)
+
+    def shown(self) -> torch.Tensor:
+        """What the weight's module shows now."""
+        target = next(each for each in self._unit.targets if each.weight == self._number)
+        held = target.module._buffers if target.is_buffer else target.module._parameters
+        found: Any = held[target.attribute]
+        return found  # type: ignore[no-any-return]
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(stand_ins.NOT_HERE)
 

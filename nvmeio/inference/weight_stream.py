@@ -45,10 +45,10 @@ from nvmeio.inference._experts.sets import ExpertSet
 from nvmeio.inference._parallel.rank_reader import RankReader
 from nvmeio.inference._parallel.stream_ranks import Ranks, new_reader
 from nvmeio.inference._plan.budget import Shares
-from nvmeio.inference._plan.units import Partition, Unit
+from nvmeio.inference._plan.units import Partition, Unit, as_code
 from nvmeio.inference._stream.lockstep import Lockstep, lockstep_here
 from nvmeio.inference._stream.slots import SlotPools
-from nvmeio.inference._stream.stand_ins import ABSENT
+from nvmeio.inference._stream.stand_ins import ABSENT, ABSENT_WITHIN
 from nvmeio.inference._stream.turns import CLOSED, OwnPass, in_turn
 from nvmeio.inference._stream.uses import GradMode, Uses
 from nvmeio.inference._stream.weights import EmbeddingRows, Resources
@@ -357,13 +357,29 @@ class WeightStream(NotPickled, Closing):
             RuntimeError: A pass for inference asks, whose layers are to be read once, or one of
                 several ranks, which may have a part of it.
         """
-        in_pass = not self._trainable and self._own_pass.under_way
         of_experts = any(unit is experts.unit for experts in self._experts)
-        if not of_experts and (in_pass or self._ranks is not None):
-            raise RuntimeError(ABSENT)
+        if not of_experts and (self.in_pass or self._ranks is not None):
+            raise RuntimeError(self._remedy(unit))
         owner, uses = self._check()
         with profiled("wait", unit.name):
             return owner.call(uses.weight, unit, number, self._cuda_stream())()
+
+    def _remedy(self, unit: Unit) -> str:
+        """What to say where a weight of a unit is used without a call that would bring it."""
+        if unit.modules or unit.tiled or not unit.row_modules:
+            return ABSENT_WITHIN
+        layers = [each.name for each in self._partition.units if each.is_layer]
+        return f"{ABSENT}. Give stream_model layers=[{as_code([unit.name, *layers])}]"
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether this thread is in a pass for inference, whose layers are to be read once."""
+        return not self._trainable and self._own_pass.under_way
+
+    def has_turn(self) -> bool:
+        """Whether the caller is within the call of a unit that does not stay in place."""
+        owner, uses = self._check()
+        return owner.call(uses.turns.has, _caller(lockstep_here()))
 
     def begin_pass(self, cache: Any) -> None:
         """A forward pass of the whole model begins.

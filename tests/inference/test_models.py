@@ -631,3 +631,49 @@ def test_an_embedding_that_computes_in_its_own_way_goes_on_so(
     model = stream(model, tmp_path / "m.safetensors", layers=["1", "2"], resident_bytes=40_000)
     ids = torch.tensor([[1, 5, 63]])
     assert model(ids).equal(whole(ids))
+
+
+def _funnel() -> tuple[Any, dict[str, Any]]:
+    config = transformers.FunnelConfig(
+        **{"block_sizes": [2, 2], "d_model": 32, "n_head": 2, "d_head": 16, "d_inner": 64},
+        vocab_size=64,
+    )
+    return transformers.FunnelModel(config), {"input_ids": torch.arange(3, 19)[None]}
+
+
+def _glpn() -> tuple[Any, dict[str, Any]]:
+    config = transformers.GLPNConfig(
+        **{"hidden_sizes": [8, 16, 16, 16], "depths": [2, 1, 1, 1]},
+        **{"num_attention_heads": [1, 2, 2, 2], "decoder_hidden_size": 8},
+    )
+    return transformers.GLPNForDepthEstimation(config), {"pixel_values": torch.rand(1, 3, 64, 64)}
+
+
+def _modernvbert() -> tuple[Any, dict[str, Any]]:
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.ModernVBertConfig(
+        text_config={"hidden_size": 32, "vocab_size": 128, "pad_token_id": 0, **sizes},
+        vision_config={"hidden_size": 32, "image_size": 64, "patch_size": 16, **sizes},
+        **{"image_token_id": 100, "pixel_shuffle_factor": 2},
+    )
+    ids = torch.arange(3, 15)[None]
+    ids[0, 2:6] = 100  # (64 / 16)^2 patches, of which 2 x 2 are one
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return transformers.ModernVBertModel(config), given | {
+        "pixel_values": torch.rand(1, 1, 3, 64, 64)
+    }
+
+
+@pytest.mark.parametrize("make", [_funnel, _glpn, _modernvbert])
+@torch.no_grad()
+def test_models_that_do_not_call_their_layers_as_they_are_listed(make: Any, tmp_path: Path) -> None:
+    """Lists of lists of layers, and embeddings that are called past their module: an error."""
+    torch.manual_seed(0)
+    made, given = make()
+    made.save_pretrained(tmp_path)
+    whole = type(made).from_pretrained(tmp_path)
+    with pytest.raises(nvmeio.inference.BudgetTooSmall) as refused:
+        nvmeio.stream_model(tmp_path, resident_bytes=1)
+    for resident_bytes in (None, refused.value.least):
+        with nvmeio.stream_model(tmp_path, resident_bytes=resident_bytes) as model:
+            assert model(**given)[0].equal(whole(**given)[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from support import run_python
 from torch import nn
 
+import nvmeio
 from nvmeio._formats.safetensors.open_set import FileBytes
 from nvmeio._pages import PAGE_BYTES
 from nvmeio.inference._plan.budget import share_out
@@ -23,7 +25,7 @@ from nvmeio.inference._plan.slot_layout import (
     WeightPart,
     lay_out,
 )
-from nvmeio.inference._plan.units import Unit, find_layers
+from nvmeio.inference._plan.units import Unit, as_code, find_layers
 from nvmeio.inference._stream.slots import SlotPools
 
 
@@ -206,6 +208,58 @@ def test_layers_are_found() -> None:
     net = Net()
     assert find_layers(net) == list(net.blocks)
     assert find_layers(nn.Linear(2, 2)) == []
+
+
+def test_a_list_of_modules_is_no_layer() -> None:
+    """Funnel and GLPN have lists of lists of layers: a list is never called, and nothing came."""
+    two = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for _ in range(3))
+    named = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(2, 2)}) for _ in range(2))
+    for lists in (two, named):
+        net = nn.Module()
+        net.lists = lists
+        linear = [module for module in net.modules() if isinstance(module, nn.Linear)]
+        assert find_layers(net) == linear
+
+
+def test_names_are_written_as_code() -> None:
+    names = ["embed", "h.0.a", "h.1.a", "h.2.a", "x.1", "x.2", "y.3", "y.5", "7", "8", "b.0", "b2"]
+    code = as_code(names)
+    assert eval(f"[{code}]") == names
+    assert code.startswith("'embed', *(f'h.{n}.a' for n in range(3)), *(f'x.{n}' for n in range(1,")
+
+
+@pytest.mark.parametrize("resident", [None, 2_000])
+@torch.no_grad()
+def test_members_of_a_list_within_a_layer_are_cut_out_of_it(
+    resident: int | None, tmp_path: Path
+) -> None:
+    """A small list within a large layer became a part of its own, which is never called."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+            self.wide = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts:
+                x = part(x)
+            return self.wide(x)  # type: ignore[no-any-return]
+
+    def made() -> nn.Module:
+        return nn.Sequential(*(Layer() for _ in range(3)))
+
+    whole = made()
+    nvmeio.save_safetensors(whole.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        empty = made()
+    if resident is not None:
+        with pytest.raises(nvmeio.inference.BudgetTooSmall) as refused:
+            nvmeio.stream_model(empty, tmp_path, resident_bytes=1)
+        resident = refused.value.least
+    x = torch.randn(3, 8)
+    with nvmeio.stream_model(empty, tmp_path, resident_bytes=resident) as model:
+        assert model(x).equal(whole(x))
 
 
 def test_two_files_are_two_reads() -> None:

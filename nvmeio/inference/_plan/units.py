@@ -9,6 +9,7 @@ matrices of linear layers into tiles, which are units like others.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ from nvmeio.inference._plan.slot_layout import SlotLayout, Weight, dealt, lay_ou
 SMALL_BYTES = 1 << 20
 # Where layers are cut, they stay up to this share of a unit: there may be hundreds of them.
 _FIXED_SHARE = 16
+# A dotted name, around the first number in it.
+_NUMBERED = re.compile(r"((?:[^.]*[^.0-9][^.]*\.)*)([0-9]+(?=\.|$))?(.*)")
 # Compute with the weights of their children, some only where nothing is trained.
 _AS_ONE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -236,7 +239,7 @@ def _cut(layer: nn.Module, weights: dict[int, Weight], most: int, small: int) ->
         return [layer]
     found = [
         part
-        for child in children
+        for child in _called(children)
         if any(True for _ in child.children())
         for part in _cut(child, weights, most, small)
     ]
@@ -285,6 +288,26 @@ def _in_tiles(unit: Unit, fixed: Unit, weights: dict[int, Weight], most: int) ->
     return [whole, *whole.tiles]
 
 
+def as_code(names: Sequence[str]) -> str:
+    """Dotted names as Python has them in a list, those that differ by a number in one expression.
+
+    "head", "blocks.0", "blocks.1" is ``'head', *(f'blocks.{n}' for n in range(2))``.
+    """
+    groups: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        before, number, behind = _NUMBERED.match(name).groups()  # type: ignore[union-attr]
+        groups.setdefault((before, behind), []).append(int(number or -1))
+    parts: list[str] = []
+    for (before, behind), numbers in groups.items():
+        first, last = numbers[0], numbers[-1] + 1
+        if len(numbers) > 1 and numbers == list(range(first, last)):
+            counted = f"range({first}, {last})" if first else f"range({last})"
+            parts.append(f"*(f'{before}{{n}}{behind}' for n in {counted})")
+        else:
+            parts += [repr(f"{before}{'' if n < 0 else n}{behind}") for n in numbers]
+    return ", ".join(parts)
+
+
 class Tile(nn.Module):
     """Rows [first, last) of a linear layer whose weight is on the meta device."""
 
@@ -319,10 +342,24 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
         child
         for module in model.modules()
         if isinstance(module, (nn.ModuleList, nn.Sequential))
-        for child in module.children()
+        for child in _called(module.children())
         if any(True for _ in child.parameters())
     }
     return list(_outermost(model, lambda module: module in members))
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether it has a forward; a list or dictionary of modules has none, but its members may."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _called(modules: Iterable[nn.Module]) -> Iterable[nn.Module]:
+    """Modules, with the members of lists and dictionaries of modules in place of these."""
+    for module in modules:
+        if _is_called(module):
+            yield module
+        else:
+            yield from _called(module.children())
 
 
 def _outermost(module: nn.Module, wanted: Any) -> Iterable[nn.Module]:

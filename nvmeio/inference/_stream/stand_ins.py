@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -31,7 +31,11 @@ from nvmeio.inference._plan.units import Target, Unit
 
 ABSENT = (
     "a weight of a streamed model is used, and is on disk: what uses it does not call the "
-    "module that it belongs to. Name that module's parent in layers=; where a layer was "
+    "module that it belongs to"
+)
+# Of one that is used within the call of another layer, or by several ranks.
+ABSENT_WITHIN = (
+    ABSENT + ". Name a module in layers= that is called and holds both; where a layer was "
     "cut to fit into resident_bytes, give so many that whole layers fit; or give "
     "trainable=True, which reads such a weight each time"
 )
@@ -80,6 +84,16 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     refuse_change()
 
 
+class WeightOrigin(Origin, Protocol):
+    """Where a weight that is on disk comes from."""
+
+    def around(self) -> Callable[..., Any] | None:
+        """What calls a function with the weight in place; None where `memory` is to be read."""
+
+    def shown(self) -> torch.Tensor:
+        """What the weight's module shows now."""
+
+
 class Absent(torch.Tensor):
     """A weight that is on disk, or what was made of its shape.
 
@@ -87,7 +101,7 @@ class Absent(torch.Tensor):
     is what happens to lie in memory.
     """
 
-    source: Origin | None = None  # of the weight; None: it cannot be read by itself
+    source: WeightOrigin | None = None  # None: it cannot be read by itself
     on_device = torch.device("meta")
     frozen = False
 
@@ -109,6 +123,10 @@ class Absent(torch.Tensor):
                 found = _of_shapes(func, args, kwargs, leaves)
                 if found is not _NEEDS_ELEMENTS:
                     return found
+            around = _around(leaves)
+        if around is not None:
+            return around(_with_shown, func, tuple(args), kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
             copies = {id(leaf): _read(leaf) for leaf in leaves if on_disk(leaf)}
         args, kwargs = tree_map(lambda leaf: copies.get(id(leaf), leaf), (tuple(args), kwargs))
         return func(*args, **kwargs)
@@ -148,7 +166,7 @@ class Elsewhere(nn.Parameter):
     are made where the weight beside them is.
     """
 
-    source: Origin | None = None
+    source: WeightOrigin | None = None
     on_device = torch.device("meta")
     is_here = False  # and is shown, packed
     shown: type[nn.Parameter] = Shown  # in its place while it is there
@@ -289,11 +307,38 @@ def _of_shapes(func: Any, args: Sequence[Any], kwargs: Any, leaves: Sequence[Any
     return _NEEDS_ELEMENTS if has_tensors else found
 
 
+def _around(leaves: Sequence[Any]) -> Any:
+    """What calls a function with the unit of a weight on disk in place; None: read copies.
+
+    In a pass, a module may be called past the layer that it is in (LightGlue), or a weight be used
+    without its module.
+    """
+    for leaf in leaves:
+        if on_disk(leaf) and leaf.source is not None and not getattr(leaf, "is_here", False):
+            return leaf.source.around()
+    return None
+
+
+def _with_shown(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function with weights that are in place by now."""
+
+    def shown(leaf: Any) -> Any:
+        if not on_disk(leaf) or leaf.source is None:
+            return leaf
+        now = leaf.source.shown()
+        if on_disk(now) and not getattr(now, "is_here", False):
+            raise RuntimeError(ABSENT_WITHIN)
+        return now
+
+    args, kwargs = tree_map(shown, (args, kwargs))
+    return func(*args, **kwargs)
+
+
 def _read(weight: Any) -> torch.Tensor:
     if isinstance(weight, Elsewhere) and weight.is_here:
         return _look_at(weight.now(), None)
     if weight.source is None:
-        raise RuntimeError(ABSENT)
+        raise RuntimeError(ABSENT_WITHIN)
     return _look_at(weight.source.memory(), weight.source)
 
 
