@@ -83,7 +83,12 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
                 unit.experts.module, functools.partial(_with_read_experts, stream, unit)
             )
     for experts in stream.experts:
-        _attach_experts(experts.module, functools.partial(_with_kept_experts, stream, experts))
+        compute = functools.partial(_with_kept_experts, stream, experts)
+        if isinstance(experts.module, nn.ModuleList):
+            for number, expert in enumerate(experts.module):
+                expert.forward = functools.partial(compute, torch.tensor([number]), expert.forward)
+        else:
+            _attach_experts(experts.module, compute)
     for module in {target.module: None for target in stream.fixed.targets}:
         if module is not model and not stream.trainable:
             calls.wrap(module, _quietly)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from inference._model_budget import Make, least, weights_of
 from inference._models import loaded, logits, mixtral, prompt, saved, tokens
 from support import thread
+from torch import nn
 
 import nvmeio
 from nvmeio.errors import IntegrityError, TransferError
@@ -142,6 +143,73 @@ def test_experts_are_converted_as_they_come(tmp_path: Path, stream: Make) -> Non
     ids = prompt(batch=1, length=3)
     assert tokens(model, ids, 30).equal(tokens(whole, ids, 30))
     assert model.weight_stream.stats.experts.evictions > 8
+
+
+# Experts that are modules of their own
+
+
+class Gated(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(nn.functional.silu(self.up(x)))
+        return result
+
+
+class ListMixture(nn.Module):
+    """As mixtures were written before transformers fused them: a loop over modules."""
+
+    def __init__(self, width: int, number: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, number, bias=False)
+        self.experts = nn.ModuleList(Gated(width) for _ in range(number))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            tokens, place = torch.where(chosen == number)
+            if len(tokens):
+                out.index_add_(0, tokens, expert(x[tokens]) * weights[tokens, place, None])
+        return x + out
+
+
+class ListModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ListMixture(64, 12) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_experts_in_a_list_are_kept_one_by_one(tmp_path: Path, stream: Make, dtype: Any) -> None:
+    """Each is a module: a whole layer was read for two of its twelve experts."""
+    torch.manual_seed(0)
+    whole = ListModel().eval()
+    path = tmp_path / "model.safetensors"
+    nvmeio.save_safetensors(whole.state_dict(), path)
+    whole = whole.to(torch.bfloat16 if dtype else torch.float32)
+    with torch.device("meta"):
+        empty = ListModel().eval()
+    model = stream(empty, path, resident_bytes=1_400_000, dtype=dtype)
+    assert len(model.weight_stream.experts) == 4
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(1 + seed % 3 * 20, 64, generator=generator).to(next(whole.parameters()))
+        with torch.no_grad():
+            assert model(x).equal(whole(x))
+    counted = model.weight_stream.stats.experts
+    assert counted.evictions and counted.hits
+    weight = model.layers[1].experts[3].up.weight
+    assert weight.is_meta
+    assert (weight + 0).equal(whole.layers[1].experts[3].up.weight)
 
 
 # Failures

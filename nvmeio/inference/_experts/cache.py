@@ -23,8 +23,9 @@ from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio.inference._experts.arrivals import Arrival, Source
 from nvmeio.inference._experts.places import Lent, Places
 from nvmeio.inference._experts.recency import Recency
-from nvmeio.inference._experts.sets import STAGES, ExpertSet
+from nvmeio.inference._experts.sets import STAGES, ExpertModules, ExpertSet
 from nvmeio.inference._experts.waiting import Arriving, show_arriving
+from nvmeio.inference._plan.units import Target
 from nvmeio.inference._stream import stand_ins
 from nvmeio.inference._stream.turns import Turns, Waiting
 
@@ -72,6 +73,7 @@ class _Computing(NamedTuple):
 
     number: int
     places: Places
+    targets: Sequence[Target]
     arriving: dict[int, Arrival]
     lent: Lent
     shown: list[torch.Tensor]
@@ -105,6 +107,7 @@ class ExpertCache:
         self._counts: list[Counter[str]] = [Counter() for _ in sets]
         self._computing: _Computing | None = None
         self._last: int | None = None
+        self._in_a_row: set[int] = set()  # experts that calls of the same set have needed
         self._follows: dict[int, int] = {}  # the set that came after a set the last time
         self.turns = Turns(owner)
 
@@ -141,11 +144,11 @@ class ExpertCache:
             self._note_order(number)
             self._bring(number, hit, counts, arriving)
             places = self._places[number]
-            lent = places.lend()
-            shown = stand_ins.install(experts.unit.targets, lent.tensors)
+            targets, lent = experts.targets_of(hit), places.lend(hit)
+            shown = stand_ins.install(targets, lent.tensors)
             awaited = Arriving(arriving)
-            waits = bool(arriving) and not show_arriving(experts.unit.targets, shown, awaited)
-            use = self._computing = _Computing(number, places, arriving, lent, shown)
+            waits = bool(arriving) and not show_arriving(targets, shown, awaited)
+            use = self._computing = _Computing(number, places, targets, arriving, lent, shown)
         self._read_ahead(number, len(hit))
         return Use(self._owner.claim(self._leave, use, caller), awaited, waits)
 
@@ -158,13 +161,12 @@ class ExpertCache:
         use = self._computing
         if use is None:
             return
-        targets = use.places.experts.unit.targets
         try:
-            stand_ins.check_as_read(targets, use.shown)
+            stand_ins.check_as_read(use.targets, use.shown)
         except RuntimeError:
             self._owner.call(self._purge, use.number)
             raise
-        stand_ins.uninstall(targets)
+        stand_ins.uninstall(use.targets)
         if torch.is_autocast_enabled("cpu"):
             torch.clear_autocast_cache()  # keeps weights, and copies, to the end of its block
 
@@ -173,7 +175,7 @@ class ExpertCache:
             return
         self._computing = None
         try:
-            stand_ins.uninstall(use.places.experts.unit.targets)
+            stand_ins.uninstall(use.targets)
             self._drop_late(use.number, use.arriving)
             use.shown.clear()
             use.lent.tensors.clear()
@@ -213,10 +215,13 @@ class ExpertCache:
             if key in self._ahead:
                 arriving[key[1]] = self._ahead.pop(key)
         share = max(1, self._budget // (self._places[number].nbytes * len(self._places)))
+        if isinstance(self._places[number].experts, ExpertModules):
+            self._in_a_row.update(hit)
+            share = len(keys) if len(self._in_a_row) <= share else 0
         by_count = sorted(zip(counts, keys, strict=True), reverse=True)
         for _, key in by_count[share:]:
             self._recency.pass_by(key)
-        for _, key in by_count[share - 1 :: -1]:
+        for _, key in by_count[:share][::-1]:
             self._recency.use(key)
 
     def _begin(self, key: _Key, held: Set[_Key]) -> Arrival:
@@ -301,9 +306,12 @@ class ExpertCache:
     # --- ahead ----------------------------------------------------------------------------------
 
     def _note_order(self, number: int) -> None:
+        if number == self._last:
+            return
         if self._last is not None:
             self._follows[self._last] = number
         self._last = number
+        self._in_a_row.clear()
 
     def _read_ahead(self, number: int, hits: int) -> None:
         """Begin to read the next layer's experts, where this one needed nearly all of its own.

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import weakref
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,12 +46,12 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class Lent(NamedTuple):
-    """Tensors over the experts of a set, for one call.
+    """Tensors over the experts of a set, for one call, by their weight's number in the unit.
 
     `mark` refers to what they lie over, and is dead once nobody has a tensor over it.
     """
 
-    tensors: list[Any]
+    tensors: dict[int, Any]
     mark: weakref.ref[Any]
 
 
@@ -105,27 +108,30 @@ class Places:
             return False
         raise OSError(code, f"mremap of {self.nbytes} bytes failed")
 
-    def lend(self) -> Lent:
-        """Tensors [experts, ...] of all weights, as the model wants them or packed."""
+    def lend(self, hit: Sequence[int]) -> Lent:
+        """Tensors for a call of some experts, as the model wants them or packed."""
         view = memory_at(self.address, len(self._mapping), self._mapping)
         mark = weakref.ref(view)
         memory = torch.frombuffer(view, dtype=torch.uint8)
-        number = self.experts.number
-        tensors: list[Any] = []
-        for weight, parts, converted in self.experts.weights:
-            chosen = parts if converted is None else (converted,)
-            over = [self._over(memory, part, number) for part in chosen]
-            tensors.append(over[0] if weight.compute is None else Packed.of(weight, over))
+        weights = self.experts.unit.weights
+        tensors: dict[int, Any] = {}
+        laid = self.experts.tensors_over(hit, partial(self._over, memory))
+        for number, parts in laid.items():
+            weight = weights[number]
+            tensors[number] = parts[0] if weight.compute is None else Packed.of(weight, parts)
         return Lent(tensors, mark)
 
-    def _over(self, memory: torch.Tensor, part: PartPlace, number: int) -> torch.Tensor:
-        return laid_over(
-            memory, [(part.start, part.dtype, (number, *part.shape), _strides(part, self.nbytes))]
-        )[0]
+    def _over(self, memory: torch.Tensor, part: PartPlace, expert: int | None) -> torch.Tensor:
+        """A part of one expert; of all, [experts, ...], if none is named."""
+        start, shape, strides = part.start, part.shape, _strides(part.shape)
+        if expert is None:
+            shape = (self.experts.number, *shape)
+            strides = (self.nbytes // part.dtype.itemsize, *strides)
+        else:
+            start += expert * self.nbytes
+        return laid_over(memory, [(start, part.dtype, shape, strides)])[0]
 
 
-def _strides(part: PartPlace, nbytes: int) -> tuple[int, ...]:
-    inner = [1]
-    for size in part.shape[:0:-1]:
-        inner.append(inner[-1] * size)
-    return (nbytes // part.dtype.itemsize, *inner[::-1])
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a tensor in row-major order."""
+    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))

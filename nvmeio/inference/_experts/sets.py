@@ -1,8 +1,9 @@
 """Which weights of a model are experts, and where the bytes of each expert lie. No I/O here.
 
-A set is the experts of one layer: parameters [experts, ...] of one module, which is called with the
-experts that each token is routed to. An expert's shares of all these parameters lie side by side in
-a region of whole pages, so that it comes and goes as one.
+A set is the experts of one layer. They are fused, parameters [experts, ...] of one module that is
+called with the experts of each token; or modules of their own in a `ModuleList`, which are called
+one by one. What an expert has of all parameters lies side by side in a region of whole pages, so
+that it comes and goes as one.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class PartPlace(NamedTuple):
 
 
 class WeightPlace(NamedTuple):
-    """A weight of a set: its parts, and where its elements lie once they are converted.
+    """What one expert has of a weight: its parts, and where its elements lie once converted.
 
     `converted` is None where the parts themselves are computed with.
     """
@@ -61,6 +62,11 @@ class WeightPlace(NamedTuple):
     weight: Weight
     parts: tuple[PartPlace, ...]
     converted: PartPlace | None
+
+    @property
+    def shown(self) -> tuple[PartPlace, ...]:
+        """What is computed with: the parts, or what they are converted to."""
+        return self.parts if self.converted is None else (self.converted,)
 
 
 class ExpertReads(NamedTuple):
@@ -76,13 +82,13 @@ class ExpertReads(NamedTuple):
 
 
 class ExpertSet:
-    """The experts of one module.
+    """The fused experts of one module.
 
     Attributes:
         unit: Its weights and their targets, as a unit that no window has.
         module: Is called with the experts that each token is routed to.
         number: How many experts there are.
-        weights: Where an expert's share of each weight lies.
+        weights: Where what an expert has of each weight lies.
         nbytes: An expert's region, in whole pages.
         stage_nbytes: What is read of an expert to be converted.
         direct: What brings each expert to its region.
@@ -117,6 +123,22 @@ class ExpertSet:
         """Bytes that are read for an expert."""
         return sum(read.nbytes for read in (*self.direct[0].reads, *self.staged[0].reads))
 
+    def targets_of(self, hit: Sequence[int]) -> Sequence[Target]:
+        """What shows the weights while some experts are computed with."""
+        return self.unit.targets
+
+    def tensors_over(
+        self, hit: Sequence[int], lay: Callable[[PartPlace, int | None], torch.Tensor]
+    ) -> dict[int, list[torch.Tensor]]:
+        """The parts of each weight, by its number in the unit, for a call of some experts.
+
+        `lay` lays a tensor over the place of one expert, or of all one behind the other (None).
+        """
+        return {
+            number: [lay(part, None) for part in place.shown]
+            for number, place in enumerate(self.weights)
+        }
+
     def plan(self, checkpoint: SafetensorsSet, own_alignment: bool) -> None:
         """Lay an expert's region out.
 
@@ -126,28 +148,22 @@ class ExpertSet:
         self.unit.own_alignment = own_alignment
         region = _Room()
         stage = _Room()
-        for weight in self.unit.weights:
+        for weight, mapped in self._of_one():
             staged = bool(weight.converted_bytes)
             room = stage if staged else region
-            parts = [
-                PartPlace(
-                    part.dtype,
-                    part.shape[1:],
-                    room.take(part.nbytes // self.number, _shift(part, staged or own_alignment)),
-                    staged,
-                )
-                for part in weight.parts
-            ]
+            parts = []
+            for part, stored in zip(weight.parts, mapped, strict=True):
+                shift = 0 if staged or own_alignment else shift_of(stored)
+                start = room.take(part.nbytes, shift)
+                parts.append(PartPlace(part.dtype, part.shape, start, staged))
             converted = None
             if staged:
-                nbytes = weight.converted_bytes // self.number
-                converted = PartPlace(weight.dtype, weight.shape[1:], region.take(nbytes, 0), False)
+                start = region.take(weight.converted_bytes, 0)
+                converted = PartPlace(weight.dtype, weight.shape, start, False)
             self.weights.append(WeightPlace(weight, tuple(parts), converted))
         self.nbytes = round_up(region.end, PAGE_BYTES)
         self.stage_nbytes = stage.end
-        shares = [
-            [_shares(part, self.number) for part in place.weight.parts] for place in self.weights
-        ]
+        shares = self._all_shares()
         for expert in range(self.number):
             self.direct.append(self._reads(expert, shares, checkpoint, staged=False))
             self.staged.append(self._reads(expert, shares, checkpoint, staged=True))
@@ -181,6 +197,61 @@ class ExpertSet:
                     expected.append(ExpectedBytes(name, *place_of, found, range(0)))
         return ExpertReads(_joined(reads), tuple(expected))
 
+    def _of_one(self) -> list[tuple[Weight, tuple[WeightPart, ...]]]:
+        """The weights in the shapes of one expert, each with its parts as the file has them."""
+        found = []
+        for weight in self.unit.weights:
+            parts = tuple(part._replace(shape=part.shape[1:]) for part in weight.parts)
+            found.append((weight._replace(shape=weight.shape[1:], parts=parts), weight.parts))
+        return found
+
+    def _all_shares(self) -> list[list[_Shares]]:
+        """For each weight, and each of its parts, what the experts have."""
+        return [
+            [_shares(part, self.number) for part in weight.parts] for weight in self.unit.weights
+        ]
+
+
+class ExpertModules(ExpertSet):
+    """Experts that are modules of their own, alike in all but their bytes.
+
+    The unit has the weights of the first expert, then those of the second, and so on.
+    """
+
+    def __init__(self, unit: Unit, module: nn.ModuleList) -> None:
+        super().__init__(unit, module, len(module))
+        self._each = len(unit.weights) // len(module)
+
+    def targets_of(self, hit: Sequence[int]) -> Sequence[Target]:
+        return [target for target in self.unit.targets if target.weight // self._each in hit]
+
+    def tensors_over(
+        self, hit: Sequence[int], lay: Callable[[PartPlace, int | None], torch.Tensor]
+    ) -> dict[int, list[torch.Tensor]]:
+        return {
+            expert * self._each + number: [lay(part, expert) for part in place.shown]
+            for expert in hit
+            for number, place in enumerate(self.weights)
+        }
+
+    def _of_one(self) -> list[tuple[Weight, tuple[WeightPart, ...]]]:
+        return [(weight, weight.parts) for weight in self.unit.weights[: self._each]]
+
+    def _all_shares(self) -> list[list[_Shares]]:
+        shares = []
+        for first in range(self._each):
+            alike = [weight.parts for weight in self.unit.weights[first :: self._each]]
+            shares.append(
+                [
+                    _Shares(
+                        [list(part.extents) for part in parts],
+                        tuple(total for part in parts for total in part.sums[:1]),
+                    )
+                    for parts in zip(*alike, strict=True)
+                ]
+            )
+        return shares
+
 
 class _Room:
     """Bytes that are given out one behind the other."""
@@ -194,12 +265,12 @@ class _Room:
         return start
 
 
-def _shift(part: WeightPart, own_alignment: bool) -> int:
+def shift_of(part: WeightPart) -> int:
     """How far behind an address that torch would give it a tensor lies, as mapped from its file.
 
     Matrix kernels give other last bits at other alignments.
     """
-    if own_alignment or len(part.extents) != 1:
+    if len(part.extents) != 1:
         return 0
     shift = part.extents[0].offset % TENSOR_ALIGNMENT
     return 0 if shift % part.dtype.itemsize else shift
@@ -252,8 +323,12 @@ def find_sets(model: nn.Module, weights: dict[int, Weight]) -> list[ExpertSet]:
         for parameter in module._parameters.values():
             if parameter is not None:
                 users.setdefault(id(parameter), set()).add(module)
-    found = []
+    found: list[ExpertSet] = []
     for module, name in names.items():
+        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts":
+            modules = _modules_of(module, name, weights, users)
+            found += () if modules is None else (modules,)
+            continue
         number = getattr(module, "num_experts", None)
         if not isinstance(number, int) or number < 2 or routing_argument(module.forward) is None:
             continue
@@ -272,6 +347,39 @@ def find_sets(model: nn.Module, weights: dict[int, Weight]) -> list[ExpertSet]:
         if unit.weights and len({id(target.empty) for target in unit.targets}) == len(unit.weights):
             found.append(ExpertSet(unit, module, number))
     return found
+
+
+def _modules_of(
+    module: nn.ModuleList,
+    name: str,
+    weights: dict[int, Weight],
+    users: dict[int, set[nn.Module]],
+) -> ExpertModules | None:
+    """The set of a list of experts; None where they are not alike, or share something."""
+    unit = Unit(name)
+    kinds = set()
+    for expert in module:
+        kind: list[object] = [type(expert)]
+        for part_name, part in expert.named_modules():
+            for attribute, parameter in part._parameters.items():
+                if parameter is None:
+                    continue
+                weight = weights.get(id(parameter))
+                if weight is None or weight.order is not None or users[id(parameter)] != {part}:
+                    return None
+                stored = [(p.dtype, p.shape, len(p.extents), len(p.sums)) for p in weight.parts]
+                shifts = [shift_of(p) for p in weight.parts]
+                how = (weight.dtype, weight.shape, weight.quantised, weight.compute)
+                kind.append((part_name, attribute, how, tuple(stored), tuple(shifts)))
+                unit.targets.append(Target(part, attribute, False, len(unit.weights), parameter))
+                unit.weights.append(weight)
+            if any(id(buffer) in weights for buffer in part._buffers.values()):
+                return None
+        kinds.add(tuple(kind))
+    alike = len(kinds) == 1 and len(module) > 1 and bool(unit.weights)
+    if not alike or sum(w.nbytes for w in unit.weights) < LEAST_BYTES * len(module):
+        return None
+    return ExpertModules(unit, module)
 
 
 def routing_argument(forward: Callable[..., object]) -> str | None:

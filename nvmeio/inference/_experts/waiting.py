@@ -174,11 +174,13 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
 def show_arriving(targets: Sequence[Target], shown: list[torch.Tensor], arriving: Arriving) -> bool:
     """Have modules show weights that are waited for, in the place of what they show.
 
-    False if some cannot be (those that stay packed): all experts are to be waited for then.
+    False if some cannot be (those that stay packed, and those of experts that are modules of their
+    own): all experts are to be waited for then.
     """
+    modules = {target.module for target in targets}
+    if len(modules) > 1 or any(type(each) is not Shown for each in shown):
+        return False
     for number, target in enumerate(targets):
-        if type(shown[number]) is not Shown:
-            return False
         shown[number] = ArrivingWeight.over(shown[number], arriving)
         target.module._parameters[target.attribute] = shown[number]  # type: ignore[assignment]
     return True

@@ -492,7 +492,9 @@ def check_absent(targets: Sequence[Target]) -> None:
                 )
 
 
-def install(targets: Sequence[Target], tensors: Sequence[Any]) -> list[torch.Tensor]:
+def install(
+    targets: Sequence[Target], tensors: Sequence[Any] | Mapping[int, Any]
+) -> list[torch.Tensor]:
     """Let modules show tensors, or packed weights; returns what is shown, for each target.
 
     Parameters have the `requires_grad` that they have where they are loaded: torch chooses the
