@@ -11,7 +11,7 @@ import contextlib
 import os
 from collections.abc import Container, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -42,6 +42,10 @@ _STORED_BY = {
 }
 
 
+# Methods whose weights are widened as they are used, as transformers does when it loads on a CPU.
+_READ = ("fp8", "mxfp4")
+
+
 class Quantisation(NamedTuple):
     """How a checkpoint is quantised, by another library.
 
@@ -52,6 +56,21 @@ class Quantisation(NamedTuple):
 
     method: str
     config: dict[str, Any]
+
+    @property
+    def is_read(self) -> bool:
+        """Whether nvmeio reads what is quantised so."""
+        return self.method in _READ
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """The rows and columns that share a scale in FP8, where the configuration says them."""
+        sizes = self.config.get("weight_block_size")
+        if not isinstance(sizes, (list, tuple)) or len(sizes) != 2:
+            return None
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            return None
+        return sizes[0], sizes[1]
 
 
 def refuse_adapter(directory: str | os.PathLike[str]) -> None:
@@ -122,16 +141,14 @@ def _stands_beside(name: str, end: str, stored: Container[str]) -> bool:
     return weight in stored
 
 
-def refuse_quantised(named: Quantisation | None, where: str | os.PathLike[str]) -> None:
-    """Raise ValueError if a checkpoint is quantised by another library."""
-    if named is not None:
-        raise ValueError(
-            f"{os.fspath(where)} is quantised by {named.method}, which nvmeio does not read: its "
-            "tensors are steps and scales, not weights. Use the checkpoint that it was made from. "
-            "Or load it with transformers where that widens it (on a CPU, FP8 and MXFP4), delete "
-            "model.config.quantization_config, save_pretrained(directory) and stream that; "
-            "nvmeio pack --quant-bits makes it small again"
-        )
+def refuse_quantised(named: Quantisation, where: str | os.PathLike[str]) -> NoReturn:
+    """Raise ValueError: a checkpoint is quantised in a way that nvmeio does not read."""
+    raise ValueError(
+        f"{os.fspath(where)} is quantised by {named.method}, which nvmeio does not read in this "
+        "form: its tensors are steps and scales, not weights. nvmeio reads FP8 with scales of "
+        "blocks (weight_scale_inv) and MXFP4 (_blocks, _scales). Use the checkpoint that this one "
+        "was made from; nvmeio pack --quant-bits makes it small again"
+    )
 
 
 def dtype_of(opened: SafetensorsSet) -> torch.dtype:

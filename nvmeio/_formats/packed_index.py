@@ -21,6 +21,8 @@ from nvmeio.errors import counted
 
 KEY = "nvmeio.pack"
 VERSION = 1
+# Of files with weights in schemes of others (FP8, MXFP4), which earlier releases do not read.
+_WITH_SCHEMES = 2
 PADDING = "nvmeio.padding."
 SEAL = "nvmeio.pack.header"
 OPEN_SEAL = "00000000"
@@ -30,8 +32,9 @@ OPEN_SEAL = "00000000"
 PART = "nvmeio.pack.part"
 PART_NAME = "model.safetensors.part"  # which nobody takes for the whole
 
-# A quantised weight is three tensors, of these names. Transformers ignores them, and begins with
-# random weights: so a file that has some does not have the name that transformers opens.
+# A quantised weight is several tensors, of these names: three, or two without minima. Transformers
+# ignores them, and begins with random weights: so a file that has some does not have the name that
+# transformers opens.
 SUFFIXES = (".nvmeio_steps", ".nvmeio_scales", ".nvmeio_minima")
 QUANTISED_NAME = "model-packed.safetensors"
 
@@ -57,11 +60,16 @@ class Share(NamedTuple):
     sum: int
 
 
+def version_for(is_ours: bool) -> int:
+    """The version of an index; `is_ours`: nvmeio quantised all that is quantised."""
+    return VERSION if is_ours else _WITH_SCHEMES
+
+
 def read(text: str) -> dict[str, Any]:
     """Parse the index; ValueError, KeyError or TypeError if it is none, or of a later version."""
     index: dict[str, Any] = json.loads(text)
-    if index["version"] != VERSION:
-        raise ValueError(f"it is of version {index['version']}, not {VERSION}")
+    if index["version"] not in (VERSION, _WITH_SCHEMES):
+        raise ValueError(f"it is of version {index['version']}, not {VERSION} or {_WITH_SCHEMES}")
     return index
 
 

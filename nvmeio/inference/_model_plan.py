@@ -80,7 +80,7 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
     model = _model(asked, opened)
     packed = packed_format.parse(opened, asked.checksum)
     matched = match(model, opened, asked.strict, packed)
-    if packed is not None and asked.compute != "widened":
+    if asked.compute != "widened":
         matched = _left_packed(model, matched, asked.compute)
     parallel = None
     if asked.tp_plan is not None and ranks is not None:
@@ -97,6 +97,7 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
         max((each.least_nbytes for each in experts), default=0),
         sum(each.all_nbytes for each in experts)
         + max((each.least_nbytes - each.all_nbytes for each in experts), default=0),
+        max((each.unit.widened_bytes for each in experts), default=0),
     )
 
     def cut_to(most: int | None = None) -> Partition:

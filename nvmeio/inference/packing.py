@@ -42,7 +42,6 @@ from nvmeio.inference._plan.quantization import (
     Quantised,
     can_quantise,
     check_setting,
-    dequantise,
     quantise,
 )
 from nvmeio.inference._plan.slot_layout import Weight, WeightPart
@@ -63,7 +62,7 @@ class PackReport(NamedTuple):
         bytes_read: Bytes of weights that were read.
         bytes_written: Bytes of the file, or files, that were written.
         records: Layers and other units, one contiguous record each.
-        quantised: Weights that were quantised.
+        quantised: Weights that were quantised; not those that were so before.
         largest_error: The largest change of an element by quantising.
         relative_error: Of the weight that changed most: the root mean square of its elements'
             changes, divided by the standard deviation of its elements. 0.0 if none is quantised.
@@ -98,6 +97,9 @@ def pack(
 ) -> PackReport:
     """Write a model's weights in streaming order, a layer's as one aligned record.
 
+    Weights in FP8 with scales of blocks, or in MXFP4, are written as they are stored. With `dtype`
+    they are widened, with `quant_bits` widened and quantised anew.
+
     The result is a model directory with one safetensors file: ``model.safetensors``, which
     transformers loads too, or ``model-packed.safetensors`` if anything is quantised, which only
     nvmeio reads. Its index has a CRC-32 of each tensor (of fused experts,
@@ -110,7 +112,8 @@ def pack(
             over which every layer is dealt by the speed that ``nvmeio tune --save`` measured,
             equally where it did not measure all. `stream_model` takes that list and reads from all
             of them at once. As for `ranks` the files have holes.
-        dtype: Of the weights in the file, or its name ("bfloat16"); by default the model's.
+        dtype: Of the weights in the file, or its name ("bfloat16"); by default the model's, and
+            FP8 and MXFP4 stay as they are.
         quant_bits: 4 or 8 to quantise the matrices of layers, and embeddings and heads that take
             more than 1 MiB in `model_directory`, in groups of a row; see `stream_model` for how it
             computes with them. None quantises nothing.
@@ -188,8 +191,10 @@ def pack(
             for directory in directories:
                 directory.mkdir()
         left = _weights_in(model, units, modules_to_not_convert)
-        contents = _Contents(units, setting, ranks, weights_of(temporaries), left)
-        if setting is not None and not contents.quantised:
+        contents = _Contents(
+            units, setting, ranks, weights_of(temporaries), left, widens=dtype is not None
+        )
+        if setting is not None and not contents.newly_quantised:
             raise ValueError(
                 f"quant_bits: no rows are left to cut into groups of {setting.group_size}"
             )
@@ -243,6 +248,7 @@ class _Contents:
         ranks: How many read a part each.
         weights: Of several drives, over which it is dealt.
         left: Names of weights that are not quantised.
+        widens: Whether weights that others quantised are widened where `setting` leaves them.
 
     Attributes:
         records: In the order of the file.
@@ -260,8 +266,9 @@ class _Contents:
         ranks: int,
         weights: Sequence[int],
         left: Set[str],
+        widens: bool,
     ) -> None:
-        self.ranks, self.weights, self.left = ranks, weights, left
+        self.ranks, self.weights, self.left, self.widens = ranks, weights, left, widens
         self.files = ranks * len(weights)
         self.dealing: Dealing | None = None  # over several drives; known with the first header
         self.piece_sums: list[int] = []  # of its pieces
@@ -288,13 +295,22 @@ class _Contents:
             done.add(weight.name)
             is_fixed = not unit.modules and not unit.row_modules  # small: norms, and the like
             is_fixed = is_fixed or weight.name in self.left
-            if setting is None or is_fixed or not can_quantise(weight.shape, weight.dtype, setting):
+            scheme = None if self.widens else weight.quantised
+            if setting is not None and not is_fixed:
+                fits = can_quantise(weight.shape, weight.dtype, setting)
+                scheme = setting if fits else scheme
+            if scheme is None:
                 tensors.append((weight.name, weight.dtype, weight.shape, number))
                 continue
-            packed = PackedWeight(setting, weight.dtype, weight.shape)
+            packed = PackedWeight(scheme, weight.dtype, weight.shape)
             self.quantised[weight.name] = packed
             tensors += [(*stored, number) for stored in packed.stored(weight.name)]
         return _UnitRecord(unit, tensors)
+
+    @property
+    def newly_quantised(self) -> int:
+        """How many weights `setting` quantises; others are held as they were."""
+        return sum(isinstance(packed.scheme, Quantised) for packed in self.quantised.values())
 
     def parts(self, number: int) -> list[_FileShare]:
         """The parts of a record, by the file that they lie in."""
@@ -397,23 +413,31 @@ class _StoredWeights:
 
     def tensors_of(self, weight: Weight) -> list[torch.Tensor]:
         """A weight in the dtype that is wanted, or its quantised parts."""
-        whole = self._whole(weight.parts[0], weight.name).to(weight.dtype)
+        stored = [self._read(part, weight.name) for part in weight.parts]
         packed = self._quantised.get(weight.name)
-        if packed is None:
+        if packed is not None and packed.scheme == weight.quantised:
+            return stored
+        if weight.quantised is None:
+            whole = stored[0].to(weight.dtype)
+        else:
+            whole = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
+            weight.quantised.widen(stored, whole)
+        del stored
+        if packed is None or not isinstance(packed.scheme, Quantised):
             return [whole]
         try:
-            parts = quantise(whole, packed.setting)
+            parts = quantise(whole, packed.scheme)
         except ValueError as failed:
             raise ValueError(f"{weight.name!r} cannot be quantised: {failed}") from None
         back = torch.empty_like(whole)
-        dequantise(parts, packed.setting, back)
+        packed.scheme.widen(parts, back)
         change, spread = back.float() - whole.float(), float(whole.float().std(correction=0))
         relative = float(change.square().mean().sqrt()) / (spread or 1.0)  # equal ones are exact
         self.largest_error = max(self.largest_error, float(change.abs_().max()))
         self.relative_error = max(self.relative_error, relative)
         return list(parts)
 
-    def _whole(self, part: WeightPart, name: str) -> torch.Tensor:
+    def _read(self, part: WeightPart, name: str) -> torch.Tensor:
         memory = buffers.empty_aligned(max(part.nbytes, 1), dtype=torch.uint8)[: part.nbytes]
         self._handle.sync_pread_batch(
             [memory[extent.at : extent.at + extent.nbytes] for extent in part.extents],
@@ -469,7 +493,7 @@ def _write(
                 flight.start(partial(handle.async_pwrite, head, file, 0), head.nbytes, wrote)
         for file in out:
             handle.sync_fsync(file)
-    counts = (source.read_bytes, written, len(contents.records), len(contents.quantised))
+    counts = (source.read_bytes, written, len(contents.records), contents.newly_quantised)
     return PackReport(*counts, source.largest_error, source.relative_error)
 
 
@@ -502,13 +526,18 @@ def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _copy_others(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Copy configuration, tokenizer and the like; the configuration gets the dtype."""
+    """Copy configuration, tokenizer and the like; the configuration gets the dtype.
+
+    It does not name how the weights were quantised before: they are widened, or their own file says
+    how they are held.
+    """
     for entry in sorted(source.iterdir()):
         if entry.is_file() and not entry.name.endswith(_WEIGHTS):
             shutil.copyfile(entry, target / entry.name)
     path = target / _CONFIG
     config = read_object(path, INDEX_BYTES, source / _CONFIG)
-    config.pop("torch_dtype", None)
+    for name in ("torch_dtype", "quantization_config", "compression_config"):
+        config.pop(name, None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for entry in target.iterdir():

@@ -108,7 +108,9 @@ def stream_model(
             measured once in a process. "packed" never widens on a CPU. Both sum the elements that
             widening gives in another order (docs/inference.md has the bounds). "widened" converts
             each layer whole before it is used, which takes memory for one, and gives the bits of a
-            model that has these weights.
+            model that has these weights. Weights in FP8 or MXFP4 are widened matrix by matrix for
+            their products, with "widened" layer by layer: both give the bits of `from_pretrained`
+            on a CPU.
         process_group: A `torch.distributed` group whose ranks all call this with the same model
             and the same settings: each reads an equal part of every layer from its own files, and
             gets the rest from the others. Prompts, and the number of passes, are each rank's own.

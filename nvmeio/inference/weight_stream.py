@@ -632,7 +632,7 @@ class WeightStream(NotPickled, Closing):
             waited_s=counts.pop("waited_s") + rows.waited_s + self._experts_waited_s,
             resident_bytes=self._shares.resident,
             window_bytes=self._shares.window,
-            work_bytes=self._shares.work + self._shares.others,
+            work_bytes=self._shares.work + self._shares.others + self._shares.products,
             streamed_bytes=sum(u.streamed_bytes for u in units if not u.resident)
             + self._streamed_expert_bytes,
             **counts,

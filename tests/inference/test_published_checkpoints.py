@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from inference._models import llama, transformers, weights_file
+from inference._published import configure, in_fp8, rewrite
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -31,18 +32,6 @@ def saved(tmp_path: Path, model: Any = None) -> Path:
     directory = tmp_path / "model"
     (llama(layers=2) if model is None else model).save_pretrained(directory)
     return directory
-
-
-def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    path = weights_file(directory)
-    save_file(change(load_file(path)), path, {"format": "pt"})
-
-
-def configure(directory: Path, **values: Any) -> None:
-    """Set values of the configuration; None removes one."""
-    path = directory / "config.json"
-    config = json.loads(path.read_text()) | values
-    path.write_text(json.dumps({n: v for n, v in config.items() if v is not None}))
 
 
 # Every way to read a directory
@@ -101,19 +90,6 @@ def test_an_adapter_beside_the_weights_is_refused_and_the_way_out_works(
 # Quantised by others
 
 
-def in_fp8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    stored = {}
-    for name, weight in weights.items():
-        if "proj" in name:
-            scale = weight.abs().max() / 448
-            stored[name] = (weight / scale).to(torch.float8_e4m3fn)
-            stored[f"{name}_scale_inv"] = scale.reshape(1, 1)
-        else:
-            stored[name] = weight
-    return stored
-
-
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 QUANTISED = r"is quantised by {}, which nvmeio does not read"
 
 
@@ -125,8 +101,8 @@ def test_a_quantised_checkpoint_is_refused_as_what_it_is(
     """It was called another model's, with the advice strict=False, which left the scales out."""
     directory = saved(tmp_path)
     config = transformers.AutoConfig.from_pretrained(directory)
-    rewrite(directory, in_fp8)
-    configure(directory, quantization_config={**FP8, "quant_method": "int7"})
+    in_fp8(directory)
+    configure(directory, quantization_config={"quant_method": "int7"})
     with torch.device("meta"):
         module = transformers.LlamaForCausalLM(config).eval()
     arguments = (directory,) if given == "directory" else (module, directory)
@@ -135,20 +111,14 @@ def test_a_quantised_checkpoint_is_refused_as_what_it_is(
     assert "strict" not in str(refused.value)
 
 
-def test_a_quantised_checkpoint_that_transformers_widens_can_be_saved_and_streamed(
-    tmp_path: Path,
+@pytest.mark.parametrize("read", WAYS)
+def test_a_checkpoint_in_fp8_is_read_as_transformers_reads_it(
+    tmp_path: Path, read: Callable[[Path], Any]
 ) -> None:
-    """The way out that the error names."""
-    directory, widened = saved(tmp_path), tmp_path / "widened"
-    rewrite(directory, in_fp8)
-    configure(directory, quantization_config=FP8)
-    model = transformers.LlamaForCausalLM.from_pretrained(directory).eval()
-    expected = logits_of(model)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(widened)
-    with nvmeio.stream_model(widened) as streamed:
-        assert torch.equal(logits_of(streamed), expected)
+    directory = saved(tmp_path)
+    in_fp8(directory)
+    expected = logits_of(transformers.LlamaForCausalLM.from_pretrained(directory).eval())
+    assert torch.equal(logits_of(read(directory)), expected)
 
 
 @pytest.mark.parametrize(
@@ -172,12 +142,12 @@ def test_names_of_tensors_show_who_quantised_them(names: list[str], method: str 
 def test_a_quantised_file_without_a_configuration_is_refused(tmp_path: Path) -> None:
     """A module of one's own, and a file of weights: only names tell."""
     path = tmp_path / "weights.safetensors"
-    steps = torch.zeros(8, 8).to(torch.float8_e4m3fn)
-    save_file({"0.weight": steps, "0.weight_scale_inv": torch.ones(1, 1)}, path)
+    steps = torch.zeros(8, 8, dtype=torch.int8)
+    save_file({"0.weight": steps, "0.SCB": torch.ones(8)}, path)
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(8, 8, bias=False))
     for strict in (True, False):
-        with pytest.raises(ValueError, match=QUANTISED.format("fp8")):
+        with pytest.raises(ValueError, match=QUANTISED.format("bitsandbytes")):
             nvmeio.stream_model(module, path, strict=strict)
 
 

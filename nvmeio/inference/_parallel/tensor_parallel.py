@@ -25,6 +25,7 @@ from nvmeio._residency import calls
 from nvmeio.errors import TransferError, an
 from nvmeio.inference._parallel.stream_ranks import Ranks, digest_of
 from nvmeio.inference._plan import transformers
+from nvmeio.inference._plan.quantization import Quantised
 from nvmeio.inference._plan.slot_layout import (
     FileExtent,
     Weight,
@@ -186,7 +187,8 @@ def check(
     IntegrityError if another rank streams another model or plan, TransferError if one failed or did
     not come, ValueError if the model has no plan, or one that cannot be streamed.
     """
-    if getattr(getattr(model, "config", None), "quantization_config", None):
+    schemes = [weight.quantised for weight in matched.values() if weight.quantised is not None]
+    if not all(scheme.multiplies for scheme in schemes):
         raise ValueError(
             f"{opened.path} is quantised by another library, and tp_plan cuts plain matrices and "
             "those of nvmeio pack: give these, or leave tp_plan= out (process_group= alone shares "
@@ -240,7 +242,8 @@ def _looked_up(modules: dict[str, nn.Module], name: str, word: str) -> bool:
 def _part_of(weight: Weight, dim: int, first: int, last: int, each: int) -> Weight:
     kind, width = "rows" if dim == 0 else "columns", weight.shape[-1]
     shape = tuple(last - first if at == dim else size for at, size in enumerate(weight.shape))
-    size = 1 if weight.quantised is None or dim == 0 else weight.quantised.group_size
+    scheme = weight.quantised
+    size = scheme.group_size if isinstance(scheme, Quantised) and dim else 1
     if each % size:
         raise ValueError(
             f"{weight.name!r} was packed in groups of {size} columns, and each rank would have "

@@ -56,10 +56,14 @@ class BudgetTooSmall(ValueError):
 
 
 class ExpertNeeds(NamedTuple):
-    """Bytes for the experts of a mixture: those that one call may need at once, and all."""
+    """Bytes for the experts of a mixture: those that one call may need at once, and all.
+
+    `widened` are those of the largest matrix that is widened for a product.
+    """
 
     least: int
     most: int
+    widened: int = 0
 
 
 NO_EXPERTS = ExpertNeeds(0, 0)
@@ -75,6 +79,7 @@ class Shares(NamedTuple):
         layers: How many of the largest streamed unit the window holds.
         others: Room for what only other ranks want.
         experts: Of a mixture, those that are kept over all layers.
+        products: Room for a matrix that is widened for a product.
     """
 
     window: int
@@ -83,10 +88,12 @@ class Shares(NamedTuple):
     layers: int
     others: int = 0
     experts: int = 0
+    products: int = 0
 
     @property
     def total(self) -> int:
-        return self.window + self.resident + self.work + self.others + self.experts
+        beside = self.work + self.others + self.products
+        return self.window + self.resident + self.experts + beside
 
 
 def check_numbers(window: int | None, resident_bytes: int | None) -> None:
@@ -123,7 +130,8 @@ def share_out(
         BudgetTooSmall: The fixed parts, a window of one layer and a layer's experts do not fit.
     """
     kept_experts = experts.least
-    others += kept_experts  # as one sum, until the rest is known
+    products = max(experts.widened, *(unit.widened_bytes for unit in (fixed, *units)))
+    others += kept_experts + products  # as one sum, until the rest is known
     wider = [window] if window is not None else [WINDOW, 2, 1]
     least = 0
     for layers in wider:
@@ -141,7 +149,8 @@ def share_out(
     shares = _shares(fixed, units, kept, layers, others)
     if budget is not None:
         kept_experts = min(experts.most, experts.least + budget - shares.total)
-    return shares._replace(others=others - experts.least, experts=kept_experts)
+    others -= experts.least + products
+    return shares._replace(others=others, experts=kept_experts, products=products)
 
 
 def _choose(

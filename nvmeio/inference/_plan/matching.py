@@ -12,8 +12,15 @@ from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio.errors import IntegrityError
 from nvmeio.files import read_buffered
 from nvmeio.inference._plan import packed_format, transformers
-from nvmeio.inference._plan.packed_format import FoundWeight, Packed
-from nvmeio.inference._plan.slot_layout import Weight, WeightPart, extents_within, part_of
+from nvmeio.inference._plan.packed_format import Packed
+from nvmeio.inference._plan.published import weights_in
+from nvmeio.inference._plan.slot_layout import (
+    FoundWeight,
+    Weight,
+    WeightPart,
+    extents_within,
+    found_in,
+)
 
 _PIECE_BYTES = 1 << 20
 
@@ -52,9 +59,11 @@ def match(
         by_tensor[id(tensor)] = _weight(there[0], tensor, found[there[0]], checkpoint)
     unexpected += [name for name in found if name not in used]
     if packed is None and (missing or unexpected):
-        model_directory.refuse_quantised(
-            _quantisation(model, checkpoint, unexpected), checkpoint.path
-        )
+        named = _quantisation(model, checkpoint)
+        if named is None or named.is_read:  # in another way than it is read
+            named = model_directory.quantisation_among(unexpected, checkpoint.tensors)
+        if named is not None:
+            model_directory.refuse_quantised(named, checkpoint.path)
     if missing:
         raise IntegrityError(
             f"{checkpoint.path} lacks {_some(missing)}, which the model has: it belongs to another "
@@ -75,14 +84,12 @@ def match(
 
 
 def _quantisation(
-    model: nn.Module, checkpoint: SafetensorsSet, unexpected: Iterable[str]
+    model: nn.Module, checkpoint: SafetensorsSet
 ) -> model_directory.Quantisation | None:
-    """How a checkpoint is quantised that does not have what the model wants; None if it is not."""
-    return (
-        model_directory.quantisation_of(getattr(model, "config", None))
-        or model_directory.quantisation_in(checkpoint.path)
-        or model_directory.quantisation_among(unexpected, checkpoint.tensors)
-    )
+    """How a model's configuration, or that beside its weights, says that these are quantised."""
+    return model_directory.quantisation_of(
+        getattr(model, "config", None)
+    ) or model_directory.quantisation_in(checkpoint.path)
 
 
 def _found(
@@ -90,17 +97,12 @@ def _found(
 ) -> tuple[dict[str, FoundWeight], list[str]]:
     if packed is not None:
         return packed_format.parts_of(checkpoint, packed), []
+    named = _quantisation(model, checkpoint)
+    held = weights_in(checkpoint, named)
     if hasattr(model, "base_model_prefix") and hasattr(model, "config"):
-        sources, unexpected = transformers.parts_of(model, checkpoint)
-        return {
-            name: _one_of([FoundWeight((part,), names, None) for part, names in parts], checkpoint)
-            for name, parts in sources.items()
-        }, unexpected
-    plain = {
-        name: FoundWeight((part_of(stored),), (name,), None)
-        for name, stored in checkpoint.tensors.items()
-    }
-    return plain, []
+        sources, unexpected = transformers.parts_of(model, checkpoint, held)
+        return {name: _one_of(twins, checkpoint) for name, twins in sources.items()}, unexpected
+    return {name: found_in(weight.tensors, weight.scheme) for name, weight in held.items()}, []
 
 
 def _one_of(twins: Sequence[FoundWeight], checkpoint: SafetensorsSet) -> FoundWeight:
@@ -145,7 +147,7 @@ def _weight(
     name: str, tensor: torch.Tensor, found: FoundWeight, checkpoint: SafetensorsSet
 ) -> Weight:
     shape = tuple(tensor.shape)
-    stored = found.parts[0].shape if found.quantised is None else found.quantised.shape
+    stored = found.shape
     if stored != shape:
         extent = found.parts[0].extents[0] if found.parts[0].extents else None
         where = checkpoint.path if extent is None else checkpoint.files[extent.file].path
@@ -155,13 +157,14 @@ def _weight(
             expected=shape,
             found=stored,
         )
-    quantised = None if found.quantised is None else found.quantised.setting
-    return Weight(name, tensor.dtype, shape, found.parts, quantised, found.sources)
+    return Weight(name, tensor.dtype, shape, found.parts, found.quantised, found.sources)
 
 
 def _are_equal(one: FoundWeight, other: FoundWeight, checkpoint: SafetensorsSet) -> bool:
     """Whether two weights are of the same bytes."""
-    kinds = [[(part.dtype, part.shape) for part in each.parts] for each in (one, other)]
+    kinds = [
+        (each.quantised, [(part.dtype, part.shape) for part in each.parts]) for each in (one, other)
+    ]
     return kinds[0] == kinds[1] and all(
         _bytes_of(part, at, checkpoint) == _bytes_of(twin, at, checkpoint)
         for part, twin in zip(one.parts, other.parts, strict=True)

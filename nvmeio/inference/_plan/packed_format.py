@@ -2,9 +2,9 @@
 
 A packed file is a valid safetensors file, one for the whole model. Its tensors have the model's own
 names and lie in the order in which they are streamed, a layer's one behind the other, each on a
-64-byte boundary and each layer on a page (padding is tensors of bytes). A quantised weight is three
-tensors; its entry in the metadata says how to read them. The metadata has a CRC-32 of each tensor,
-too (of fused experts, one of each); files of before have none.
+64-byte boundary and each layer on a page (padding is tensors of bytes). A quantised weight is
+several tensors; its entry in the metadata says how to read them. The metadata has a CRC-32 of each
+tensor, too (of fused experts, one of each); files of before have none.
 
 A packed model may lie on several drives, each with a part of every layer: its files are opened as
 one.
@@ -25,8 +25,10 @@ from nvmeio._formats.packed_index import SUFFIXES, DrivePart
 from nvmeio._formats.safetensors import headers
 from nvmeio._formats.safetensors.open_set import FileBytes, SafetensorsSet, StoredTensor
 from nvmeio.errors import IntegrityError, counted
+from nvmeio.inference._plan import published
 from nvmeio.inference._plan.quantization import Quantised, can_quantise, check_setting
-from nvmeio.inference._plan.slot_layout import WeightPart, part_of
+from nvmeio.inference._plan.schemes import Scheme
+from nvmeio.inference._plan.slot_layout import FoundWeight, WeightPart, part_of
 
 LAYOUT = "halves of groups"  # see `quantised`
 
@@ -34,17 +36,16 @@ _REST = "name all directories that nvmeio pack wrote together, in any order, as 
 
 
 class PackedWeight(NamedTuple):
-    """A quantised weight: its setting, and its dtype and shape when it is whole."""
+    """A quantised weight: how it is held, and its dtype and shape when it is whole."""
 
-    setting: Quantised
+    scheme: Scheme
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     def stored(self, name: str) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """The tensors that hold it, in their order: name, dtype and shape."""
-        steps, groups = self.setting.packed_shape(self.shape), self.setting.groups_shape(self.shape)
-        kinds = (torch.uint8, steps), (torch.float32, groups), (torch.float32, groups)
-        return [(name + own, *kind) for own, kind in zip(SUFFIXES, kinds, strict=True)]
+        parts = self.scheme.stored(self.shape)
+        return [(name + own, *part) for own, part in zip(SUFFIXES, parts, strict=False)]
 
 
 class Packed(NamedTuple):
@@ -57,25 +58,18 @@ class Packed(NamedTuple):
     sums: dict[str, tuple[int, ...]] | None
 
 
-class FoundWeight(NamedTuple):
-    """What a packed file holds for one weight."""
-
-    parts: tuple[WeightPart, ...]
-    sources: tuple[str, ...]
-    quantised: PackedWeight | None
-
-
 def describe(quantised: Mapping[str, PackedWeight], sums: Mapping[str, Sequence[int]]) -> str:
     """The metadata of a packed file; its length does not depend on the checksums."""
     return json.dumps(
         {
-            "version": packed_index.VERSION,
+            "version": packed_index.version_for(
+                all(isinstance(weight.scheme, Quantised) for weight in quantised.values())
+            ),
             "layout": LAYOUT,
             "sealed": True,
             "quantised": {
                 name: {
-                    "bits": weight.setting.bits,
-                    "group_size": weight.setting.group_size,
+                    **weight.scheme.described(),
                     "dtype": headers.NAMES[weight.dtype],
                     "shape": list(weight.shape),
                 }
@@ -100,15 +94,21 @@ def parse(checkpoint: SafetensorsSet, checksum: bool = True) -> Packed | None:
             raise ValueError(f"its weights lie as {layout!r}, not as {LAYOUT!r}")
         found = {
             name: PackedWeight(
-                check_setting(value["bits"], value["group_size"]),
+                published.described_as(value)
+                if "scheme" in value
+                else check_setting(value["bits"], value["group_size"]),
                 headers.DTYPES[value["dtype"]],
                 tuple(int(size) for size in value["shape"]),
             )
             for name, value in described["quantised"].items()
         }
         for name, weight in found.items():
-            if not can_quantise(weight.shape, weight.dtype, weight.setting):
+            scheme = weight.scheme
+            if isinstance(scheme, Quantised) and not can_quantise(
+                weight.shape, weight.dtype, scheme
+            ):
                 raise ValueError(f"{name!r} of shape {weight.shape} is not of whole groups")
+            scheme.stored(weight.shape)
         entries = {name: stored.entry for name, stored in checkpoint.tensors.items()}
         return Packed(found, packed_index.sums_in(described, entries) if checksum else None)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
@@ -179,10 +179,11 @@ def parts_of(checkpoint: SafetensorsSet, packed: Packed) -> dict[str, FoundWeigh
                 raise _bad(checkpoint, f"{own!r} is {made.dtype} {made.shape}, not {sizes}")
             parts.append(made)
             taken.add(own)
-        found[name] = FoundWeight(tuple(parts), tuple(name + own for own in SUFFIXES), weight)
+        sources = tuple(own for own, _, _ in weight.stored(name))
+        found[name] = FoundWeight(tuple(parts), sources, weight.scheme)
     for name, stored in checkpoint.tensors.items():
         if name not in taken and not name.startswith(packed_index.PADDING):
-            found[name] = FoundWeight((part(stored),), (name,), None)
+            found[name] = FoundWeight((part(stored),), (name,))
     return found
 
 

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from nvmeio._bindings import packed as native
 from nvmeio._memory import devices
 from nvmeio.errors import counted
+from nvmeio.inference._plan.schemes import Scheme, Shape
 
 Compute = Literal["auto", "packed", "widened"]
 
@@ -48,6 +49,39 @@ class Quantised(NamedTuple):
     def groups_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the scales and of the minima."""
         return (*shape[:-1], shape[-1] // self.group_size)
+
+    @property
+    def multiplies(self) -> bool:
+        return True
+
+    def stored(self, shape: Shape) -> list[tuple[torch.dtype, Shape]]:
+        """Its steps, scales and minima."""
+        groups = self.groups_shape(shape)
+        steps = self.packed_shape(shape)
+        return [(torch.uint8, steps), (torch.float32, groups), (torch.float32, groups)]
+
+    def shape_of(self, shapes: Sequence[Shape]) -> Shape:
+        return (*shapes[1][:-1], shapes[1][-1] * self.group_size)
+
+    def widen(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Steps, scales and minima may be rows or columns of larger matrices: of whole groups."""
+        width = self.group_size * self.bits // 8
+        if out.dtype in _DTYPES and devices.device_of(out).type == "cpu":
+            flat = [part.reshape(-1, part.shape[-1]) for part in parts]
+            _run(flat, self, out.view(-1, out.shape[-1]))
+            return
+        steps, target = parts[0].reshape(-1, width), out.view(-1, self.group_size)
+        values = out.new_empty(target.shape, dtype=torch.float32)
+        if self.bits == 4:
+            half = self.group_size // 2
+            values[:, :half].copy_(steps & 15)
+            values[:, half:].copy_(steps >> 4)
+        else:
+            values.copy_(steps)
+        target.copy_(values.mul_(parts[1].reshape(-1, 1)).add_(parts[2].reshape(-1, 1)))
+
+    def described(self) -> dict[str, Any]:
+        return {"bits": self.bits, "group_size": self.group_size}
 
 
 def check_setting(bits: int, group_size: int) -> Quantised:
@@ -95,25 +129,9 @@ def quantise(
     return packed, scale.reshape(sizes), low.reshape(sizes)
 
 
-def dequantise(parts: Sequence[torch.Tensor], setting: Quantised, out: torch.Tensor) -> None:
-    """Write the tensor that these stand for into `out`, contiguous, which has its shape and dtype.
-
-    Steps, scales and minima may be rows or columns of larger matrices: of whole groups.
-    """
-    width = setting.group_size * setting.bits // 8
-    if out.dtype in _DTYPES and devices.device_of(out).type == "cpu":
-        flat = [part.reshape(-1, part.shape[-1]) for part in parts]
-        _run(flat, setting, out.view(-1, out.shape[-1]))
-        return
-    steps, target = parts[0].reshape(-1, width), out.view(-1, setting.group_size)
-    values = out.new_empty(target.shape, dtype=torch.float32)
-    if setting.bits == 4:
-        half = setting.group_size // 2
-        values[:, :half].copy_(steps & 15)
-        values[:, half:].copy_(steps >> 4)
-    else:
-        values.copy_(steps)
-    target.copy_(values.mul_(parts[1].reshape(-1, 1)).add_(parts[2].reshape(-1, 1)))
+def dequantise(parts: Sequence[torch.Tensor], scheme: Scheme, out: torch.Tensor) -> None:
+    """Write the tensor that these stand for into `out`; see `Scheme.widen`."""
+    scheme.widen(parts, out)
 
 
 def multiply(

@@ -24,7 +24,8 @@ from nvmeio._pages import PAGE_BYTES, round_down, round_up
 from nvmeio._residency.tiled_linear import row_bounds
 from nvmeio._storage import crc32
 from nvmeio.errors import IntegrityError
-from nvmeio.inference._plan.quantization import Compute, Quantised
+from nvmeio.inference._plan.quantization import Compute
+from nvmeio.inference._plan.schemes import Scheme
 
 
 class Read(NamedTuple):
@@ -269,7 +270,7 @@ class Weight(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: tuple[WeightPart, ...]
-    quantised: Quantised | None
+    quantised: Scheme | None
     sources: tuple[str, ...]
     order: tuple[int, ...] | None = None
     compute: Compute | None = None
@@ -279,6 +280,20 @@ class Weight(NamedTuple):
         return sum(part.nbytes for part in self.parts)
 
     @property
+    def lies_in_rows(self) -> bool:
+        """Whether it is a matrix, and some rows of each part are those rows of it."""
+        return len(self.shape) == 2 and all(
+            part.shape[:1] == self.shape[:1] and len(part.shape) == 2 for part in self.parts
+        )
+
+    @property
+    def widened_bytes(self) -> int:
+        """Bytes of a matrix that is widened for a product, and let go after it; 0 for others."""
+        if self.compute is None or self.quantised is None or self.quantised.multiplies:
+            return 0
+        return math.prod(self.shape[-2:]) * self.dtype.itemsize
+
+    @property
     def converted_bytes(self) -> int:
         """Bytes that a conversion needs; 0 where what is read is what is used."""
         if self.compute is not None:
@@ -286,6 +301,25 @@ class Weight(NamedTuple):
         if self.quantised is None and self.parts[0].dtype == self.dtype:
             return 0
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class FoundWeight(NamedTuple):
+    """What a checkpoint holds for one weight: its parts, their names, and how they hold it."""
+
+    parts: tuple[WeightPart, ...]
+    sources: tuple[str, ...]
+    quantised: Scheme | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shapes = [part.shape for part in self.parts]
+        return shapes[0] if self.quantised is None else self.quantised.shape_of(shapes)
+
+
+def found_in(tensors: Sequence[StoredTensor], scheme: Scheme | None) -> FoundWeight:
+    """A weight that is whole tensors of the checkpoint."""
+    names = tuple(stored.name for stored in tensors)
+    return FoundWeight(tuple(map(part_of, tensors)), names, scheme)
 
 
 def part_of(stored: StoredTensor) -> WeightPart:
@@ -377,8 +411,7 @@ def rows_of(weight: Weight, most: int) -> list[TileRows]:
     are none where the matrix is smaller than two, or does not lie in rows.
     """
     count = weight.shape[0]
-    by_row = all(part.shape[:1] == (count,) and len(part.shape) == 2 for part in weight.parts)
-    if len(weight.shape) != 2 or weight.order is not None or not by_row:
+    if weight.order is not None or not weight.lies_in_rows:
         return []
     bounds = row_bounds(count, (weight.nbytes + weight.converted_bytes) // count, most)
     if len(bounds) < 2:

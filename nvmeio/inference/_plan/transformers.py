@@ -8,6 +8,7 @@ tied weights, the buffers that no checkpoint holds, and the renaming and fusing 
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import os
@@ -19,10 +20,11 @@ import torch
 from torch import nn
 
 from nvmeio._formats import model_directory
-from nvmeio._formats.safetensors.open_set import SafetensorsSet, StoredTensor
+from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.errors import BackendUnavailableError, IntegrityError, an
-from nvmeio.inference._plan.slot_layout import WeightPart, concatenated, part_of, stacked
+from nvmeio.inference._plan.published import HeldWeight, check_fused
+from nvmeio.inference._plan.slot_layout import FoundWeight, concatenated, found_in, stacked
 
 # A forward's argument for its cache: the first since transformers 5.24, the other in older ones and
 # in models that bring their own code.
@@ -85,11 +87,16 @@ def empty_model(config: Any, dtype: torch.dtype | None, checkpoint: SafetensorsS
 
     `dtype` is that of the weights; None takes the configuration's, or the one that transformers
     takes for the checkpoint. ValueError if the configuration names no architecture, or if the
-    checkpoint is quantised by another library.
+    checkpoint is quantised in a way that is not read. One that is read is widened: the model's
+    configuration does not name it, as after `from_pretrained`.
     """
     named = model_directory.quantisation_of(config)
+    if named is not None and named.is_read:
+        config = copy.deepcopy(config)
+        del config.quantization_config
     named = named or model_directory.quantisation_in(checkpoint.path)
-    model_directory.refuse_quantised(named, checkpoint.path)
+    if named is not None and not named.is_read:
+        model_directory.refuse_quantised(named, checkpoint.path)
     wanted = dtype or config.dtype or model_directory.dtype_of(checkpoint)
 
     def made() -> Any:
@@ -273,15 +280,15 @@ def distribute(model: Any, mesh: Any, plan: Mapping[str, str]) -> None:
 
 
 def parts_of(
-    model: Any, checkpoint: SafetensorsSet
-) -> tuple[dict[str, list[tuple[WeightPart, tuple[str, ...]]]], list[str]]:
+    model: Any, checkpoint: SafetensorsSet, held: Mapping[str, HeldWeight]
+) -> tuple[dict[str, list[FoundWeight]], list[str]]:
     """For each tensor of a transformers model, what it can be read from.
 
-    Returns parts, with the names of their sources, by the model's name: several where the
-    checkpoint has the tensor under several names. Also returns the checkpoint's names that have no
-    place in the model, without those that its class says to ignore. IntegrityError if tensors that
-    are fused do not fit each other, TypeError if the class converts weights in a way that cannot be
-    streamed.
+    `held` are the checkpoint's weights. Returns what holds them by the model's name: several where
+    the checkpoint has the tensor under several names. Also returns the checkpoint's names that have
+    no place in the model, without those that its class says to ignore. IntegrityError if tensors
+    that are fused do not fit each other, TypeError if the class converts weights in a way that
+    cannot be streamed.
     """
     require()
     loading: Any = importlib.import_module("transformers.core_model_loading")
@@ -292,10 +299,10 @@ def parts_of(
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     wanted = model.state_dict()
     prefix = model.base_model_prefix
-    plain: dict[str, list[StoredTensor]] = {}
-    fused: dict[str, dict[str, list[StoredTensor]]] = {}
+    plain: dict[str, list[HeldWeight]] = {}
+    fused: dict[str, dict[str, list[HeldWeight]]] = {}
     unexpected: list[str] = []
-    ordered = sorted(checkpoint.tensors, key=loading.dot_natural_key)
+    ordered = sorted(held, key=loading.dot_natural_key)
     for name in ordered:
         renamed, pattern = loading.rename_source_key(name, renamings, converters, prefix, wanted)
         if renamed not in wanted and name in wanted:
@@ -303,15 +310,16 @@ def parts_of(
         if renamed not in wanted:
             unexpected.append(name)
         elif pattern is None:
-            plain.setdefault(renamed, []).append(checkpoint.tensors[name])
+            plain.setdefault(renamed, []).append(held[name])
         else:
-            fused.setdefault(renamed, {}).setdefault(pattern, []).append(checkpoint.tensors[name])
-    sources: dict[str, list[tuple[WeightPart, tuple[str, ...]]]] = {
-        name: [(part_of(each), (each.name,)) for each in stored] for name, stored in plain.items()
+            fused.setdefault(renamed, {}).setdefault(pattern, []).append(held[name])
+    sources = {
+        name: [found_in(weight.tensors, weight.scheme) for weight in weights]
+        for name, weights in plain.items()
     }
     for name, lists in fused.items():
-        part = _fuse(by_pattern[next(iter(lists))], lists, name, checkpoint)
-        sources.setdefault(name, []).append(part)
+        found = _fuse(by_pattern[next(iter(lists))], lists, name, checkpoint)
+        sources.setdefault(name, []).append(found)
     ignored = [
         re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     ]
@@ -320,8 +328,8 @@ def parts_of(
 
 
 def _fuse(
-    converter: Any, lists: dict[str, list[StoredTensor]], name: str, checkpoint: SafetensorsSet
-) -> tuple[WeightPart, tuple[str, ...]]:
+    converter: Any, lists: dict[str, list[HeldWeight]], name: str, checkpoint: SafetensorsSet
+) -> FoundWeight:
     wanted, merge = converter.source_patterns, ("MergeModulelist", 0)
     steps = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
     stacks = steps == [merge, ("Concatenate", 1)] or (steps == [merge] and len(wanted) == 1)
@@ -339,8 +347,15 @@ def _fuse(
             found=sorted(lists),
         )
     ordered = [lists[pattern] for pattern in wanted]
-    sources = tuple(stored for tensors in ordered for stored in tensors)
-    names = tuple(stored.name for stored in sources)
-    if stacks:
-        return stacked(ordered, name, checkpoint), names
-    return concatenated(sources, name, checkpoint), names
+    weights = [weight for of_pattern in ordered for weight in of_pattern]
+    check_fused(weights, len(ordered) > 1 or not stacks, name, checkpoint)
+    parts = []
+    for number in range(len(weights[0].tensors)):  # steps with steps, scales with scales
+        tensors = [[weight.tensors[number] for weight in of_pattern] for of_pattern in ordered]
+        if stacks:
+            parts.append(stacked(tensors, name, checkpoint))
+        else:
+            in_order = [stored for of_pattern in tensors for stored in of_pattern]
+            parts.append(concatenated(in_order, name, checkpoint))
+    names = tuple(weight.tensors[0].name for weight in weights)
+    return FoundWeight(tuple(parts), names, weights[0].scheme)

@@ -116,6 +116,11 @@ class Unit:
         return sum(round_up(weight.converted_bytes, TENSOR_ALIGNMENT) for weight in self.weights)
 
     @property
+    def widened_bytes(self) -> int:
+        """Room for the largest matrix that is widened for a product."""
+        return max((weight.widened_bytes for weight in self.weights), default=0)
+
+    @property
     def needed_bytes(self) -> int:
         """About what its use takes: its bytes, and those they are converted to."""
         return sum(weight.nbytes + weight.converted_bytes for weight in self.weights)
@@ -203,16 +208,17 @@ def partition(
         if any(True for _ in module.children()) or sum(w.nbytes for w in found) <= small:
             _take(fixed, [module], weights)
             continue
+        takes_rows = _takes_rows(module) and found[0].lies_in_rows
         key = tuple(weight.name for weight in found)
         group = groups.get(key)
         if group is None:
             group = groups[key] = Unit(names[module])
             units.append(group)
-        elif not _takes_rows(module) and not group.modules:
+        elif not takes_rows and not group.modules:
             # Tied, an embedding and a head: as a read, it takes place where the head is.
             units.remove(group)
             units.append(group)
-        if _takes_rows(module):
+        if takes_rows:
             group.row_modules.append(module)  # type: ignore[arg-type]
         else:
             group.modules.append(module)

@@ -23,7 +23,8 @@ from torch import nn
 from torch.nn import functional
 
 from nvmeio._memory import devices
-from nvmeio.inference._plan.quantization import Compute, Quantised, dequantise, in_halves, multiply
+from nvmeio.inference._plan.quantization import Compute, Quantised, in_halves, multiply
+from nvmeio.inference._plan.schemes import Scheme
 from nvmeio.inference._plan.slot_layout import Weight
 from nvmeio.inference._stream.stand_ins import Frozen, FrozenElsewhere, Shown
 
@@ -38,14 +39,14 @@ Way = Callable[[torch.Tensor, "Packed", "torch.Tensor | None"], torch.Tensor]
 
 
 class Packed(NamedTuple):
-    """A weight in its steps, scales and minima, or some rows of it, or an expert.
+    """A weight in its parts (of ours: steps, scales and minima), or some rows of it, or an expert.
 
-    `parts` are these, over memory that comes and goes. A `turned` one is the transposed matrix, of
-    each expert.
+    `parts` are over memory that comes and goes. A `turned` one is the transposed matrix, of each
+    expert.
     """
 
     parts: tuple[torch.Tensor, ...]
-    setting: Quantised
+    scheme: Scheme
     dtype: torch.dtype
     compute: Compute
     turned: bool = False
@@ -59,16 +60,27 @@ class Packed(NamedTuple):
     def at(self, index: Any) -> Packed:
         return self._replace(parts=tuple(part[index] for part in self.parts))
 
+    @property
+    def setting(self) -> Quantised:
+        """The scheme, of a weight that is multiplied as it is."""
+        assert isinstance(self.scheme, Quantised)
+        return self.scheme
+
+    @property
+    def lies_in_rows(self) -> bool:
+        """Whether some rows of each part are those rows of the weight."""
+        return len({part.shape[0] for part in self.parts}) == 1
+
     def transposed(self) -> Packed:
         """The transposed matrix, of each expert."""
         return self._replace(turned=not self.turned)
 
     def widened(self) -> torch.Tensor:
         """Its elements, in memory of their own."""
-        shape = (*self.parts[1].shape[:-1], self.parts[1].shape[-1] * self.setting.group_size)
+        shape = self.scheme.shape_of([part.shape for part in self.parts])
         found = self.parts[0].new_empty(shape, dtype=self.dtype)
         if found.numel():
-            dequantise(self.parts, self.setting, found)
+            self.scheme.widen(self.parts, found)
         return found.mT if self.turned else found
 
     def shown_as(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -78,9 +90,8 @@ class Packed(NamedTuple):
     def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``inputs @ weight.T + bias``, of one matrix; differentiable in inputs and bias."""
         flat = inputs.reshape(-1, inputs.shape[-1])
-        wanted = inputs.requires_grad or (bias is not None and bias.requires_grad)
         made: torch.Tensor
-        if torch.is_grad_enabled() and wanted:
+        if _saves_for_backward(inputs, bias):
             made = _Product.apply(flat, bias, self._replace(parts=()), *self.parts)  # type: ignore[no-untyped-call]
         else:
             made = _multiplied(flat, self, bias)
@@ -152,6 +163,11 @@ class _Product(torch.autograd.Function):
 # --- what modules do with a weight: a product, or NotImplemented, and then it is widened ---------
 
 
+def _saves_for_backward(inputs: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    wanted = inputs.requires_grad or (bias is not None and bias.requires_grad)
+    return torch.is_grad_enabled() and wanted
+
+
 def _fits(inputs: Any, weight: Any, bias: Any = None) -> bool:
     """Whether it is a plain product, as torch would make it."""
     return (
@@ -163,6 +179,9 @@ def _fits(inputs: Any, weight: Any, bias: Any = None) -> bool:
         and inputs.dim() > 0
         and weight.dim() == 2
         and inputs.numel() > 0
+        # Of a widened matrix torch makes the product that was asked for, but for one that autograd
+        # keeps: that would keep the matrix.
+        and (weight.packed.scheme.multiplies or _saves_for_backward(inputs, bias))
         and not torch.is_autocast_enabled(weight.on_device.type)
     )
 
@@ -196,6 +215,8 @@ def _embedding(input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if weight.packed.turned or weight.dim() != 2 or type(input) is not torch.Tensor:
         return NotImplemented
+    if not weight.packed.lies_in_rows:
+        return NotImplemented
     if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < len(weight):
         raise IndexError(f"index out of range: the embedding has {len(weight)} rows")
     return weight.packed.at(input.reshape(-1)).widened().view(*input.shape, -1)
@@ -204,6 +225,8 @@ def _embedding(input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
 def _getitem(weight: Any, index: Any) -> Any:
     """One expert, or some rows."""
     if not isinstance(weight, PackedParameter) or (weight.packed.turned and weight.dim() == 2):
+        return NotImplemented
+    if weight.dim() == 2 and not weight.packed.lies_in_rows:
         return NotImplemented
     chosen = index
     if isinstance(index, torch.Tensor) and index.dtype is not torch.bool and index.dim() < 2:
@@ -268,6 +291,8 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
 
 def _multiplied(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> torch.Tensor:
     """``inputs @ weight.T + bias``; [n, width] to [n, rows]."""
+    if not what.scheme.multiplies:
+        return _whole(inputs, what, bias)
     if devices.device_of(what.parts[0]).type != "cpu":
         if not _has_kernel(what):
             return _whole(inputs, what, bias)
@@ -331,7 +356,7 @@ def _in_parts(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> 
         else:
             cut = [part[first:last] for part in what.parts]
         room = memory[: (last - first) * unit * other].view(len(cut[0]), -1)
-        dequantise(cut, what.setting, room)
+        what.setting.widen(cut, room)
         own = slice(first * unit, last * unit)
         matrix = room.t() if what.turned else room
         out[:, own] = functional.linear(inputs, matrix, None if bias is None else bias[own])

@@ -1,0 +1,286 @@
+"""The formats in which models are published: FP8 with scales of blocks, and MXFP4.
+
+The elements are those that transformers' `from_pretrained` makes of them on a CPU, bit for bit:
+products in float32 and one rounding. Source: `Fp8Dequantize` in
+transformers/integrations/finegrained_fp8.py, `convert_moe_packed_tensors` in integrations/mxfp4.py
+(5.24).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nvmeio._formats.model_directory import Quantisation
+from nvmeio._formats.safetensors import headers
+from nvmeio._formats.safetensors.open_set import SafetensorsSet, StoredTensor
+from nvmeio.errors import IntegrityError
+from nvmeio.inference._plan.schemes import Scheme, Shape
+
+_STEPS = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, headers.DTYPES.get("F8_E8M0"))
+# Ends of a scale's name, in the place of a weight's ".weight" (DeepSeek, Qwen; others).
+_SCALE_NAMES = (".weight_scale_inv", ".scale", ".qscale_weight")
+_BLOCKS, _BLOCK_SCALES = "_blocks", "_scales"
+# Of float32 elements that are made at a time: they stay in a core's second-level cache.
+_CHUNK_BYTES = 1 << 20
+_GROUP = 32  # elements of MXFP4 that share a scale
+# The 16 values of four bits (E2M1).
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+class BlockFp8(NamedTuple):
+    """Steps of 8 bits, and a scale for each block of a matrix; of each expert alike.
+
+    An element is its step times the scale of its block. Blocks at the end of rows or columns may be
+    smaller.
+
+    Attributes:
+        block: Rows and columns of a block.
+        steps: The dtype of steps.
+        scales: The dtype of scales; a byte is an exponent, of 2 ** (byte - 127).
+    """
+
+    block: tuple[int, int]
+    steps: torch.dtype
+    scales: torch.dtype
+
+    @property
+    def multiplies(self) -> bool:
+        return False
+
+    def stored(self, shape: Shape) -> list[tuple[torch.dtype, Shape]]:
+        if len(shape) < 2:
+            raise ValueError(f"FP8 needs a matrix, or several, not a weight of shape {shape}")
+        blocks = (-(-size // of) for size, of in zip(shape[-2:], self.block, strict=True))
+        return [(self.steps, shape), (self.scales, (*shape[:-2], *blocks))]
+
+    def shape_of(self, shapes: Sequence[Shape]) -> Shape:
+        return shapes[0]
+
+    def widen(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        rows, columns = out.shape[-2:]
+        steps, scales = (part.reshape(-1, *part.shape[-2:]) for part in parts)
+        is_exponent = scales.dtype is torch.uint8
+        scales = scales.to(torch.float32)
+        if is_exponent:
+            scales = (scales - 127.0).exp2()
+        matrices = zip(steps, scales, out.view(-1, rows, columns), strict=True)
+        for of_matrix, its_scales, target in matrices:
+            for own_rows, blocks, height in _runs(rows, self.block[0], columns):
+                for own_columns, across, width in _runs(columns, self.block[1]):
+                    chosen = its_scales[blocks, across]
+                    values = of_matrix[own_rows, own_columns].to(torch.float32)
+                    by_block = values.view(len(chosen), height, chosen.shape[1], width)
+                    by_block.mul_(chosen[:, None, :, None])
+                    target[own_rows, own_columns].copy_(values)
+
+    def described(self) -> dict[str, Any]:
+        names = {"steps": headers.NAMES[self.steps], "scales": headers.NAMES[self.scales]}
+        return {"scheme": "fp8", "block": list(self.block), **names}
+
+
+def _runs(size: int, block: int, width: int = 0) -> Iterator[tuple[slice, slice, int]]:
+    """Runs of elements of one dimension, the blocks that they are in, and how long these are.
+
+    Blocks of one run are equally long. With `width`, of rows, a run is about `_CHUNK_BYTES`.
+    """
+    whole = size // block
+    step = max(_CHUNK_BYTES // (4 * block * width), 1) if width else max(whole, 1)
+    for first in range(0, whole, step):
+        last = min(first + step, whole)
+        yield slice(first * block, last * block), slice(first, last), block
+    if size % block:
+        yield slice(whole * block, size), slice(whole, whole + 1), size % block
+
+
+class Mxfp4(NamedTuple):
+    """Elements of 4 bits, two in a byte, and an exponent for each 32 of them; of each expert alike.
+
+    The parts have the transposed matrix, as gpt-oss stores it: [..., columns, rows / 32, 16] of
+    bytes and [..., columns, rows / 32] of exponents for a weight [..., rows, columns].
+    """
+
+    @property
+    def multiplies(self) -> bool:
+        return False
+
+    def stored(self, shape: Shape) -> list[tuple[torch.dtype, Shape]]:
+        if len(shape) < 2 or shape[-2] % _GROUP:
+            raise ValueError(f"MXFP4 needs groups of {_GROUP} along the rows, not shape {shape}")
+        groups = (*shape[:-2], shape[-1], shape[-2] // _GROUP)
+        return [(torch.uint8, (*groups, _GROUP // 2)), (torch.uint8, groups)]
+
+    def shape_of(self, shapes: Sequence[Shape]) -> Shape:
+        *before, columns, groups = shapes[1]
+        return (*before, groups * _GROUP, columns)
+
+    def widen(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        rows, columns = out.shape[-2:]
+        pairs = _pairs(out)
+        bytes_of = parts[0].reshape(-1, columns, rows // 2)
+        exponents = parts[1].reshape(-1, columns, rows // _GROUP, 1)
+        step = max(_CHUNK_BYTES // (out.element_size() * max(rows, 1)), 1)
+        for matrix, its_exponents, target in zip(
+            bytes_of, exponents, out.view(-1, rows, columns), strict=True
+        ):
+            for first in range(0, columns, step):
+                own = slice(first, first + step)
+                values = pairs.index_select(0, matrix[own].reshape(-1).int())
+                values = values.view(-1, rows // _GROUP, _GROUP)
+                torch.ldexp(values, its_exponents[own].int() - 127, out=values)
+                target[:, own].copy_(values.view(-1, rows).t())
+
+    def described(self) -> dict[str, Any]:
+        return {"scheme": "mxfp4"}
+
+
+def _pairs(out: torch.Tensor) -> torch.Tensor:
+    """The two elements of each byte, the low half first: [256, 2], like another tensor."""
+    values = out.new_tensor(_VALUES)
+    return torch.stack((values.repeat(16), values.repeat_interleave(16)), -1)
+
+
+def described_as(entry: Mapping[str, Any]) -> Scheme:
+    """The scheme of an entry in the index of a packed file; ValueError if it is not known."""
+    if entry["scheme"] == "mxfp4":
+        return Mxfp4()
+    if entry["scheme"] != "fp8":
+        raise ValueError(f"a scheme must be 'fp8' or 'mxfp4', not {entry['scheme']!r}")
+    rows, columns = (int(size) for size in entry["block"])
+    steps, scales = headers.DTYPES[entry["steps"]], headers.DTYPES[entry["scales"]]
+    if min(rows, columns) < 1 or steps not in _STEPS or scales not in _SCALES:
+        found = f"{rows} x {columns}, {steps}, {scales}"
+        raise ValueError(f"FP8 must have blocks and dtypes of its own, not {found}")
+    return BlockFp8((rows, columns), steps, scales)
+
+
+# In a checkpoint
+
+
+class HeldWeight(NamedTuple):
+    """A weight of a checkpoint: its name, the tensors that hold it, and how.
+
+    Without a scheme it is one tensor.
+    """
+
+    name: str
+    tensors: tuple[StoredTensor, ...]
+    scheme: Scheme | None
+
+
+def weights_in(checkpoint: SafetensorsSet, named: Quantisation | None) -> dict[str, HeldWeight]:
+    """The weights of a checkpoint by name; tensors that are parts of one are not by themselves.
+
+    Args:
+        checkpoint: Its names and dtypes show what holds a weight of few bits.
+        named: What its configuration says, if it does; with a method that is not read, each tensor
+            is by itself.
+
+    Raises:
+        IntegrityError: Steps and scales do not fit each other.
+    """
+    stored = checkpoint.tensors
+    if named is not None and not named.is_read:
+        return {name: HeldWeight(name, (tensor,), None) for name, tensor in stored.items()}
+    block = None if named is None else named.block
+    held: dict[str, HeldWeight] = {}
+    parts: set[str] = set()
+    for name, tensor in stored.items():
+        dtype = headers.DTYPES.get(tensor.entry.dtype)
+        if dtype in _STEPS:
+            stem = name.removesuffix(".weight")
+            ends = _SCALE_NAMES if stem != name else ("_scale_inv",)
+            scale = next((stored[stem + end] for end in ends if stem + end in stored), None)
+            if scale is not None:
+                held[name] = _in_fp8(tensor, scale, block, checkpoint)
+                # Inputs are not quantised where weights are widened.
+                parts |= {scale.name, f"{stem}.activation_scale"}
+        elif name.endswith(_BLOCKS) and dtype is torch.uint8:
+            stem = name.removesuffix(_BLOCKS)
+            scale = stored.get(stem + _BLOCK_SCALES)
+            if scale is not None:
+                held[stem] = _in_mxfp4(stem, tensor, scale, checkpoint)
+                parts |= {name, scale.name}
+    whole = {
+        name: HeldWeight(name, (tensor,), None)
+        for name, tensor in stored.items()
+        if name not in parts and name not in held
+    }
+    return whole | held
+
+
+def _in_fp8(
+    steps: StoredTensor,
+    scale: StoredTensor,
+    block: tuple[int, int] | None,
+    checkpoint: SafetensorsSet,
+) -> HeldWeight:
+    """A weight in FP8.
+
+    The blocks are those of transformers: what the number of scales divides the matrix into. Where
+    it does not divide it, transformers refuses; the blocks are those of the configuration then.
+    """
+    if scale.entry.shape in ((), (1,)):  # one for the tensor
+        scale = scale._replace(entry=scale.entry._replace(shape=(1,) * len(steps.entry.shape)))
+    shape, scales = steps.entry.shape, scale.entry.shape
+    of_steps, of_scales = (headers.DTYPES.get(part.entry.dtype) for part in (steps, scale))
+    are_known = of_steps in _STEPS and of_scales in _SCALES
+    if of_steps and of_scales and are_known and len(shape) == 2 == len(scales) and min(scales) > 0:
+        if shape[0] % scales[0] or shape[1] % scales[1]:
+            block = block or (128, 128)
+        else:
+            block = shape[0] // scales[0], shape[1] // scales[1]
+        scheme = BlockFp8(block, of_steps, of_scales)
+        if scheme.stored(shape)[1][1] == scales:
+            return HeldWeight(steps.name, (steps, scale), scheme)
+    raise _unfit(steps, scale, checkpoint, "of a matrix, with a scale for each block")
+
+
+def _in_mxfp4(
+    name: str, blocks: StoredTensor, scale: StoredTensor, checkpoint: SafetensorsSet
+) -> HeldWeight:
+    shape, scales = blocks.entry.shape, scale.entry.shape
+    fits = len(shape) == 4 and shape[:3] == scales and shape[3] == _GROUP // 2
+    if not fits or headers.DTYPES.get(scale.entry.dtype) is not torch.uint8:
+        raise _unfit(blocks, scale, checkpoint, "[experts, rows, groups, 16] bytes and exponents")
+    return HeldWeight(name, (blocks, scale), Mxfp4())
+
+
+def _unfit(
+    steps: StoredTensor, scale: StoredTensor, checkpoint: SafetensorsSet, wanted: str
+) -> IntegrityError:
+    found = [(each.entry.dtype, each.entry.shape) for each in (steps, scale)]
+    return IntegrityError(
+        f"{steps.name!r} in {checkpoint.files[steps.file].path} is {found[0][0]} {found[0][1]} and "
+        f"{scale.name!r} {found[1][0]} {found[1][1]}: they are not {wanted}. Download the model "
+        "again, or use the checkpoint that it was made from",
+        expected=wanted,
+        found=found,
+    )
+
+
+def check_fused(
+    weights: Sequence[HeldWeight], in_rows: bool, name: str, checkpoint: SafetensorsSet
+) -> None:
+    """Raise IntegrityError if weights cannot become one by putting parts with parts.
+
+    `in_rows`: the rows of one follow those of another in a matrix, and so do their blocks.
+    """
+    schemes = {weight.scheme for weight in weights}
+    scheme = weights[0].scheme
+    fits = len(schemes) == 1 and (scheme is None or isinstance(scheme, BlockFp8))
+    if fits and in_rows and isinstance(scheme, BlockFp8):
+        fits = all(weight.tensors[0].entry.shape[0] % scheme.block[0] == 0 for weight in weights)
+    if not fits:
+        stored = weights[0].tensors[0]
+        ways = sorted({"one tensor" if each is None else repr(each) for each in schemes})
+        raise IntegrityError(
+            f"{name!r} cannot be put together from {stored.name!r} and others in "
+            f"{checkpoint.files[stored.file].path}: they are not held in one way, in whole blocks "
+            f"of rows, but as {' and '.join(ways)}. Use the checkpoint that it was made from",
+            expected="one scheme, in whole blocks of rows",
+            found=ways,
+        )
