@@ -106,6 +106,34 @@ def test_a_mark_that_fails_is_made_before_anything_is_overwritten(
         assert (newest(optimizer).generation, newest(optimizer).durable) == (3, True)
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_directory_that_goes_before_its_optimizer_matters_if_it_was_to_be_kept(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a TemporaryDirectory that ended first, the program's status was 0 or 120 by chance."""
+    made = model()
+    swap_dir = tmp_path / "swap"
+    mark, gone = manifests.mark_durable, threading.Event()
+
+    def mark_late(directory: str, manifest: Any) -> None:
+        assert gone.wait(PATIENCE_S)
+        mark(directory, manifest)
+
+    optimizer = swapped(made, swap_dir, resume=resume)
+    swapper_of(optimizer).store.settle()
+    monkeypatch.setattr(manifests, "mark_durable", mark_late)
+    loss_of(made, 0).backward()
+    optimizer.step()
+    shutil.rmtree(swap_dir)
+    gone.set()
+    if not resume:
+        optimizer.close()
+        return
+    with pytest.raises(nvmeio.TransferError) as raised:
+        optimizer.close()
+    assert raised.value.errno == errno.ENOENT
+
+
 def test_settled_at_the_end_of_the_program_a_generation_is_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -354,14 +354,14 @@ def test_what_is_given_up_begins_anywhere() -> None:
     found = run_python(
         """
         import os, torch
-        from nvmeio._memory import copy_on_write as _copy_on_write
+        from nvmeio._bindings import protection as binding
         from nvmeio._memory.copy_on_write import WriteProtection
         small, large = torch.ones(5 << 20, dtype=torch.uint8).split([1 << 20, 4 << 20])
         before = large.clone()
         ranges = [(large.data_ptr() + at, 300_000) for at in range(0, 3_800_000, 400_000)]
         protection = WriteProtection(ranges, ".")
         assert all(protection.taken) and protection.protect(None)
-        _copy_on_write.give_up(small.data_ptr(), 5 << 20)
+        binding.lib.nv_snapshot_give_up(small.data_ptr(), 5 << 20)
         with open("/dev/zero", "rb") as zeros:
             assert os.readv(zeros.fileno(), [small.numpy(), large.numpy()]) == 5 << 20
         copy = torch.empty(300_000, dtype=torch.uint8)

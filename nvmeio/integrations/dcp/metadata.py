@@ -366,7 +366,9 @@ def read_stored(path: Path) -> Stored:
         for index, info in metadata.storage_data.items():
             items.setdefault(info.relative_path, []).append((index, info))
             if not (isinstance(info.offset, int) and isinstance(info.length, int)):
-                raise TypeError(f"{index.fqn!r} lies at {info.offset!r}")
+                raise TypeError(
+                    f"the place of {index.fqn!r} is {info.offset!r}, {info.length!r}: not bytes"
+                )
         for of_file in items.values():
             of_file.sort(key=lambda item: item[1].offset)
         parts = dict(_parts(metadata))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -362,10 +363,18 @@ class Generations:
             self._tell_ranks(self._unmarked)
             self._unmarked = None
 
-    def close(self) -> None:
-        """Wait for what is being made durable, and close the files."""
+    def close(self, kept: bool = True) -> None:
+        """Wait for what is being made durable, and close the files.
+
+        Args:
+            kept: False where the files are removed now: then it is no error that somebody has
+                removed their directory before.
+        """
         try:
             self.settle()
+        except TransferError:
+            if kept or os.path.isdir(self._directory.path):
+                raise
         finally:
             if self._ranks is not None:
                 self._ranks.leave()

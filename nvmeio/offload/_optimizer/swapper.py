@@ -356,7 +356,8 @@ class StateSwapper(Swapped):
         self.closed = True
         gradients = [] if self.gradients is None else [self.gradients.close]
         release = functools.partial(self.directory.release, remove)
-        do_all([*gradients, self.store.close, self._free, self.handles.close, release])
+        close_store = functools.partial(self.store.close, kept=not remove)
+        do_all([*gradients, close_store, self._free, self.handles.close, release])
 
     def _free(self) -> None:
         self.pipeline.close()
