@@ -19,6 +19,7 @@ from nvmeio.inference.block_schedule import run_in_blocks as run_in_blocks
 from nvmeio.inference.packing import PackReport as PackReport
 from nvmeio.inference.packing import pack as pack
 from nvmeio.inference.prefixes import PrefixCache as PrefixCache
+from nvmeio.inference.streaming import StreamedModel as StreamedModel
 from nvmeio.inference.streaming import stream_model as stream_model
 from nvmeio.inference.weight_stream import StreamStats as StreamStats
 from nvmeio.inference.weight_stream import WeightStream as WeightStream
@@ -28,6 +29,7 @@ __all__ = [
     "PackReport",
     "PrefixCache",
     "StreamStats",
+    "StreamedModel",
     "WeightStream",
     "chunked_cross_entropy",
     "generate_in_blocks",

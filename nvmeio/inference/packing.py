@@ -43,6 +43,7 @@ from nvmeio.inference._plan.quantization import (
     can_quantise,
     check_setting,
     quantise,
+    sizes_for,
 )
 from nvmeio.inference._plan.slot_layout import Weight, WeightPart
 from nvmeio.inference._plan.units import Unit, partition
@@ -195,9 +196,7 @@ def pack(
             units, setting, ranks, weights_of(temporaries), left, widens=dtype is not None
         )
         if setting is not None and not contents.newly_quantised:
-            raise ValueError(
-                f"quant_bits: no rows are left to cut into groups of {setting.group_size}"
-            )
+            raise ValueError(_nothing_quantised(units, setting, left))
         report = _write(directories, contents, checkpoint, mover, call)
         for directory in directories:
             _copy_others(source, directory, next(iter(model.parameters())).dtype)
@@ -237,6 +236,30 @@ def _take_back(target: Path, temporary: Path, inode: int) -> None:
     with contextlib.suppress(FileNotFoundError):
         if target.stat().st_ino == inode:  # not what somebody else has put there
             target.rename(temporary)
+
+
+def _nothing_quantised(units: Sequence[Unit], setting: Quantised, left: Set[str]) -> str:
+    """Why no weight is quantised, and with which settings some would be."""
+    any_size = setting._replace(group_size=1)
+    lengths = {
+        weight.shape[-1]
+        for unit in units
+        if unit.modules or unit.row_modules
+        for weight in unit.weights
+        if weight.name not in left and can_quantise(weight.shape, weight.dtype, any_size)
+    }
+    if not lengths:
+        return (
+            f"quant_bits={setting.bits}: no matrix of floating-point numbers is left to quantise: "
+            "leave it out, or name less in modules_to_not_convert"
+        )
+    rows = ", ".join(map(str, sorted(lengths)))
+    sizes = sizes_for(lengths)
+    which = f"give one of {', '.join(map(str, sizes))}" if sizes else "no even size does"
+    return (
+        f"quant_group_size={setting.group_size}: no row can be cut into groups of so many: the "
+        f"rows have {rows} elements, {which}"
+    )
 
 
 class _Contents:

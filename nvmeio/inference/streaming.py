@@ -6,8 +6,8 @@ import contextlib
 import os
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +30,37 @@ from nvmeio.inference._plan import packed_format, transformers
 from nvmeio.inference.weight_stream import WeightStream
 from nvmeio.progress import Progress
 
+Streamed = TypeVar("Streamed", bound="StreamedModel")
+
+
+class StreamedModel(nn.Module):
+    """The model that `stream_model` returns: of its own class, and of this one beside it.
+
+    The class is for type checkers. It leaves out what only some models have (`generate`, `config`),
+    so these are `Any`. A model whose class refuses subclasses, or is a context manager already, is
+    of its own class alone.
+
+    Attributes:
+        weight_stream: Reads the weights.
+    """
+
+    weight_stream: WeightStream
+
+    def __enter__(self: Streamed) -> Streamed:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Close the stream."""
+        self.weight_stream.__exit__(*error)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise, and say what to do."""
+        return self.weight_stream.__reduce_ex__(protocol)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
 
 def stream_model(
     model_or_config_or_path: nn.Module | Any | Paths,
@@ -51,7 +82,7 @@ def stream_model(
     process_group: Any = None,
     tp_plan: str | Mapping[str, str] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-) -> Any:
+) -> StreamedModel:
     """A model whose weights are read from disk while it computes.
 
     `forward` and `generate` are the model's own. Logits and tokens are those of the model loaded
@@ -225,15 +256,8 @@ def stream_model(
         detail += f"; {experts_that_fit(plan.experts, shares.experts)}"
     seconds = time.perf_counter() - began
     long_call.completed("opened a stream of", sources[0], 0, seconds, detail)
-    return model
-
-
-_OF_STREAMED: dict[str, Callable[..., Any]] = {
-    "__enter__": lambda model: model,
-    "__exit__": lambda model, *error: model.weight_stream.__exit__(*error),
-    # Raises, and says what to do.
-    "__reduce_ex__": lambda model, protocol: model.weight_stream.__reduce_ex__(protocol),
-}
+    streamed: StreamedModel = model
+    return streamed
 
 
 def _close_by_with(model: nn.Module) -> None:
@@ -242,10 +266,12 @@ def _close_by_with(model: nn.Module) -> None:
     if hasattr(cls, "__enter__"):
         return
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    names |= _OF_STREAMED
+    names["__reduce_ex__"] = StreamedModel.__reduce_ex__  # of a class that has one, too
     # A model's own __init_subclass__ may refuse: then it streams all the same, without `with`.
     with contextlib.suppress(Exception):
-        made = types.new_class(cls.__name__, (cls,), exec_body=lambda space: space.update(names))
+        made = types.new_class(
+            cls.__name__, (cls, StreamedModel), exec_body=lambda space: space.update(names)
+        )
         model.__class__ = made
 
 

@@ -105,6 +105,31 @@ def test_the_default_stays_where_nothing_stands_out() -> None:
     assert all(d.merit(o.winner) > 0.999 for d, o in zip(drives, outcomes, strict=True))
 
 
+@pytest.mark.parametrize("budget_s", [1.0, 3.0, 20.0])
+def test_a_sweep_recommends_only_what_it_names(budget_s: float) -> None:
+    """Of depths 4 and 32 it recommended 128, the default's, which is only compared with."""
+    drive = Drive(best=(DEFAULT.block_size, DEFAULT.queue_depth, DEFAULT.intra_op_parallelism))
+    grid = {name: [value] for name, value in DEFAULT._asdict().items()} | {"queue_depth": [4, 32]}
+    outcome = drive.search(budget_s, grid)
+    assert outcome.winner.queue_depth in (4, 32)
+    assert "of the settings that were asked for" in outcome.verdict
+    assert outcome.of(outcome.winner).setting == outcome.winner
+    if budget_s > 10:
+        assert outcome.winner.queue_depth == 32
+        assert "slower in" in outcome.verdict
+    one = drive.search(budget_s, grid | {"queue_depth": [32]})
+    assert one.winner.queue_depth == 32
+
+
+def test_a_sweep_that_was_interrupted_early_recommends_nothing_of_its_own() -> None:
+    grid = {name: [value] for name, value in DEFAULT._asdict().items()} | {"queue_depth": [4, 32]}
+    drive = Drive()
+    outcome = Search(grid, ["read"], 400 * MIB, drive.measure, drive.clock).outcome()
+    assert outcome.winner == DEFAULT
+    assert "interrupted" in outcome.verdict
+    assert outcome.of(DEFAULT).ratios == []
+
+
 @pytest.mark.parametrize(
     ("gb_per_s", "budget_s"),
     [

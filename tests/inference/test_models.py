@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import pickle
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -677,3 +680,45 @@ def test_models_that_do_not_call_their_layers_as_they_are_listed(make: Any, tmp_
     for resident_bytes in (None, refused.value.least):
         with nvmeio.stream_model(tmp_path, resident_bytes=resident_bytes) as model:
             assert model(**given)[0].equal(whole(**given)[0])
+
+
+@pytest.mark.timeout(120)
+def test_an_interrupt_ends_the_making_of_a_deep_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C waited until a skeleton of 60,000 layers was made: 50 s."""
+    saved(lambda: llama(layers=2), tmp_path)
+    layers: list[nn.Linear] = []
+    most = 1_000_000
+
+    class Deep(nn.Module):
+        @classmethod
+        def _from_config(cls, config: Any, dtype: Any) -> nn.Module:
+            layers.append(nn.Linear(1, 1))
+            os.kill(os.getpid(), signal.SIGINT)
+            while len(layers) < most:
+                layers.append(nn.Linear(1, 1))
+            return nn.Sequential()
+
+    monkeypatch.setattr("nvmeio.inference._plan.transformers._class_of", lambda *_: Deep)
+    with pytest.raises(KeyboardInterrupt):
+        nvmeio.stream_model(tmp_path)
+    assert 0 < len(layers) < most
+    assert layers[0].weight.is_meta
+    assert not torch.empty(1).is_meta
+
+
+def test_a_streamed_model_is_of_its_own_class_and_of_the_one_for_type_checkers(
+    tmp_path: Path,
+) -> None:
+    """`stream_model` was typed `Any`."""
+    saved(lambda: llama(layers=2), tmp_path)
+    cls = type(llama(layers=2))
+    with nvmeio.stream_model(tmp_path) as model:
+        stream: WeightStream = model.weight_stream
+        assert isinstance(model, cls)
+        assert isinstance(model, nvmeio.inference.StreamedModel)
+        assert type(model).__name__ == cls.__name__
+        with pytest.raises(TypeError, match="call stream_model in each process"):
+            pickle.dumps(model)
+    assert stream.closed

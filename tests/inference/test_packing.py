@@ -199,6 +199,14 @@ def test_a_group_of_equal_elements_is_exact() -> None:
     [
         ({"quant_bits": 3}, "must be 4 or 8"),
         ({"quant_bits": 4, "quant_group_size": 7}, "even number"),
+        (
+            {"quant_bits": 4, "quant_group_size": 48},
+            "quant_group_size=48: .* rows have [0-9, ]* elements, give one of .*32",
+        ),
+        (
+            {"quant_bits": 4, "modules_to_not_convert": ["model", "lm_head"]},
+            "quant_bits=4: no matrix of floating-point numbers is left to quantise",
+        ),
     ],
 )
 def test_there_is_no_such_quantisation(
@@ -252,7 +260,7 @@ def test_a_group_size_that_no_matrix_has_is_refused(tmp_path: Path) -> None:
     saved(llama, tmp_path / "m")
     arguments = ["pack", str(tmp_path / "m"), str(tmp_path / "p"), "--quant-bits", "4"]
     done = CliRunner().invoke(app, [*arguments, "--quant-group-size", "46"])
-    assert done.exit_code == 2 and "no rows are left to cut into groups of 46" in done.stderr
+    assert done.exit_code == 2 and "the rows have 64, 128 elements, give one of" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 

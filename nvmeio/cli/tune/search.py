@@ -144,6 +144,8 @@ class Search:
     ) -> None:
         self._grid = grid
         self._settings = settings(grid)
+        # Else it is what the others are measured against, and nothing that was asked for.
+        self._default_counts = all(value in grid[name] for name, value in DEFAULT._asdict().items())
         self._ops = list(ops)
         self._io_size = io_size
         self._least = min(io_size, LEAST_BYTES)
@@ -180,8 +182,13 @@ class Search:
 
     def outcome(self, complete: bool = False) -> SearchOutcome:
         """What has been found so far."""
-        ranked = finalists(self._in_final, self._rounds)
-        winner, verdict = decide(ranked)
+        chosen = self._in_final
+        if not self._default_counts and not chosen:
+            chosen = self._best(1) or self._settings[1:2]
+        ranked = finalists(chosen, self._rounds)
+        winner, verdict = decide(ranked, self._default_counts)
+        if not complete and len(self._rounds) < LEAST_ROUNDS:
+            winner = DEFAULT
         if not complete and winner == DEFAULT:
             verdict = "the default setting: interrupted before the search came to its end"
         return SearchOutcome(
@@ -395,23 +402,22 @@ def finalists(settings: Sequence[Options], rounds: Sequence[Round]) -> list[Fina
     return [default, *sorted(found.values(), key=lambda f: -f.ahead)]
 
 
-def decide(ranked: Sequence[Finalist]) -> tuple[Options, str]:
+def decide(ranked: Sequence[Finalist], default_counts: bool = True) -> tuple[Options, str]:
     """The setting to use, and why, in a sentence.
 
     Args:
         ranked: What `finalists` returns.
+        default_counts: Whether the default is one of the settings to choose from.
     """
     default, others = ranked[0], ranked[1:]
     rounds = len(default.ratios)
+    if not default_counts:
+        return _fastest(others, rounds)
     proven = [f for f in others if rounds >= LEAST_ROUNDS and f.ahead > max(f.spread, LEAST_AHEAD)]
     if proven:
         best = proven[0]
         near = best.ahead - min(best.spread, LEAST_AHEAD)
-        # Among equals, the one that differs least from the default and takes fewest threads.
-        chosen = min(
-            (f for f in proven if f.ahead >= near),
-            key=lambda f: (distance(f.setting), f.setting.intra_op_parallelism, -f.ahead),
-        )
+        chosen = _simplest([f for f in proven if f.ahead >= near])
         return chosen.setting, (
             f"{chosen.ahead:.1%} faster than the default setting in {rounds} rounds, with a "
             f"spread of {chosen.spread:.1%}"
@@ -424,4 +430,26 @@ def decide(ranked: Sequence[Finalist]) -> tuple[Options, str]:
     return DEFAULT, (
         f"the default setting: the best other one is ahead by {best.ahead:.1%}, which does "
         f"not stand out from the spread of {best.spread:.1%} in {rounds} rounds"
+    )
+
+
+def _fastest(others: Sequence[Finalist], rounds: int) -> tuple[Options, str]:
+    """The setting to use of those that were asked for, without the default."""
+    if rounds < LEAST_ROUNDS:
+        return others[0].setting, (
+            "the fastest of the settings that were asked for, by short looks: there was too little "
+            "time for a final, see --budget"
+        )
+    chosen = _simplest([f for f in others if f.ahead >= others[0].ahead - LEAST_AHEAD])
+    relation = "faster" if chosen.ahead >= 0 else "slower"
+    return chosen.setting, (
+        f"the fastest of the settings that were asked for, {abs(chosen.ahead):.1%} {relation} in "
+        f"{rounds} rounds than the default setting, which was not"
+    )
+
+
+def _simplest(equals: Sequence[Finalist]) -> Finalist:
+    """The one that differs least from the default and takes fewest threads."""
+    return min(
+        equals, key=lambda f: (distance(f.setting), f.setting.intra_op_parallelism, -f.ahead)
     )

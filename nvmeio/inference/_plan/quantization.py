@@ -18,7 +18,7 @@ more in its tile registers (native_shim/packed/packed_tiles.c).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -84,6 +84,9 @@ class Quantised(NamedTuple):
         return {"bits": self.bits, "group_size": self.group_size}
 
 
+_USUAL_SIZES = (256, 128, 64, 32, 16, 8, 4, 2)
+
+
 def check_setting(bits: int, group_size: int) -> Quantised:
     """A setting from what a user gave; ValueError if there is no such setting."""
     if bits not in (4, 8):
@@ -91,6 +94,11 @@ def check_setting(bits: int, group_size: int) -> Quantised:
     if not isinstance(group_size, int) or group_size < 2 or group_size % 2:
         raise ValueError(f"quant_group_size must be an even number of elements, not {group_size!r}")
     return Quantised(bits, group_size)
+
+
+def sizes_for(lengths: Iterable[int]) -> list[int]:
+    """Sizes of groups, usual ones, that cut rows of at least one of these lengths into groups."""
+    return [size for size in _USUAL_SIZES if any(length % size == 0 for length in lengths)]
 
 
 def can_quantise(shape: tuple[int, ...], dtype: torch.dtype, setting: Quantised) -> bool:

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from nvmeio._formats import model_directory
 from nvmeio._formats.safetensors.open_set import SafetensorsSet
-from nvmeio._threads.interruptible import run_interruptible
+from nvmeio._threads.interruptible import Cancellation, run_interruptible
 from nvmeio.errors import BackendUnavailableError, IntegrityError, an
 from nvmeio.inference._plan.published import HeldWeight, check_fused
 from nvmeio.inference._plan.slot_layout import FoundWeight, concatenated, found_in, stacked
@@ -99,17 +100,36 @@ def empty_model(config: Any, dtype: torch.dtype | None, checkpoint: SafetensorsS
         model_directory.refuse_quantised(named, checkpoint.path)
     wanted = dtype or config.dtype or model_directory.dtype_of(checkpoint)
 
+    cancellation = Cancellation()
+
     def made() -> Any:
-        with torch.device("meta"):
+        with torch.device("meta"), _UntilCancelled(cancellation):
             return _class_of(require(), config)._from_config(config, dtype=wanted)
 
     # In the main thread an interrupt has left the context on, for all that the program made then.
-    model = run_interruptible(made)
+    model = run_interruptible(made, cancellation.cancel)
     model.tie_weights()
     _to_meta(model)
     _keep_in_float32(model, wanted)
     _not_saved_as_buffers(model, checkpoint)
     return model.eval()  # type: ignore[no-any-return]
+
+
+class _UntilCancelled(TorchFunctionMode):
+    """Has constructors end with `Cancelled` when they make their next tensor.
+
+    A model of 60,000 layers takes a minute to make.
+    """
+
+    def __init__(self, cancellation: Cancellation) -> None:
+        super().__init__()
+        self._cancellation = cancellation
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        self._cancellation.check()
+        return func(*args, **(kwargs or {}))
 
 
 def _to_meta(model: nn.Module) -> None:
