@@ -20,7 +20,7 @@ FILES = {
     "protection": (
         *("write_protection", "copy_on_write", "../common/copy_crc32", "../common/page_tables"),
     ),
-    "packed": ("packed", "packed_tiles"),
+    "packed": ("packed", "packed_tiles", "lookup"),
 }
 MODULES = {
     "pump": "nvmeio._native",

@@ -12,6 +12,10 @@ typedef struct {
   const float *input;    /* inputs x (groups * group_size) */
   const uint16_t *halves; /* the same in bfloat16, in its place where nv_packed_has_tiles */
   const float *bias;     /* of each row, or NULL */
+  /* Of others' formats; see lookup.c. `groups` then are blocks of `group_size` columns. */
+  const void *table;        /* like `out`: for each block [256], or [256 exponents][16]; or NULL */
+  uint32_t block_rows;
+  const uint8_t *exponents; /* of groups of MXFP4, whose `out` is transposed; or NULL */
   void *out;             /* rows x elements; of a product, inputs x rows */
   uint16_t *arranged;    /* its own: `halves` as tiles of inputs, and room for what each thread widens */
   void *room;

@@ -20,4 +20,9 @@ uint64_t nv_packed_room(const nv_packed *); /* bytes that each thread needs */
 void nv_packed_arrange(const nv_packed *, uint64_t first, uint64_t last); /* blocks of 16 inputs */
 void nv_packed_tiles(const nv_packed *, uint64_t first, uint64_t last);   /* rows of the weight */
 
+/* --- lookup.c ---------------------------------------------------------------------------- */
+
+uint64_t nv_packed_looked_up_at_once(const nv_packed *);
+void nv_packed_look_up(const nv_packed *, uint64_t first, uint64_t last); /* rows of the steps */
+
 #endif

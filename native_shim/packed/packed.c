@@ -270,6 +270,10 @@ int nv_packed_run(const nv_packed *of, uint32_t threads) {
   if (threads > 64) threads = 64;
   if (!threads) threads = 1;
   if (of->rows * width * (of->inputs ? of->inputs : 1) < SMALL) threads = 1;
+  if (of->table) {
+    share(of, nv_packed_look_up, of->rows, nv_packed_looked_up_at_once(of), threads);
+    return 0;
+  }
   if (!of->halves) {
     share(of, choose(of), of->rows, ROWS, threads);
     return 0;

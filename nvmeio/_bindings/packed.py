@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bits (native_shim/packed): `ffi` and `lib`, loaded at first use."""
+"""Weights of few bits (native_shim/packed): `ffi` and `lib`, loaded at first use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from nvmeio._bindings.loading import load
 
-INTERFACE = 4217557715  # the CRC-32 of native_shim/packed/decl.h
+INTERFACE = 234537595  # the CRC-32 of native_shim/packed/decl.h
 
 ffi: Any
 lib: Any

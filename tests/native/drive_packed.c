@@ -180,6 +180,64 @@ static unsigned trial(int dtype, uint32_t bits, uint32_t group_size, uint64_t gr
   return halves ? 2 : 1;
 }
 
+/* --- elements that a table has ------------------------------------------------------------------- */
+
+static void fill(memory of, uint64_t nbytes) {
+  for (uint64_t at = 0; at < nbytes; at++) of.at[at] = (char)chance(256);
+}
+
+/* FP8: a byte for each element, in blocks of `block_rows` x `width`. MXFP4 with `block_rows` 0: half a
+ * byte, in groups of 32 with an exponent; the output is transposed. */
+static void look_up(int dtype, uint64_t rows, uint64_t groups, uint32_t width, uint32_t block_rows,
+                    unsigned threads) {
+  const uint64_t item = dtype == FLOAT32 ? 4 : 2, columns = groups * width, halves = !block_rows;
+  nv_packed of = {.rows = rows, .groups = groups, .group_size = width, .dtype = dtype,
+                  .block_rows = block_rows};
+  of.steps_stride = columns / (1 + halves) + chance(5);
+  of.groups_stride = groups + chance(3);
+  of.out_stride = (halves ? rows : columns) + chance(5);
+  const uint64_t out_rows = halves ? columns : rows, out_columns = halves ? rows : columns;
+  const uint64_t entries = halves ? 256 * 16 : (rows + block_rows - 1) / block_rows * groups * 256;
+  const uint64_t nbytes = (rows - 1) * of.steps_stride + columns / (1 + halves);
+  const uint64_t out_nbytes = ((out_rows - 1) * of.out_stride + out_columns) * item;
+  const uint64_t exponents_nbytes = (rows - 1) * of.groups_stride + groups;
+  memory steps = of_bytes(nbytes, chance(16)), table = of_bytes(entries * item, chance(4) * item);
+  memory exponents = of_bytes(exponents_nbytes, chance(16));
+  memory out = of_bytes(out_nbytes, chance(4) * item);
+  fill(steps, nbytes), fill(table, entries * item), fill(exponents, exponents_nbytes);
+  memset(out.at, 0xa5, out_nbytes);
+  of.steps = (const uint8_t *)steps.at, of.table = table.at, of.out = out.at;
+  if (halves) of.exponents = (const uint8_t *)exponents.at;
+  if (nv_packed_run(&of, threads)) abort();
+  for (uint64_t row = 0; row < rows; row++)
+    for (uint64_t column = 0; column < columns; column++) {
+      uint64_t entry, at = row * of.out_stride + column;
+      if (halves) {
+        const uint8_t both = of.steps[row * of.steps_stride + column / 2];
+        entry = of.exponents[row * of.groups_stride + column / 32] * 16u;
+        entry += column % 2 ? both >> 4 : both & 15;
+        at = column * of.out_stride + row;
+      } else {
+        entry = (row / block_rows * groups + column / width) * 256;
+        entry += of.steps[row * of.steps_stride + column];
+      }
+      if (memcmp(out.at + at * item, table.at + entry * item, item)) {
+        fprintf(stderr, "%s, %lu x %lu in %u x %u: another element at (%lu, %lu)\n", NAMES[dtype],
+                (unsigned long)rows, (unsigned long)columns, block_rows, width, (unsigned long)row,
+                (unsigned long)column);
+        abort();
+      }
+    }
+  for (uint64_t row = 0; row + 1 < out_rows; row++)
+    for (uint64_t at = (row * of.out_stride + out_columns) * item; at < (row + 1) * of.out_stride * item;
+         at++)
+      if ((unsigned char)out.at[at] != 0xa5) {
+        fprintf(stderr, "written between rows of a looked up output\n");
+        abort();
+      }
+  free(steps.whole), free(table.whole), free(exponents.whole), free(out.whole);
+}
+
 int main(int count, char **arguments) {
   const unsigned rounds = count > 1 ? (unsigned)atoi(arguments[1]) : 1;
   if (count > 2) state += strtoull(arguments[2], NULL, 10);
@@ -206,6 +264,17 @@ int main(int count, char **arguments) {
       tiled += trial(dtype, bits, 64, 3, 37, 515, 2) == 2;
       done += 4;
     }
+  for (int dtype = FLOAT32; dtype <= FLOAT16; dtype++)
+    for (unsigned trials = 0; trials < 6 * (rounds + 1); trials++) {
+      look_up(dtype, 1 + chance(90), 1 + chance(4), 1 + (uint32_t)chance(70), 1 + (uint32_t)chance(50), 1);
+      look_up(dtype, 1 + chance(90), 1 + chance(4), 32, 0, 1);
+      done += 2;
+    }
+  for (int dtype = FLOAT32; dtype <= FLOAT16; dtype++) {
+    look_up(dtype, 261, 5, 128, 128, 3);
+    look_up(dtype, 261, 17, 32, 0, 3);
+    done += 2;
+  }
   sigset_t blocked;
   pthread_sigmask(SIG_SETMASK, NULL, &blocked);
   if (!threads_begun || sigismember(&blocked, SIGINT)) abort(); /* the caller's mask is as before */

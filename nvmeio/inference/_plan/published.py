@@ -1,7 +1,8 @@
 """The formats in which models are published: FP8 with scales of blocks, and MXFP4.
 
 The elements are those that transformers' `from_pretrained` makes of them on a CPU, bit for bit:
-products in float32 and one rounding. Source: `Fp8Dequantize` in
+products in float32 and one rounding. On a CPU torch computes them once for each step and scale that
+there may be, and native_shim/packed/lookup.c chooses from that table. Source: `Fp8Dequantize` in
 transformers/integrations/finegrained_fp8.py, `convert_moe_packed_tensors` in integrations/mxfp4.py
 (5.24).
 """
@@ -13,10 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio._bindings import packed as native
 from nvmeio._formats.model_directory import Quantisation
 from nvmeio._formats.safetensors import headers
 from nvmeio._formats.safetensors.open_set import SafetensorsSet, StoredTensor
+from nvmeio._memory import devices
 from nvmeio.errors import IntegrityError
+from nvmeio.inference._plan.quantization import NATIVE_DTYPES
 from nvmeio.inference._plan.schemes import Scheme, Shape
 
 _STEPS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -26,6 +30,8 @@ _SCALE_NAMES = (".weight_scale_inv", ".scale", ".qscale_weight")
 _BLOCKS, _BLOCK_SCALES = "_blocks", "_scales"
 # Of float32 elements that are made at a time: they stay in a core's second-level cache.
 _CHUNK_BYTES = 1 << 20
+# Elements of a block from which on a table of its 256 elements costs next to nothing.
+_LEAST_BLOCK = 2048
 _GROUP = 32  # elements of MXFP4 that share a scale
 # The 16 values of four bits (E2M1).
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -69,29 +75,66 @@ class BlockFp8(NamedTuple):
             scales = (scales - 127.0).exp2()
         matrices = zip(steps, scales, out.view(-1, rows, columns), strict=True)
         for of_matrix, its_scales, target in matrices:
-            for own_rows, blocks, height in _runs(rows, self.block[0], columns):
+            for own_rows, blocks, height in _runs(rows, self.block[0]):
                 for own_columns, across, width in _runs(columns, self.block[1]):
-                    chosen = its_scales[blocks, across]
-                    values = of_matrix[own_rows, own_columns].to(torch.float32)
-                    by_block = values.view(len(chosen), height, chosen.shape[1], width)
-                    by_block.mul_(chosen[:, None, :, None])
-                    target[own_rows, own_columns].copy_(values)
+                    own = of_matrix[own_rows, own_columns], its_scales[blocks, across]
+                    if _looks_up(out) and height * width >= _LEAST_BLOCK:
+                        _look_up_bytes(*own, height, width, target[own_rows, own_columns])
+                    else:
+                        _multiply(*own, height, width, target[own_rows, own_columns])
 
     def described(self) -> dict[str, Any]:
         names = {"steps": headers.NAMES[self.steps], "scales": headers.NAMES[self.scales]}
         return {"scheme": "fp8", "block": list(self.block), **names}
 
 
-def _runs(size: int, block: int, width: int = 0) -> Iterator[tuple[slice, slice, int]]:
+def _looks_up(out: torch.Tensor) -> bool:
+    """Whether the shim's loops write a tensor."""
+    return out.dtype in NATIVE_DTYPES and devices.device_of(out).type == "cpu"
+
+
+def _multiply(
+    steps: torch.Tensor, scales: torch.Tensor, height: int, width: int, out: torch.Tensor
+) -> None:
+    """Write blocks of equal size, some of their rows at a time."""
+    blocks = max(_CHUNK_BYTES // (4 * height * steps.shape[1]), 1)
+    for first in range(0, len(scales), blocks):
+        chosen = scales[first : first + blocks, None, :, None]
+        own = slice(first * height, (first + len(chosen)) * height)
+        values = steps[own].to(torch.float32)
+        values.view(len(chosen), height, -1, width).mul_(chosen)
+        out[own].copy_(values)
+
+
+def _look_up_bytes(
+    steps: torch.Tensor, scales: torch.Tensor, height: int, width: int, out: torch.Tensor
+) -> None:
+    """Write blocks of equal size from what each byte stands for in each block."""
+    every = torch.arange(256, dtype=torch.uint8).view(steps.dtype).to(torch.float32)
+    table = (every * scales.unsqueeze(-1)).to(out.dtype).contiguous()
+    call = _call(steps, table, out)
+    call.groups, call.group_size, call.block_rows = scales.shape[1], width, height
+    native.lib.nv_packed_run(call, torch.get_num_threads())
+
+
+def _call(steps: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> Any:
+    """A call of the shim, over memory that is to stay until it was made."""
+    call = native.ffi.new("nv_packed *")
+    call.rows, call.steps_stride, call.out_stride = len(steps), steps.stride(0), out.stride(0)
+    call.dtype = NATIVE_DTYPES[out.dtype]
+    for name, tensor in (("steps", steps), ("table", table), ("out", out)):
+        setattr(call, name, native.ffi.cast("void *", tensor.data_ptr()))
+    return call
+
+
+def _runs(size: int, block: int) -> Iterator[tuple[slice, slice, int]]:
     """Runs of elements of one dimension, the blocks that they are in, and how long these are.
 
-    Blocks of one run are equally long. With `width`, of rows, a run is about `_CHUNK_BYTES`.
+    Blocks of one run are equally long.
     """
     whole = size // block
-    step = max(_CHUNK_BYTES // (4 * block * width), 1) if width else max(whole, 1)
-    for first in range(0, whole, step):
-        last = min(first + step, whole)
-        yield slice(first * block, last * block), slice(first, last), block
+    if whole:
+        yield slice(0, whole * block), slice(0, whole), block
     if size % block:
         yield slice(whole * block, size), slice(whole, whole + 1), size % block
 
@@ -119,28 +162,31 @@ class Mxfp4(NamedTuple):
 
     def widen(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         rows, columns = out.shape[-2:]
-        pairs = _pairs(out)
-        bytes_of = parts[0].reshape(-1, columns, rows // 2)
-        exponents = parts[1].reshape(-1, columns, rows // _GROUP, 1)
-        step = max(_CHUNK_BYTES // (out.element_size() * max(rows, 1)), 1)
-        for matrix, its_exponents, target in zip(
-            bytes_of, exponents, out.view(-1, rows, columns), strict=True
-        ):
+        # The values of each exponent.
+        table = out.new_tensor(_VALUES).repeat(256, 1)
+        exponent = torch.arange(256, dtype=torch.int32, device=table.device).view(-1, 1) - 127
+        torch.ldexp(table, exponent, out=table)
+        blocks = parts[0].reshape(-1, columns, rows // 2)
+        exponents = parts[1].reshape(-1, columns, rows // _GROUP)
+        matrices = zip(blocks, exponents, out.view(-1, rows, columns), strict=True)
+        for matrix, its_exponents, target in matrices:
+            if _looks_up(out):
+                call = _call(matrix, table, target)
+                call.groups, call.group_size = rows // _GROUP, _GROUP
+                call.groups_stride = its_exponents.stride(0)
+                call.exponents = native.ffi.cast("void *", its_exponents.data_ptr())
+                native.lib.nv_packed_run(call, torch.get_num_threads())
+                continue
+            step = max(_CHUNK_BYTES // (4 * rows), 1)
             for first in range(0, columns, step):
                 own = slice(first, first + step)
-                values = pairs.index_select(0, matrix[own].reshape(-1).int())
-                values = values.view(-1, rows // _GROUP, _GROUP)
-                torch.ldexp(values, its_exponents[own].int() - 127, out=values)
-                target[:, own].copy_(values.view(-1, rows).t())
+                halves = torch.stack((matrix[own] & 15, matrix[own] >> 4), -1).view(-1, rows)
+                by_group = its_exponents[own].int().repeat_interleave(_GROUP, 1)
+                values = table.view(-1).take(by_group.long() * len(_VALUES) + halves)
+                target[:, own].copy_(values.t())
 
     def described(self) -> dict[str, Any]:
         return {"scheme": "mxfp4"}
-
-
-def _pairs(out: torch.Tensor) -> torch.Tensor:
-    """The two elements of each byte, the low half first: [256, 2], like another tensor."""
-    values = out.new_tensor(_VALUES)
-    return torch.stack((values.repeat(16), values.repeat_interleave(16)), -1)
 
 
 def described_as(entry: Mapping[str, Any]) -> Scheme:

@@ -30,7 +30,7 @@ from nvmeio.inference._plan.schemes import Scheme, Shape
 
 Compute = Literal["auto", "packed", "widened"]
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class Quantised(NamedTuple):
@@ -66,7 +66,7 @@ class Quantised(NamedTuple):
     def widen(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Steps, scales and minima may be rows or columns of larger matrices: of whole groups."""
         width = self.group_size * self.bits // 8
-        if out.dtype in _DTYPES and devices.device_of(out).type == "cpu":
+        if out.dtype in NATIVE_DTYPES and devices.device_of(out).type == "cpu":
             flat = [part.reshape(-1, part.shape[-1]) for part in parts]
             _run(flat, self, out.view(-1, out.shape[-1]))
             return
@@ -168,7 +168,7 @@ def multiply(
 
 def in_halves(rows: int, setting: Quantised, dtype: torch.dtype) -> bool:
     """Whether this CPU itself multiplies so many rows of inputs with a bfloat16 weight."""
-    call = native.ffi.new("nv_packed *", {"inputs": rows, "dtype": _DTYPES.get(dtype, -1)})
+    call = native.ffi.new("nv_packed *", {"inputs": rows, "dtype": NATIVE_DTYPES.get(dtype, -1)})
     call.group_size, call.bits = setting.group_size, setting.bits
     return bool(native.lib.nv_packed_has_tiles(call))
 
@@ -188,7 +188,7 @@ def _run(
     call.steps_stride, call.groups_stride = steps.stride(0), scales.stride(0)
     call.out_stride = out.stride(0)
     call.group_size, call.bits = setting.group_size, setting.bits
-    call.dtype = _DTYPES[out.dtype]
+    call.dtype = NATIVE_DTYPES[out.dtype]
     memory = {"steps": steps, "scales": scales, "minima": minima, "out": out}
     if inputs is not None:
         call.inputs = len(inputs)
