@@ -16,7 +16,7 @@ import contextlib
 import importlib
 import logging
 import os
-import shutil
+import secrets
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,7 @@ import torch
 from nvmeio._formats import model_directory, packed_index
 from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio._storage.durable import remove_directory, sync_directory
-from nvmeio._threads.closing import do_all, on_error
+from nvmeio._threads.closing import do_all, on_error, opened
 from nvmeio.checkpoint import load, save
 from nvmeio.checkpoint.background import BackgroundSaver
 from nvmeio.checkpoint.safetensors import load_safetensors, save_safetensors
@@ -149,21 +149,24 @@ class NvmeTrainerMixin:
     itself writes: with or without the mixin, each resumes from what the other saved. Under
     DeepSpeed, FSDP, XLA and SageMaker, which have files of their own, transformers' code runs.
 
-    Each file is atomic and durable; a checkpoint directory is complete when it holds
-    ``trainer_state.json``, which transformers writes after them.
+    A checkpoint is made in ``.nvmeio-saving-…`` beside the others, and gets its name once all of it
+    is durable: a program that is killed leaves it whole, or not at all. What was left is removed by
+    the next save. With `push_to_hub`, and where transformers' code runs, files get their names one
+    by one; such a directory is complete when it holds ``trainer_state.json``.
 
     Attributes:
         nvme_handle: Moves the bytes and stays open; None makes one for each file.
         nvme_guard: Write checkpoints while training goes on, each with the state at the moment of
-            the save (see `Checkpointer`). A checkpoint is made in ``.nvmeio-saving-…`` and gets its
-            name when it is durable: after ``on_save``, but before the next save and before `train`
-            returns, which raise what failed. Then older ones are removed. With several processes,
+            the save (see `Checkpointer`). A checkpoint gets its name after ``on_save``, but before
+            the next save and before `train` returns, which raise what failed. Then older ones are
+            removed. With several processes,
             `push_to_hub` or a best model to be kept a warning says that saves block as ever.
     """
 
     nvme_handle: AioHandle | None = None
     nvme_guard: bool = False
     _nvme_saving: TrainerSaving | None = None
+    _nvme_hidden: str | None = None  # where a checkpoint is made before training goes on
 
     def train(self, *args: Any, **options: Any) -> Any:
         """`Trainer.train`; returns when the last checkpoint is durable."""
@@ -183,7 +186,16 @@ class NvmeTrainerMixin:
         if reason is not None:
             logger.warning("nvme_guard: checkpoints are saved before training goes on: %s", reason)
         if reason is not None or not self.nvme_guard:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            if not _is_plain(trainer) or trainer.args.push_to_hub:
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                return
+            run_directory = trainer._get_output_dir(trial=trial)
+            with _made_whole(trainer, run_directory) as hidden:
+                self._nvme_hidden = hidden
+                try:
+                    super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                finally:
+                    self._nvme_hidden = None
             return
         if self._nvme_saving is None:
             self._nvme_saving = TrainerSaving(self.nvme_handle)
@@ -197,9 +209,8 @@ class NvmeTrainerMixin:
 
     def _get_output_dir(self, trial: Any) -> str:
         saving = self._nvme_saving
-        if saving is not None and saving.directory is not None:
-            return saving.directory
-        return super()._get_output_dir(trial=trial)  # type: ignore[misc,no-any-return]
+        hidden = self._nvme_hidden if saving is None else saving.directory or self._nvme_hidden
+        return hidden or super()._get_output_dir(trial=trial)  # type: ignore[misc]
 
     @property
     def _nvme_made(self) -> TrainerSaving | None:
@@ -319,6 +330,68 @@ __getattr__ = on_demand(__name__, "NvmeTrainer", _trainer)
 _HIDDEN = ".nvmeio-saving-"
 
 
+@contextlib.contextmanager
+def _made_whole(trainer: Any, run: str) -> Iterator[str]:
+    """A directory for a checkpoint that all processes save; behind the block it gets its name.
+
+    If the block raises, it is removed.
+    """
+    args, state = trainer.args, trainer.state
+    # Each machine has a first process: they need not see the same files.
+    is_first = args.local_process_index == 0
+    hidden = os.path.join(run, _HIDDEN + _agreed_token(args.world_size))
+    if is_first:
+        _remove_unfinished(run, os.path.basename(hidden))
+        os.makedirs(hidden, exist_ok=True)
+    try:
+        yield hidden
+        if _correct_best(state, hidden, run) and args.should_save:
+            made = os.path.join(hidden, f"checkpoint-{state.global_step}")
+            state.save_to_json(os.path.join(made, "trainer_state.json"))
+    except BaseException:
+        if is_first:
+            remove_directory(hidden)  # it may be a full disk that it takes
+        raise
+    trainer.accelerator.wait_for_everyone()
+    if is_first:
+        with contextlib.suppress(FileNotFoundError):  # of another machine, which was faster
+            _put_in_place(hidden, run)
+    trainer.accelerator.wait_for_everyone()
+    if args.should_save:
+        _rotate(run, args.save_total_limit, state.best_model_checkpoint)
+
+
+def _agreed_token(world_size: int) -> str:
+    """A new name, the same in all processes of the training."""
+    token = [secrets.token_hex(4)]
+    if world_size > 1:
+        importlib.import_module("accelerate.utils").broadcast_object_list(token)
+    return token[0]
+
+
+def _correct_best(state: Any, hidden: str, run: str) -> bool:
+    """Name the best checkpoint as it will be called; whether that was another name.
+
+    transformers names it if it is in the directory that is saved into.
+    """
+    before = state.best_model_checkpoint
+    if before is not None and before.startswith(hidden):
+        state.best_model_checkpoint = run + before.removeprefix(hidden)
+    step = getattr(state, "best_global_step", None)
+    older = os.path.join(run, f"checkpoint-{step}")
+    if step and os.path.exists(older):
+        state.best_model_checkpoint = older
+    return bool(state.best_model_checkpoint != before)
+
+
+def _remove_unfinished(run: str, kept: str = "") -> None:
+    """Make the directory of a run, without what a program that was killed has left there."""
+    os.makedirs(run, exist_ok=True)
+    for name in os.listdir(run):
+        if name.startswith(_HIDDEN) and name != kept:
+            remove_directory(os.path.join(run, name))
+
+
 class TrainerSaving:
     """The checkpoints of one Trainer, one after the other.
 
@@ -339,10 +412,7 @@ class TrainerSaving:
     def begin(self, run_directory: str) -> None:
         """From now on files are part of a checkpoint; the one before must have ended."""
         self._files = 0
-        os.makedirs(run_directory, exist_ok=True)
-        for name in os.listdir(run_directory):
-            if name.startswith(_HIDDEN):  # of a program that was killed, or interrupted
-                remove_directory(os.path.join(run_directory, name))
+        _remove_unfinished(run_directory)
         self.directory = tempfile.mkdtemp(prefix=_HIDDEN, dir=run_directory)
 
     def save(self, state: object, path: str) -> None:
@@ -409,14 +479,30 @@ def _name(
 ) -> None:
     for saver in others:
         saver.wait()
+    _put_in_place(hidden, run)
+    _rotate(run, limit, best)
+
+
+def _put_in_place(hidden: str, run: str) -> None:
+    """Give what lies in a directory its name in the directory of the run, once it is durable."""
     for name in os.listdir(hidden):
-        target = os.path.join(run, name)
-        if os.path.isdir(target):
-            shutil.rmtree(target)
-        sync_directory(os.path.join(hidden, name))
-        os.rename(os.path.join(hidden, name), target)
+        made, target = os.path.join(hidden, name), os.path.join(run, name)
+        for folder, _, names in os.walk(made):
+            for file in names:  # transformers' own; ours are durable
+                with opened(os.path.join(folder, file), os.O_RDONLY) as fd:
+                    os.fsync(fd)
+            sync_directory(folder)
+        replaced = f"{hidden}-replaced"
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(target, replaced)
+        os.rename(made, target)
+        sync_directory(run)
+        remove_directory(replaced)
     os.rmdir(hidden)
     sync_directory(run)
+
+
+def _rotate(run: str, limit: int | None, best: str | None) -> None:
     rotate = getattr(importlib.import_module("transformers.trainer"), "rotate_checkpoints", None)
     if rotate is not None:
         rotate(run, limit, best, use_mtime=True)

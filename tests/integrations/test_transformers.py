@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import PATIENCE_S, needs_protection, run_python, spin_until
+from support import PATIENCE_S, needs_protection, run_python, run_ranks, spin_until
 
 import nvmeio
 from nvmeio.checkpoint._snapshot import protected
@@ -368,6 +368,80 @@ def test_weights_in_shards_are_resumed(tmp_path: Path, counting: nvmeio.AioHandl
     model.save_pretrained(checkpoint, max_shard_size="100KB")
     rest, _ = train(NvmeTrainer, tmp_path / "on", 4, checkpoint, counting)
     assert rest == {step: wanted[step] for step in (3, 4)}
+
+
+# A checkpoint is whole, or not there
+
+
+class Killed(NvmeTrainer):  # type: ignore[misc,valid-type]
+    """Ends in its second save, between its files."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.state.global_step == 4:
+            raise SystemExit("killed")
+        super()._save_rng_state(output_dir)
+
+
+def test_a_save_that_was_cut_short_leaves_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of one was there, and training could not be resumed: no valid checkpoint."""
+    wanted, _ = train(transformers.Trainer, tmp_path / "stock", 6)
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:  # as SIGKILL, which removes nothing
+        patch.setattr(ours, "remove_directory", lambda path: None)
+        with pytest.raises(SystemExit):
+            train(Killed, run, 6)
+    names = sorted(os.listdir(run))
+    assert names[1:] == ["checkpoint-2"] and names[0].startswith(".nvmeio-saving-")
+    last = transformers.trainer_utils.get_last_checkpoint(str(run))
+    rest, _ = train(NvmeTrainer, run, 6, Path(last))
+    assert rest == {step: wanted[step] for step in (3, 4, 5, 6)}
+    assert sorted(os.listdir(run)) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        train(Killed, tmp_path, 6)
+    assert os.listdir(tmp_path) == ["checkpoint-2"]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "of_before").touch()
+    train(NvmeTrainer, tmp_path, 2)
+    assert os.listdir(tmp_path) == ["checkpoint-2"]
+    assert not (tmp_path / "checkpoint-2" / "of_before").exists()
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_the_best_checkpoint_has_the_name_that_transformers_gives_it(
+    limit: int | None, tmp_path: Path
+) -> None:
+    best, kept = [], []
+    for name, kind in (("stock", transformers.Trainer), ("ours", NvmeTrainer)):
+        run = tmp_path / name
+        options = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
+        options |= {"load_best_model_at_end": True, "save_total_limit": limit}
+        _, trainer = train(kind, run, 6, **options)
+        states = {
+            path.parent.name: json.loads(path.read_text())["best_model_checkpoint"]
+            for path in run.glob("*/trainer_state.json")
+        }
+        best.append({step: at and Path(at).relative_to(run) for step, at in states.items()})
+        kept.append(sorted(os.listdir(run)))
+        assert Path(trainer.state.best_model_checkpoint).is_dir()
+    assert best[0] == best[1] and kept[0] == kept[1]
+
+
+def test_several_processes_save_into_one(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "_trainer_rank.py"
+    ended = run_ranks(script, 2, tmp_path)
+    assert [status for status, _ in ended] == [0, 0], "\n".join(out for _, out in ended)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "checkpoint-4"]
+    for name in os.listdir(tmp_path):
+        files = os.listdir(tmp_path / name)
+        assert {"rng_state_0.pth", "rng_state_1.pth", "trainer_state.json"} <= set(files)
 
 
 def test_a_trainer_of_ones_own_takes_the_mixin(tmp_path: Path, counting: nvmeio.AioHandle) -> None:
