@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from nvmeio._memory import devices
-from nvmeio.inference._plan.quantization import Compute, Quantised, in_halves, multiply
+from nvmeio.inference._plan.quantization import Compute, Quantised, dequantise, in_halves, multiply
 from nvmeio.inference._plan.schemes import Scheme
 from nvmeio.inference._plan.slot_layout import Weight
 from nvmeio.inference._stream.stand_ins import Frozen, FrozenElsewhere, Shown
@@ -80,7 +80,7 @@ class Packed(NamedTuple):
         shape = self.scheme.shape_of([part.shape for part in self.parts])
         found = self.parts[0].new_empty(shape, dtype=self.dtype)
         if found.numel():
-            self.scheme.widen(self.parts, found)
+            dequantise(self.parts, self.scheme, found)
         return found.mT if self.turned else found
 
     def shown_as(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -356,7 +356,7 @@ def _in_parts(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) -> 
         else:
             cut = [part[first:last] for part in what.parts]
         room = memory[: (last - first) * unit * other].view(len(cut[0]), -1)
-        what.setting.widen(cut, room)
+        dequantise(cut, what.setting, room)
         own = slice(first * unit, last * unit)
         matrix = room.t() if what.turned else room
         out[:, own] = functional.linear(inputs, matrix, None if bias is None else bias[own])
