@@ -143,11 +143,12 @@ def test_kernel_without_aio(traced, tmp_path, error):
 def test_limit_of_aio_events_that_others_have_used_up(traced, tmp_path):
     """Loads and saves failed, and the first save of a Checkpointer made hours before."""
     code = """
-        import logging, sys
+        import logging, os, sys
         import torch
         import nvmeio
 
         logging.basicConfig(format="%(message).120s", stream=sys.stdout)
+        os.chdir(sys.argv[1])
         state = {"a": torch.arange(8_000_000.0)}
         for path in ("a.pt", "b.pt"):
             nvmeio.save(state, path)

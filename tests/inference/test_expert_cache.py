@@ -17,11 +17,15 @@ from support import thread
 from torch import nn
 
 import nvmeio
+from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.inference import pack
 from nvmeio.inference._experts import places as places_module
+from nvmeio.inference._experts.arrivals import Arrival
 from nvmeio.inference._experts.expectation import expected_hits
 from nvmeio.inference._experts.recency import Recency
+from nvmeio.inference._experts.waiting import Arriving, ArrivingWeight
+from nvmeio.inference._stream.stand_ins import Shown
 from nvmeio.testing import FakeEngine
 
 
@@ -143,6 +147,58 @@ def test_experts_are_converted_as_they_come(tmp_path: Path, stream: Make) -> Non
     ids = prompt(batch=1, length=3)
     assert tokens(model, ids, 30).equal(tokens(whole, ids, 30))
     assert model.weight_stream.stats.experts.evictions > 8
+
+
+def test_reads_of_converted_experts_are_begun_by_the_owner(
+    tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that computes began them: an interrupt could lose one that went on writing."""
+    saved(many_experts, tmp_path)
+    model = stream(tmp_path, dtype="bfloat16")
+    threads: set[threading.Thread] = set()
+    begin = Arrival.begin
+
+    def noting(arrival: Arrival) -> None:
+        threads.add(threading.current_thread())
+        begin(arrival)
+
+    monkeypatch.setattr(Arrival, "begin", noting)
+    logits(model, prompt(batch=1, length=3))
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+# Kernels that look at experts on their way
+
+
+class _OnItsWay:
+    """The arrival of one expert, whose bytes come when it is waited for."""
+
+    begun = True
+    right = False
+
+    def __init__(self, expert: torch.Tensor) -> None:
+        self._expert = expert
+
+    def done(self) -> bool:
+        return self.right
+
+    def wait(self) -> None:
+        self._expert.fill_(1.0)
+        self.right = True
+
+
+@pytest.mark.parametrize("view", ["mT", "mH", "data", "real"])
+def test_a_view_of_experts_on_their_way_waits_for_them(view: str) -> None:
+    """`weight.mT` was a plain tensor at once: its products were those of unread memory."""
+    experts = torch.zeros(3, 4, 4)
+    on_their_way: Any = {number: _OnItsWay(experts[number]) for number in range(3)}
+    arriving = Arriving(on_their_way, OwnerThread("unused"))
+    shown = Shown(experts, requires_grad=False)
+    weight = ArrivingWeight.over(shown, arriving)
+    assert weight.shape == (3, 4, 4)
+    assert not any(arrival.right for arrival in on_their_way.values())
+    assert torch.equal(getattr(weight, view)[1] @ torch.ones(4), torch.full((4,), 4.0))
 
 
 # Experts that are modules of their own

@@ -183,14 +183,18 @@ class GenerateWithExperts(Scenario):
     """A cache of experts that holds a little more than one layer of four needs."""
 
     modes = ("timer", "opcodes", "twice")
+    dtype: torch.dtype | None = None
 
     def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
         super().__init__(folder, handle)
         path = folder / "model"
         self.models = saved_model(path, "mixtral", experts=8, width=32, intermediate_size=256)
         self.ids = self.models.prompt(batch=1, length=2)
-        self.wanted = self.models.tokens(self.models.loaded(path), self.ids, 4)
-        self.model = nvmeio.stream_model(path, resident_bytes="900K", handle=handle)
+        whole = self.models.loaded(path, dtype=self.dtype or torch.float32)
+        self.wanted = self.models.tokens(whole, self.ids, 4)
+        self.model = nvmeio.stream_model(
+            path, resident_bytes="900K", dtype=self.dtype, handle=handle
+        )
         assert self.model.weight_stream.experts
 
     def work(self) -> Any:
@@ -202,6 +206,12 @@ class GenerateWithExperts(Scenario):
 
     def close(self) -> None:
         self.model.weight_stream.close()
+
+
+class GenerateWithConvertedExperts(GenerateWithExperts):
+    """Their reads begin while the call computes."""
+
+    dtype = torch.bfloat16
 
 
 class Pack(Scenario):
@@ -242,5 +252,6 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "streams": Streams,
     "stream-generate": Generate,
     "stream-experts": GenerateWithExperts,
+    "stream-converted-experts": GenerateWithConvertedExperts,
     "packing": Pack,
 }

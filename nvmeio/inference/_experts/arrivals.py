@@ -12,7 +12,7 @@ import torch
 from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio._io.drives import DriveHandles
 from nvmeio._threads.closing import on_error
-from nvmeio.errors import BatchError, IntegrityError, TransferError, with_context
+from nvmeio.errors import BatchError, ClosedError, IntegrityError, TransferError, with_context
 from nvmeio.handle import AioHandle
 from nvmeio.inference._experts.places import Places
 from nvmeio.inference._experts.sets import ExpertReads, PartPlace
@@ -47,36 +47,43 @@ class Arrival:
         self._expert = expert
         self._stage: torch.Tensor | None = None
         self._begun: list[tuple[list[Read], Operation]] | None = None
+        self._cancelled = False
         self.right = False
 
+    @property
+    def begun(self) -> bool:
+        """Whether its reads were submitted."""
+        return self._begun is not None
+
     def begin(self) -> None:
-        """Submit its reads, once."""
-        if self._begun is not None:
+        """Submit its reads, once; in the owner's thread, where no interrupt can lose one."""
+        if self._begun is not None or self._cancelled:
             return
-        self._begun = []
+        begun: list[tuple[list[Read], Operation]] = []
         by_handle: dict[AioHandle, list[tuple[Read, torch.Tensor]]] = {}
         for memory, (reads, _) in self._memories():
             for read in reads:
                 handle = self._source.handles.of(self._source.checkpoint.files[read.file])
                 by_handle.setdefault(handle, []).append((read, read.part(memory)))
-        with on_error(self.cancel):
+        with on_error(_cancel, begun):
             for handle, items in by_handle.items():
                 files = [self._source.checkpoint.files[read.file] for read, _ in items]
                 offsets = [read.start for read, _ in items]
                 memories = [memory for _, memory in items]
                 operation = handle.async_pread_batch(memories, files, offsets)
-                self._begun.append(([read for read, _ in items], operation))
+                begun.append(([read for read, _ in items], operation))
+        self._begun = begun
 
     def wait(self) -> None:
         """Block until its bytes are there and right; raises what kept them away.
 
-        From the thread that computes, or any one that has the experts to itself. An interrupt
-        leaves it as it is.
+        From the thread that computes, or any one that has the experts to itself, once its reads
+        have begun. An interrupt leaves it as it is.
         """
         if self.right:
             return
-        self.begin()
-        assert self._begun is not None
+        if self._begun is None or self._cancelled:
+            raise ClosedError(f"{self._name} was not read: the call that needed it is over")
         for reads, operation in self._begun:
             failed = operation.exception()
             if isinstance(failed, BatchError):
@@ -98,12 +105,8 @@ class Arrival:
 
     def cancel(self) -> None:
         """End it; when this returns nothing is written to its memory."""
-        begun = self._begun or []
-        for _, operation in begun:
-            operation.cancel()
-        for _, operation in begun:
-            with contextlib.suppress(concurrent.futures.CancelledError):
-                operation.exception()
+        self._cancelled = True
+        _cancel(self._begun or [])
 
     @property
     def _name(self) -> str:
@@ -141,6 +144,14 @@ class Arrival:
                 out.copy_(stored[0])
             else:
                 dequantise(stored, weight.quantised, out)
+
+
+def _cancel(begun: list[tuple[list[Read], Operation]]) -> None:
+    for _, operation in begun:
+        operation.cancel()
+    for _, operation in begun:
+        with contextlib.suppress(concurrent.futures.CancelledError):
+            operation.exception()
 
 
 def _over(memory: torch.Tensor, part: PartPlace) -> torch.Tensor:

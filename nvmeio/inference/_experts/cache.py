@@ -146,7 +146,7 @@ class ExpertCache:
             places = self._places[number]
             targets, lent = experts.targets_of(hit), places.lend(hit)
             shown = stand_ins.install(targets, lent.tensors)
-            awaited = Arriving(arriving)
+            awaited = Arriving(arriving, self._owner)
             waits = bool(arriving) and not show_arriving(targets, shown, awaited)
             use = self._computing = _Computing(number, places, targets, arriving, lent, shown)
         self._read_ahead(number, len(hit))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nvmeio._threads.owner import OwnerThread
 from nvmeio.inference._experts.arrivals import Arrival
 from nvmeio.inference._experts.sets import STAGES
 from nvmeio.inference._plan.units import Target
@@ -23,8 +24,9 @@ from nvmeio.inference._stream.stand_ins import Shown
 class Arriving:
     """The experts of a call that have not arrived; the thread that computes waits for them."""
 
-    def __init__(self, arrivals: dict[int, Arrival]) -> None:
+    def __init__(self, arrivals: dict[int, Arrival], owner: OwnerThread) -> None:
         self._arrivals = arrivals
+        self._owner = owner
         self._late = list(arrivals.values())
         self.waited_s = 0.0
 
@@ -40,14 +42,22 @@ class Arriving:
             return
         began = time.perf_counter()
         place = self._late.index(arrival)
-        for following in self._late[place : place + STAGES]:  # those that convert begin in turn
-            following.begin()
+        # Those that convert begin in turn. The owner begins them: an interrupt of this thread could
+        # lose a read that has begun, and that would write to pages which another expert has then.
+        late = [each for each in self._late[place : place + STAGES] if not each.begun]
+        if late:
+            self._owner.call(_begin, late)
         arrival.wait()
         self.waited_s += time.perf_counter() - began
 
     def is_there(self, expert: int) -> bool:
         arrival = self._arrivals.get(expert)
         return arrival is None or arrival.right or arrival.done()
+
+
+def _begin(arrivals: Sequence[Arrival]) -> None:
+    for arrival in arrivals:
+        arrival.begin()
 
 
 class ArrivingWeight(Shown):
@@ -71,7 +81,10 @@ class ArrivingWeight(Shown):
         name = getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
             if name in _LOOKS_AT_NONE:
-                return func(*args, **kwargs)
+                answer = func(*args, **kwargs)
+                if not isinstance(answer, torch.Tensor):
+                    return answer
+                # A view, such as `weight.mT`: what is computed with it waits for nothing.
             special = _SPECIAL.get(name)
             if special is not None:
                 found = special(*args, **kwargs)
@@ -86,7 +99,8 @@ class _Turned(ArrivingWeight):
     """Such a weight with its matrices transposed: what a grouped product takes."""
 
 
-# Attributes and questions about shape, which need no element. Properties are called `__get__`.
+# Attributes and questions about shape, which need no element. Properties are called `__get__`; one
+# that gives a tensor waits all the same.
 _LOOKS_AT_NONE = {
     *("__get__", "__len__", "size", "dim", "ndimension", "numel", "element_size", "stride"),
     *("storage_offset", "data_ptr", "is_contiguous", "is_floating_point", "is_complex"),
