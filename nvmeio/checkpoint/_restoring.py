@@ -77,10 +77,10 @@ def naming_others(directory: str) -> Iterator[None]:
         damaged.args = (f"{damaged}{_others_than(str(damaged), directory)}", *damaged.args[1:])
         raise
     except TransferError as failed:
-        if failed.errno != errno.EIO:
+        others = _others_than(str(failed), directory) if failed.errno == errno.EIO else ""
+        if not others:
             raise
-        others = _others_than(str(failed), directory)
-        raise (with_context(failed, others.lstrip(". ")) if others else failed) from failed
+        raise with_context(failed, others.lstrip(". ")) from failed
 
 
 def _others_than(told: str, directory: str) -> str:

@@ -353,9 +353,13 @@ def _made_whole(trainer: Any, run: str) -> Iterator[str]:
             remove_directory(hidden)  # it may be a full disk that it takes
         raise
     trainer.accelerator.wait_for_everyone()
-    if is_first:
-        with contextlib.suppress(FileNotFoundError):  # of another machine, which was faster
-            _put_in_place(hidden, run)
+    if args.process_index == 0:
+        _put_in_place(hidden, run)
+    trainer.accelerator.wait_for_everyone()
+    # What is left is on a machine with files of its own. Two at a time in one directory would each
+    # take the other's for the older checkpoint of that name.
+    if is_first and args.process_index != 0 and os.path.isdir(hidden):
+        _put_in_place(hidden, run)
     trainer.accelerator.wait_for_everyone()
     if args.should_save:
         _rotate(run, args.save_total_limit, state.best_model_checkpoint)

@@ -1,12 +1,30 @@
-"""One rank of a training that saves through `NvmeTrainer`: `_trainer_rank.py RANK WORLD FOLDER`."""
+"""One rank of a training that saves through `NvmeTrainer`.
+
+`_trainer_rank.py RANK WORLD FOLDER`, and "machines" where each rank is the first of a machine.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+
+def _be_slower_than_the_other() -> None:
+    """Look at what a checkpoint consists of once the other process has put it in its place."""
+    walk = os.walk
+
+    def walk_when_gone(top: str) -> Iterator[tuple[str, list[str], list[str]]]:
+        limit = time.monotonic() + 30
+        while ".nvmeio-saving-" in top and os.path.exists(top) and time.monotonic() < limit:
+            os.sched_yield()
+        yield from walk(top)
+
+    os.walk = walk_when_gone  # type: ignore[assignment]
 
 
 def main() -> None:
@@ -15,8 +33,10 @@ def main() -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world
     )
+    machines = sys.argv[4:] == ["machines"]
     # accelerate asks for them, and takes the group that is there.
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    local = 0 if machines else rank
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     torch.set_num_threads(1)
 
@@ -24,6 +44,8 @@ def main() -> None:
 
     from nvmeio.integrations.transformers import NvmeTrainer
 
+    if machines and rank:
+        _be_slower_than_the_other()
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,

@@ -434,9 +434,11 @@ def test_the_best_checkpoint_has_the_name_that_transformers_gives_it(
     assert best[0] == best[1] and kept[0] == kept[1]
 
 
-def test_several_processes_save_into_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["one machine", "machines"])
+def test_several_processes_save_into_one(tmp_path: Path, where: str) -> None:
+    """The first process of a second machine took the new checkpoint for an older one."""
     script = Path(__file__).parent / "_trainer_rank.py"
-    ended = run_ranks(script, 2, tmp_path)
+    ended = run_ranks(script, 2, tmp_path, where)
     assert [status for status, _ in ended] == [0, 0], "\n".join(out for _, out in ended)
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "checkpoint-4"]
     for name in os.listdir(tmp_path):
