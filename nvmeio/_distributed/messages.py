@@ -41,7 +41,7 @@ class Messages:
     ) -> None:
         self.rank, self.size = store.rank, store.size
         self.timeout_s = timeout_s
-        self._store = store
+        self._store = store.limited(timeout_s)
         self._number = number
         self._could_not = could_not or store.operation
         self._beaten = 0.0

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from typing import Any
 
+from nvmeio._distributed import DEFAULT_TIMEOUT_S
+from nvmeio._distributed.asking import Asker
 from nvmeio.errors import TransferError
 
 FIRST_PAUSE_S = 0.0005
@@ -55,11 +57,24 @@ class RankStore:
     """Keys and values that the ranks of a group share, under a name of their own.
 
     `store` is torch.distributed's; None for a process alone, which tells nobody anything. Errors
-    name `path` and `operation`. Calls raise TransferError if the store cannot be reached.
+    name `path` and `operation`. Calls raise TransferError if the store cannot be reached, or does
+    not answer within `limit_s` (ETIMEDOUT). `asker` makes the calls, one at a time; by default a
+    new one does.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, path: str, operation: str) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        path: str,
+        operation: str,
+        limit_s: float = DEFAULT_TIMEOUT_S,
+        asker: Asker | None = None,
+    ) -> None:
         self.rank, self.size = rank, size
+        self._limit_s = limit_s
+        self._asker = asker or Asker()
         self._store = store
         self.path = path
         self.operation = operation
@@ -89,7 +104,17 @@ class RankStore:
     def within(self, name: str, path: str, operation: str) -> RankStore:
         """Keys of their own in this store, under a name that is used once."""
         store = None if self._store is None else _prefixed(name, self._store)
-        return RankStore(store, self.rank, self.size, path, operation)
+        return RankStore(store, self.rank, self.size, path, operation, self._limit_s, self._asker)
+
+    def limited(self, limit_s: float) -> RankStore:
+        """The same keys, with another limit for each call; one that no limit can be is left out.
+
+        A call with such a `timeout_s` is refused, and the others must be told.
+        """
+        if not (isinstance(limit_s, (int, float)) and limit_s > 0):
+            limit_s = self._limit_s
+        rest = self.rank, self.size, self.path, self.operation
+        return RankStore(self._store, *rest, limit_s, self._asker)
 
     def for_torch(self, name: str) -> Any:
         """The store under a name, for what torch itself asks it.
@@ -131,8 +156,8 @@ class RankStore:
             text = f"{type(failed).__name__}: {failed}" if text else type(failed).__name__
         told = {"rank": self.rank, "errno": code, "text": text[:4096], **more}
         with contextlib.suppress(Exception):
-            if not self._store.check([key]):
-                self._store.set(key, json.dumps(told).encode())
+            if not self.check([key]):
+                self.set(key, json.dumps(told).encode())
 
     def failure(self, key: str) -> dict[str, Any] | None:
         """The failure that a rank told by `fail`; None if none has."""
@@ -145,11 +170,17 @@ class RankStore:
     def delete(self, key: str) -> None:
         """Delete a key; a store that cannot keeps a few bytes. Never raises."""
         with contextlib.suppress(Exception):
-            self._store.delete_key(key)
+            self._ask(self._store.delete_key, key)
 
     def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return call(*arguments)
+            return self._asker.ask(call, arguments, self._limit_s)
+        except TimeoutError as failed:
+            raise self.error(
+                errno.ETIMEDOUT,
+                f"the store of torch.distributed did not answer for {self._limit_s:g} s: the rank "
+                "that serves it (rank 0, as a rule) hangs, or its machine was cut off",
+            ) from failed
         except Exception as failed:
             raise self.error(
                 errno.ECONNRESET,
