@@ -10,7 +10,7 @@ import concurrent.futures
 import functools
 import time
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, NoReturn
 
 from nvmeio._checks import NotPickled
 from nvmeio._core.reaping import Watchers
@@ -43,6 +43,14 @@ class Operation(NotPickled, Begun[int]):
         self._watchers = watchers
         self._record = record
         self._driven = None  # as `Begun.__init__` does it
+
+    @property
+    def _condition(self) -> NoReturn:
+        """What `concurrent.futures` asks of its own futures, which an operation is not."""
+        raise TypeError(
+            "concurrent.futures.wait and as_completed take futures of their own class: pass "
+            "nvmeio.as_future(operation) instead of the operation"
+        )
 
     # --- awaiting -------------------------------------------------------------------------
 

@@ -278,8 +278,8 @@ def checked(
     sets = max_shard_size is not None
     if sets and not target.name.endswith(shards.SUFFIX):
         raise ValueError(
-            f"shards are named after the file: {target} must end in {shards.SUFFIX}, "
-            "or be a directory"
+            f"{target} is not a directory, and shards are named after a file: make the directory "
+            f"first, or name a file that ends in {shards.SUFFIX}"
         )
     return SaveRequest(dict(tensors), target, texts, limit, sets, align)
 

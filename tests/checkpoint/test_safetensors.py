@@ -278,6 +278,12 @@ def test_shards_make_their_directory(tmp_path: Path) -> None:
         )
 
 
+def test_shards_into_a_directory_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"shards is not a directory, .*: make the directory"):
+        save_safetensors({"a": torch.ones(3)}, tmp_path / "shards", max_shard_size="1MB")
+    assert os.listdir(tmp_path) == []
+
+
 def test_tensors_lie_on_blocks_of_the_drive_where_asked(file: Path) -> None:
     save_safetensors(every_form(), file, align=True)
     for name, entry in read_header(file).tensors.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,16 @@ def test_cancelling_a_future_cancels_the_operation(
     assert operation.cancelled()
     done, _ = concurrent.futures.wait([future], timeout=WAIT_S)
     assert done == {future}
+
+
+def test_an_operation_in_place_of_a_future_is_refused(handle: nvmeio.AioHandle, file: Path) -> None:
+    """The error was an AttributeError, `_condition`."""
+    operation: Any = handle.async_pread(target(), file)
+    with pytest.raises(TypeError, match=r"nvmeio\.as_future\(operation\)"):
+        concurrent.futures.wait([operation])
+    with pytest.raises(TypeError, match=r"nvmeio\.as_future\(operation\)"):
+        list(concurrent.futures.as_completed([operation]))
+    assert operation.result() == SIZE
 
 
 def test_as_future_takes_operations_only(handle: nvmeio.AioHandle) -> None:

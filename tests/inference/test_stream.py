@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import re
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -635,3 +636,11 @@ def test_tensors_without_a_storage_go_through_a_streamed_layer(
         each.blocks[1].register_forward_hook(lambda _, __, out: out.to_sparse())
         each.blocks[2].register_forward_pre_hook(lambda _, given: given[0].to_dense())
     assert net(x[0]).equal(whole(x[0]))
+
+
+@pytest.mark.parametrize("text", ["null", "3", "[]", "{", '{"a":' * 100_000])
+def test_a_configuration_that_is_not_one_is_named(text: str, tmp_path: Path) -> None:
+    """A TypeError out of transformers: argument of type 'NoneType' is not iterable."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(IntegrityError, match=re.escape(str(tmp_path / "config.json"))):
+        nvmeio.stream_model(tmp_path)

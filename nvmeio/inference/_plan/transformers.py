@@ -22,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from nvmeio._formats import model_directory
 from nvmeio._formats.safetensors.open_set import SafetensorsSet
+from nvmeio._storage.untrusted import INDEX_BYTES, read_object
 from nvmeio._threads.interruptible import Cancellation, run_interruptible
-from nvmeio.errors import BackendUnavailableError, IntegrityError, an
+from nvmeio.errors import BackendUnavailableError, IntegrityError, an, naming
 from nvmeio.inference._plan.published import HeldWeight, check_fused
 from nvmeio.inference._plan.slot_layout import FoundWeight, concatenated, found_in, stacked
 
@@ -75,11 +76,14 @@ def cache_argument(model: nn.Module) -> str:
 
 
 def config_of(directory: str | os.PathLike[str]) -> Any:
-    if not os.path.isfile(os.path.join(directory, "config.json")):
+    path = os.path.join(directory, "config.json")
+    if not os.path.isfile(path):
         raise FileNotFoundError(
             f"{os.fspath(directory)} holds no config.json: name a directory that save_pretrained "
             "wrote, or pass a model on the meta device and checkpoint="
         )
+    with naming("read", path):
+        read_object(path, INDEX_BYTES)  # transformers' own errors do not name the file
     return require().AutoConfig.from_pretrained(directory)
 
 
