@@ -29,6 +29,7 @@ from nvmeio.inference._parallel.stream_ranks import Ranks, check_part, digest_of
 from nvmeio.inference._parallel.tensor_parallel import TensorParallel
 from nvmeio.inference._plan import packed_format, transformers
 from nvmeio.inference._plan.budget import (
+    NO_EXPERTS,
     SHARE,
     ExpertNeeds,
     Shares,
@@ -93,12 +94,7 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
     experts = _expert_sets(asked, model, matched, opened, own_alignment)
     of_experts = {id(target.empty) for each in experts for target in each.unit.targets}
     others_of = {key: weight for key, weight in matched.items() if key not in of_experts}
-    needs = ExpertNeeds(
-        max((each.least_nbytes for each in experts), default=0),
-        sum(each.all_nbytes for each in experts)
-        + max((each.least_nbytes - each.all_nbytes for each in experts), default=0),
-        max((each.unit.widened_bytes for each in experts), default=0),
-    )
+    needs = _needs_of(experts)
 
     def cut_to(most: int | None = None) -> Partition:
         """The model in units of so many bytes at most, laid out."""
@@ -163,6 +159,18 @@ def _expert_sets(
         )
         return []
     return sets
+
+
+def _needs_of(sets: Sequence[ExpertSet]) -> ExpertNeeds:
+    """What the experts need. The cache sets the largest memory for conversions aside for good."""
+    if not sets:
+        return NO_EXPERTS
+    stages = max(experts.least_nbytes - experts.all_nbytes for experts in sets)
+    return ExpertNeeds(
+        max(experts.all_nbytes for experts in sets) + stages,
+        sum(experts.all_nbytes for experts in sets) + stages,
+        max(experts.unit.widened_bytes for experts in sets),
+    )
 
 
 def _left_packed(

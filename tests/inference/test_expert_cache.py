@@ -6,6 +6,7 @@ import errno
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from nvmeio.inference._experts.arrivals import Arrival
 from nvmeio.inference._experts.expectation import expected_hits
 from nvmeio.inference._experts.recency import Recency
 from nvmeio.inference._experts.waiting import Arriving, ArrivingWeight
+from nvmeio.inference._model_plan import _needs_of
+from nvmeio.inference._plan.budget import ExpertNeeds
 from nvmeio.inference._stream.stand_ins import Shown
 from nvmeio.testing import FakeEngine
 
@@ -416,6 +419,15 @@ def test_the_order_is_that_of_the_last_use_behind_what_passes(
     assert list(recency.victims({3, 4})) == [k for k in passing + used if k not in (3, 4)]
     assert list(recency.victims((), passing_only=True)) == passing
     assert recency.used == len(used)
+
+
+def test_the_least_memory_holds_the_largest_set_beside_the_largest_conversion() -> None:
+    """A large set that is read as it is had less, beside a small one that is converted."""
+    unit = SimpleNamespace(widened_bytes=0)
+    as_it_is = SimpleNamespace(all_nbytes=100, least_nbytes=100, unit=unit)
+    converted = SimpleNamespace(all_nbytes=60, least_nbytes=110, unit=unit)
+    sets: Any = [as_it_is, converted]
+    assert _needs_of(sets) == ExpertNeeds(least=150, most=210)
 
 
 def test_the_log_says_how_many_experts_fit(

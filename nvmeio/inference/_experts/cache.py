@@ -89,7 +89,7 @@ class ExpertCache:
         owner: The thread that owns it, and calls all but `check_as_read`.
         source: Where experts are read from.
         sets: In the order of the model's tree.
-        budget: Bytes, at least `ExpertSet.least_nbytes` of each set.
+        budget: Bytes, at least those of all experts of any set, and of any set's `STAGES`.
     """
 
     def __init__(
