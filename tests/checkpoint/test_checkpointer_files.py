@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import itertools
+import json
 import os
 import shutil
 import threading
@@ -32,6 +33,7 @@ from support import PATIENCE_S, HeldEngine, thread, until
 
 import nvmeio
 from nvmeio.checkpoint import SaveReport, describing, verifying
+from nvmeio.checkpoint._directory import retention
 from nvmeio.testing import FakeEngine
 
 # Which files there are
@@ -756,3 +758,16 @@ def test_a_step_in_both_layouts(directory: Path) -> None:
             checkpointer.save_sync({"layout": layout}, 1)
     assert checkpointer.steps() == [1]
     assert checkpointer.restore() == checkpointer.restore(1) == {"layout": "per_rank"}
+
+
+@pytest.mark.parametrize("completed_ns", [10**30, -(10**30), 1 << 63])
+def test_a_time_that_is_none_does_not_keep_others_from_being_saved(tmp_path, completed_ns):
+    """The next save gave its file a time behind it: OverflowError, for good."""
+    damaged = tmp_path / "step-00000001"
+    damaged.mkdir()
+    index = {"format": 1, "step": 1, "completed_ns": completed_ns, "files": {}}
+    (damaged / "index.json").write_text(json.dumps(index))
+    with nvmeio.Checkpointer(tmp_path, overwrite=True) as checkpointer:
+        checkpointer.save_sync({"a": torch.zeros(3)}, 2)
+        assert checkpointer.latest_step() == 2
+    assert retention.generations(str(tmp_path))[-1].step == 2

@@ -47,6 +47,9 @@ _MOST_POINTER_BYTES = 255
 _COMPLETED = re.compile(rb"nvmeio completed ([0-9]{19})")
 COMMENT_BYTES = len(b"nvmeio completed ") + 19
 
+# A completion time of this or more (the year 2262) is damage.
+_END_OF_TIME_NS = 1 << 63
+
 # The end of an archive, which has the CRC-32s of up to a thousand records: two files are compared
 # by it that do not say when they were completed.
 _TAIL_BYTES = 64 << 10
@@ -138,7 +141,7 @@ def _completed_ns(path: str, of_ranks: bool) -> int | None:
         if not stat.S_ISREG(facts.st_mode):
             return None
         said = _said_in_index(fd) if of_ranks else _said_in_archive(fd, facts.st_size)
-        return facts.st_mtime_ns if said is None else said
+        return said if said is not None and 0 <= said < _END_OF_TIME_NS else facts.st_mtime_ns
     return None
 
 
