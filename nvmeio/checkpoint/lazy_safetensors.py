@@ -265,8 +265,12 @@ class LazySlice:
         self._entry = entry
 
     def get_shape(self) -> list[int]:
-        """Its sizes; of "F4", as the format counts them, single elements."""
-        return list(self._entry.shape)
+        """Its sizes, as an index counts them: of "F4" in pairs along the last dimension.
+
+        Raises TypeError for an "F4" of odd size, which torch cannot hold.
+        """
+        entry = self._entry
+        return list(entry.for_torch()[1] if entry.dtype == "F4" else entry.shape)
 
     def get_dtype(self) -> str:
         """The format's name of its dtype, such as "BF16"."""
@@ -291,7 +295,7 @@ class LazySlice:
         return self._opened._read_part(self._name, view)
 
     def __repr__(self) -> str:
-        return f"<slice of {self._name!r}: {self._entry.dtype} {self.get_shape()}>"
+        return f"<slice of {self._name!r}: {self._entry.dtype} {list(self._entry.shape)}>"
 
 
 def _is_basic(part: object) -> bool:

@@ -112,6 +112,20 @@ def test_slices_are_the_packages(file: Path, name: str) -> None:
             assert found == outcome(lambda index=index: wanted[index]), index
 
 
+def test_sizes_of_packed_pairs_are_those_that_an_index_counts(tmp_path: Path) -> None:
+    """`get_shape` of F4 counted single elements, and an index pairs: of the columns dealt to two
+    ranks by it, the first had all and the second none, without an error."""
+    pairs = torch.arange(48, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).reshape(6, 8)
+    save_file({"w": pairs}, tmp_path / "m.safetensors")
+    with safe_open(tmp_path / "m.safetensors") as opened:
+        weight = opened.get_slice("w")
+        rows, columns = weight.get_shape()
+        assert [rows, columns] == list(opened.get_tensor("w").shape)
+        halves = [weight[:, : columns // 2], weight[:, columns // 2 :]]
+    joined = torch.cat([half.view(torch.uint8) for half in halves], dim=1)
+    assert joined.equal(pairs.view(torch.uint8))
+
+
 @pytest.mark.parametrize("engine", ["libaio", "threads"])
 def test_a_slice_reads_what_it_names(direct_path: Path, new_handle: NewHandle, engine: str) -> None:
     weight = torch.randn(64, 4096)
