@@ -164,10 +164,28 @@ def read_small(path: str | os.PathLike[str], most: int) -> bytes:
     return run_interruptible(lambda: _read_small(os.fspath(path), most))
 
 
-def read_json(path: str | os.PathLike[str], most: int, named: object = None) -> Any:
-    """What a file of JSON says; IntegrityError, which calls the file `named`, if it is none."""
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, for the parser; ValueError if a key occurs more than once.
+
+    Readers differ on which of its values they take.
+    """
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"key {twice!r} occurs more than once")
+    return found
+
+
+def read_json(
+    path: str | os.PathLike[str], most: int, named: object = None, *, unique: bool = False
+) -> Any:
+    """What a file of JSON says; IntegrityError, which calls the file `named`, if it is none.
+
+    With `unique`, a key that occurs more than once in an object is refused as well.
+    """
     try:
-        return json.loads(read_small(path, most))
+        return json.loads(read_small(path, most), object_pairs_hook=unique_keys if unique else None)
     except (ValueError, RecursionError) as failed:
         detail = f"{named or path} is not valid JSON: {failed}"
         raise IntegrityError(detail, expected="JSON", found="other bytes") from None

@@ -632,12 +632,15 @@ def test_a_shard_may_hold_more_than_the_index_names(tmp_path: Path) -> None:
         '{"weight_map": {"a": "x\\ud800.safetensors"}}',
         '{"weight_map": {"a": "/etc/passwd"}}',
         '{"weight_map": {"a": "s\\u0000"}}',
+        '{"weight_map": {"a": "s.safetensors", "a": "t.safetensors"}}',
         "[" * 100_000,
     ],
 )
 def test_a_bad_index_is_refused(tmp_path: Path, text: str) -> None:
     index = tmp_path / "m.safetensors.index.json"
     index.write_text(text)
+    for name in ("s.safetensors", "t.safetensors"):
+        save_safetensors({"a": torch.ones(1)}, tmp_path / name)
     with pytest.raises(nvmeio.IntegrityError, match="no valid safetensors index"):
         load_safetensors(index)
 

@@ -26,6 +26,7 @@ import torch
 
 from nvmeio._formats.safetensors.shards import as_package
 from nvmeio._pages import PAGE_BYTES, round_up
+from nvmeio._storage.untrusted import unique_keys
 from nvmeio.errors import IntegrityError, counted
 
 LENGTH_BYTES = 8
@@ -254,7 +255,7 @@ def _json(text: bytes, where: str) -> Any:
         decoded = text.decode("utf-8")
         found = json.loads(
             decoded,
-            object_pairs_hook=_object,
+            object_pairs_hook=unique_keys,
             parse_int=_integer,
             parse_float=_float,
             parse_constant=_constant,
@@ -268,15 +269,6 @@ def _json(text: bytes, where: str) -> Any:
         raise _bad(
             where, f"its header is not valid JSON ({failed})", "JSON", "other text"
         ) from None
-    return found
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise _Refused(f"key {twice!r} occurs more than once")
     return found
 
 

@@ -69,7 +69,9 @@ def is_index(path: Path) -> bool:
 def read_index(path: Path) -> dict[Path, list[str]]:
     """For each shard, the names of its tensors; IntegrityError if it names files elsewhere."""
     try:
-        found = read_json(path, INDEX_BYTES, f"{path} is no valid safetensors index: it")
+        found = read_json(
+            path, INDEX_BYTES, f"{path} is no valid safetensors index: it", unique=True
+        )
     except OSError as failed:
         if failed.errno != errno.EFBIG:
             raise
