@@ -175,6 +175,11 @@ def prepended(file: Path) -> None:
     file.write_bytes(b"PK\x03\x04" + b"\0" * 60 + data)
 
 
+def two_archives(file: Path) -> None:
+    """Two of them in one stream; readers differ on which one they take."""
+    file.write_bytes(2 * file.read_bytes())
+
+
 def more_entries(file: Path) -> None:
     data = bytearray(file.read_bytes())
     at = data.rindex(b"PK\x06\x06")
@@ -234,6 +239,7 @@ ARCHIVES: dict[str, tuple[Callable[[Path], None], str]] = {
     "another disk": (another_disk, "another disk"),
     "bytes behind": (appended, "no zip archive|behind the end"),
     "bytes before": (prepended, "zip64 end record is damaged"),
+    "two archives": (two_archives, "does not end at its locator"),
     "absurd number of records": (more_entries, "more records"),
     "absurd directory": (huge_directory, "not where"),
     "two ends": (two_ends, "contradicts"),

@@ -241,8 +241,15 @@ class _Parser:
                 "the zip64 locator points behind itself", f"at most {locator_at - _END64.size}", at
             )
         magic, length, _, _, *wide = _END64.unpack(self._read(at, _END64.size))
-        if magic != END64_MAGIC or at + 12 + length != locator_at:
+        if magic != END64_MAGIC:
             raise self._wrong("the zip64 end record is damaged", END64_MAGIC, magic)
+        if at + 12 + length != locator_at:
+            raise self._wrong(
+                "the zip64 end record does not end at its locator, as in a file that holds several "
+                "archives",
+                locator_at,
+                at + 12 + length,
+            )
         limits = (_MAX16, _MAX16, _MAX16, _MAX16, MAX32, MAX32)
         for told, value, limit in zip(narrow, wide, limits, strict=True):
             if told not in (limit, value):
