@@ -50,6 +50,7 @@ from nvmeio.inference._plan.units import Unit, partition
 from nvmeio.progress import Progress
 
 _CONFIG = "config.json"
+_TEMPLATES = "additional_chat_templates"  # in which transformers keeps a tokenizer's named ones
 # Weights in any format, which the packed file takes the place of.
 _WEIGHTS = tuple(
     [".safetensors", ".part", ".index.json", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf"]
@@ -554,14 +555,18 @@ def _copy_others(source: Path, target: Path, dtype: torch.dtype) -> None:
     It does not name how the weights were quantised before: they are widened, or their own file says
     how they are held.
     """
-    for entry in sorted(source.iterdir()):
+    for entry in sorted([*source.iterdir(), *source.glob(f"{_TEMPLATES}/*")]):
         if entry.is_file() and not entry.name.endswith(_WEIGHTS):
-            shutil.copyfile(entry, target / entry.name)
+            copied = target / entry.relative_to(source)
+            copied.parent.mkdir(exist_ok=True)
+            shutil.copyfile(entry, copied)
     path = target / _CONFIG
     config = read_object(path, INDEX_BYTES, source / _CONFIG)
     for name in ("torch_dtype", "quantization_config", "compression_config"):
         config.pop(name, None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for entry in target.iterdir():
-        durable.sync_file(entry)
+    for directory, _, names in os.walk(target):
+        for name in names:
+            durable.sync_file(os.path.join(directory, name))
+        durable.sync_directory(directory)

@@ -58,6 +58,21 @@ def test_a_packed_model_computes_the_same(name: str, tmp_path: Path, stream: Mak
         assert all(read.start % 4096 == 0 == read.at % 4096 for read in unit.layout.reads)
 
 
+def test_named_chat_templates_are_copied(tmp_path: Path) -> None:
+    """They lie in a directory of their own, which was left out: what asked for one by its name had
+    that name as its template."""
+    saved(llama, tmp_path / "m")
+    templates = tmp_path / "m" / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "rag.jinja").write_text("{{ messages }}")
+    (tmp_path / "m" / "original").mkdir()
+    (tmp_path / "m" / "original" / "consolidated.00.pth").write_bytes(b"other weights")
+    pack(tmp_path / "m", tmp_path / "p")
+    copied = tmp_path / "p" / "additional_chat_templates" / "rag.jinja"
+    assert copied.read_text() == "{{ messages }}"
+    assert not (tmp_path / "p" / "original").exists()
+
+
 def test_transformers_reads_what_is_not_quantised(tmp_path: Path) -> None:
     saved(llama, tmp_path / "m")
     pack(tmp_path / "m", tmp_path / "p")
