@@ -24,6 +24,8 @@ import torch
 
 from nvmeio import _checks
 from nvmeio._checks import Paths
+from nvmeio._files.descriptors import MEMORY_FILE_SYSTEMS
+from nvmeio._files.system import file_system_of
 from nvmeio._io.drives import LEAST_CHUNK_BYTES, DriveHandles, ScratchFile
 from nvmeio._io.inflight import new_staging
 from nvmeio._memory import devices
@@ -282,6 +284,18 @@ def _offloaded(cache: Any, store: KVStore) -> Any:
     return cache
 
 
+def _temporary_directory() -> str:
+    """The system's; ValueError if it is in memory, where keys and values would stay."""
+    directory = tempfile.gettempdir()
+    kind = file_system_of(os.stat(directory).st_dev)
+    if kind in MEMORY_FILE_SYSTEMS:
+        raise ValueError(
+            f"kv_offload=True puts keys and values into {directory}, which is in memory ({kind}): "
+            'name a directory on a drive, kv_offload="/mnt/nvme", or set TMPDIR to one'
+        )
+    return directory
+
+
 def offload(
     model: Any,
     handle: AioHandle | None,
@@ -295,8 +309,8 @@ def offload(
         model: The model.
         handle: Moves the bytes; None makes one when it is needed.
         device: Of the model.
-        where: True: memory for a GPU, a temporary file for a CPU; or a directory, or one on each of
-            several drives, made where it is missing, one level.
+        where: True: memory for a GPU, for a CPU a file in the system's temporary directory; or a
+            directory, or one on each of several drives, made where it is missing, one level.
         checksum: As for `KVStore`.
 
     Returns:
@@ -306,6 +320,7 @@ def offload(
     Raises:
         TypeError: It is no transformers model.
         TransferError: There is no such directory, and it cannot be made.
+        ValueError: The system's temporary directory is in memory.
     """
     if not hasattr(model, "config") or not hasattr(model.config, "get_text_config"):
         raise TypeError("kv_offload is for transformers' models and their caches: leave it out")
@@ -316,7 +331,7 @@ def offload(
         for each in directories:
             make_directory(each)
     elif device.type == "cpu":
-        directories = [tempfile.gettempdir()]
+        directories = [_temporary_directory()]
     mover = _Mover(handle, directories)
     weakref.finalize(model, _finish, mover.close)
 

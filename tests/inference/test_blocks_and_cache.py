@@ -458,3 +458,19 @@ def test_a_directory_of_a_directory_that_is_not_there_is_refused(
     assert not (tmp_path / "nowhere").exists()
     stream(tmp_path, resident_bytes=400_000, kv_offload=tmp_path / "cache")
     assert (tmp_path / "cache").is_dir()
+
+
+def test_a_temporary_directory_in_memory_is_refused(
+    tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values that were put away stayed in memory, which is what they were to leave."""
+    shared_memory = Path("/dev/shm")
+    if not os.access(shared_memory, os.W_OK):
+        pytest.skip("this machine has no /dev/shm that can be written to")
+    saved(llama, tmp_path)
+    monkeypatch.setattr(kv_cache_module.tempfile, "tempdir", str(shared_memory))
+    with pytest.raises(ValueError, match=r"/dev/shm, which is in memory \(tmpfs\): name a dir"):
+        stream(tmp_path, kv_offload=True)
+    monkeypatch.setattr(kv_cache_module.tempfile, "tempdir", str(tmp_path))
+    model = stream(tmp_path, kv_offload=True)
+    assert tokens(model, prompt(), 3).equal(tokens(loaded(tmp_path), prompt(), 3))
