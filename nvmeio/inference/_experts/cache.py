@@ -336,11 +336,11 @@ class ExpertCache:
             try:
                 self._ahead[key] = self._begin(key, held)
             except (OSError, MemoryError):
-                return  # whoever needs it begins anew, and is told
+                return  # the call that needs it begins the read again, and raises what fails
             self._counts[following]["read_ahead"] += 1
 
     # --- what it has done -----------------------------------------------------------------------
 
     def stats(self) -> list[ExpertStats]:
-        """Of each set."""
+        """The counters of each set."""
         return [ExpertStats(**counted) for counted in self._counts]
