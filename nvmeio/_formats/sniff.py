@@ -13,8 +13,7 @@ from typing import Literal
 
 from nvmeio import files
 from nvmeio._files.descriptors import open_error
-from nvmeio._formats.torch_archives.torch_part import PART_MAGIC
-from nvmeio._formats.torch_archives.torch_zip import LOCAL_MAGIC
+from nvmeio._formats.torch_archives.torch_zip import LOCAL_MAGIC, PART_MAGIC
 from nvmeio._storage import locks
 from nvmeio.errors import NvmeioError
 
@@ -50,19 +49,29 @@ class TruncatedFileError(NoCheckpointError, EOFError):
     """A file that ends in the middle; an `EOFError` too, for that is what torch.load raises."""
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> AbstractContextManager[files.File]:
+def open_file(path: str | os.PathLike[str]) -> AbstractContextManager[files.File]:
     """`locks.open_reading`; the error of a directory says what loads what is in it.
 
     Raises:
         TransferError: It cannot be opened, or is a directory (EISDIR).
-        NoCheckpointError: It is a file of a DCP checkpoint, which is loaded as a whole.
     """
     if os.path.isdir(name := files.checked_path(path)):
         raise open_error(errno.EISDIR, name, how_to_load(name))
+    return locks.open_reading(path)
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> AbstractContextManager[files.File]:
+    """`open_file`, of a file that is a checkpoint by itself.
+
+    Raises:
+        TransferError: As `open_file`.
+        NoCheckpointError: It is a file of a DCP checkpoint, which is loaded as a whole.
+    """
+    name = files.checked_path(path)
     folder = os.path.dirname(name) or "."
     if is_dcp_file(name) and is_dcp_directory(folder):
         raise NoCheckpointError(f"{name} is a file of {how_to_load(folder)}")
-    return locks.open_reading(path)
+    return open_file(path)
 
 
 def how_to_load(directory: str) -> str:

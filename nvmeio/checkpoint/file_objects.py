@@ -21,7 +21,7 @@ import torch
 
 from nvmeio import buffers
 from nvmeio._checks import NotPickled
-from nvmeio._formats.sniff import open_checkpoint
+from nvmeio._formats.sniff import open_file
 from nvmeio._formats.torch_archives import torch_zip
 from nvmeio._io.handles import new_handle
 from nvmeio._io.inflight import WriteBehind
@@ -262,7 +262,7 @@ class FastFileReader(NotPickled, Closing):
     def _open(self, path: str | os.PathLike[str], handle: AioHandle | None) -> None:
         opened = contextlib.ExitStack()  # no Checkpointer recycles it meanwhile
         with on_error(opened.close):
-            self._file = opened.enter_context(open_checkpoint(path))
+            self._file = opened.enter_context(open_file(path))
             self._size = self._file.size()
             self._handle = new_handle(path) if handle is None else handle
         self._reading = opened

@@ -32,6 +32,7 @@ from support import (
 )
 
 import nvmeio
+from nvmeio.checkpoint._directory import retention
 from nvmeio.checkpoint._snapshot import protected, state_snapshot
 from nvmeio.checkpoint._snapshot.copies import SnapshotMemory
 from nvmeio.checkpoint._snapshot.protected import ProtectedBytes
@@ -295,8 +296,11 @@ def test_memory_on_huge_pages_is_written_from_where_it_lies(
         assert archive.testzip() is None
 
 
-def test_the_file_is_that_of_a_save_with_a_copy(new: Any, directory: Path) -> None:
+def test_the_file_is_that_of_a_save_with_a_copy(
+    new: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = large_state(40 * MIB)
+    monkeypatch.setattr(retention, "completion", lambda _: 10**18)  # each says when it was made
     for step, how in enumerate(("copy", "protect")):
         with nvmeio.Checkpointer(directory, snapshot=how) as checkpointer:
             checkpointer.save_sync(state, step)

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from nvmeio._formats.torch_archives.torch_layout import FileLayout, KnownBytes, end_of, start_of
 from nvmeio._formats.torch_archives.torch_writing import Crc
+from nvmeio._formats.torch_archives.torch_zip import PART_MAGIC
 from nvmeio._pages import PAGE_BYTES
 from nvmeio._storage import crc32
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File, read_buffered
 
 HEAD_BYTES = PAGE_BYTES
-PART_MAGIC = b"nvmeio-part-1\n"
 
 _SUM_AND_LENGTH = struct.Struct("<II")
 

@@ -25,6 +25,8 @@ from typing import NamedTuple
 
 from nvmeio.errors import IntegrityError, counted
 
+# A part of a checkpoint that several ranks wrote; see `torch_part`.
+PART_MAGIC = b"nvmeio-part-1\n"
 LOCAL_MAGIC = b"PK\x03\x04"
 DESCRIPTOR_MAGIC = b"PK\x07\x08"
 CENTRAL_MAGIC = b"PK\x01\x02"
