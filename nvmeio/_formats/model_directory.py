@@ -1,4 +1,4 @@
-"""What lies in a directory of transformers' beside the weights, and changes what they mean.
+"""Files beside the weights, in a directory of transformers', that change what the weights mean.
 
 An adapter is added to the weights by `from_pretrained`. A quantised checkpoint holds steps and
 scales in the place of weights. Every way to read a directory asks here, so that none of them
@@ -100,7 +100,7 @@ def quantisation_of(config: object) -> Quantisation | None:
 
 
 def quantisation_in(directory: str | os.PathLike[str]) -> Quantisation | None:
-    """The quantisation that the files of a directory name; None also where there is no directory.
+    """The quantisation that a directory's files name; None if there is none, or no directory.
 
     IntegrityError if one of these files is malformed.
     """
@@ -165,7 +165,7 @@ def dtype_of(opened: SafetensorsSet) -> torch.dtype:
     first = min(range(len(opened.files)), key=lambda index: str(opened.files[index].path))
     stored = (each for _, each in sorted(opened.tensors.items()) if each.file == first)
     for each in stored:
-        # Of a dtype that torch lacks nobody can compute: whoever reads the tensor says so.
+        # Torch may lack a dtype: the code that reads the tensor raises then.
         with contextlib.suppress(TypeError):
             dtype, _ = each.entry.for_torch()
             if dtype.is_floating_point and dtype.itemsize > 1:
