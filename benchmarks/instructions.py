@@ -4,7 +4,8 @@
     python benchmarks/instructions.py --functions 40     # and where they go
 
 2,000 reads of 4 KiB by 32 coroutines on uvloop (or asyncio's loop, where that is missing), of a
-file that is in memory, through `handle.open` and through `nvmeio.open`. Unlike times, figures are
+file that is in memory, through `handle.open`, through `nvmeio.open`, and by its path, which each
+read then opens. Unlike times, figures are
 the same on a busy machine, but for one or two in a hundred; they depend on how Python was built.
 Needs valgrind. `--python` names another interpreter, which has torch and cffi.
 """
@@ -27,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 COUNT = 2000
 DEPTH = 32
 BLOCK = 4096
-WAYS = ("handle.open", "nvmeio.open")
+WAYS = ("handle.open", "nvmeio.open", "path")
 
 
 def reads(way: str, path: str) -> None:
@@ -53,8 +54,9 @@ def reads(way: str, path: str) -> None:
                     for turn in range(count):
                         await opened.pread(mine, BLOCK * ((turn * 37 + number) % 1024))
                     return
+                file = path if way == "path" else opened
                 for turn in range(count):
-                    await handle.async_pread(mine, opened, BLOCK * ((turn * 37 + number) % 1024))
+                    await handle.async_pread(mine, file, BLOCK * ((turn * 37 + number) % 1024))
 
             await asyncio.gather(*(some(number, 8) for number in range(DEPTH)))
             control("on")

@@ -50,19 +50,37 @@ class File(NotPickled, Closing):
         self._read_only = flags == os.O_RDONLY
         self._descriptors = Descriptors.open(self._path, flags)
         self._closed = False
+        # What handles have prepared for transfers of this file; `_core.short_transfers` knows it.
+        self.ways: dict[Any, Any] = {}
 
-    def acquire(self, writing: bool) -> Descriptors:
-        """The descriptors, with one more user; release it when the transfer is done."""
+    def acquire(self, user: object, writing: bool = False) -> Descriptors:
+        """The descriptors, which stay open until `user` lets go of them.
+
+        Raises:
+            ClosedError: The file is closed.
+            TransferError: It cannot be written.
+        """
         self._check_open()
-        if writing and self._read_only:
+        if writing:
+            self.check_writable()
+        self._descriptors.hold(user)
+        return self._descriptors
+
+    def let_go(self, user: object) -> None:
+        """Undo `acquire`, also one that an interrupt (Ctrl-C) kept from returning."""
+        self._descriptors.let_go(user)
+
+    def check_writable(self) -> None:
+        """Raise `TransferError` (EBADF) if the file was opened for reading only."""
+        if self._read_only:
             raise open_error(errno.EBADF, self._path, 'the file was opened with mode "r", not "r+"')
-        return self._descriptors.retain()
 
     def close(self) -> None:
         """Close; transfers in flight keep the descriptors until they are done. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._descriptors.release()
+            self.ways = {}
+            self._descriptors.close()
 
     def __del__(self, finalizing: Any = sys.is_finalizing) -> None:
         # Descriptors are counted, so nothing can be lost here: like a path, a dropped file closes.
@@ -100,7 +118,7 @@ class File(NotPickled, Closing):
             raise ClosedError(f"{self._path} is closed; open it again with nvmeio.open")
 
     def __repr__(self) -> str:
-        users = self._descriptors.users - (not self._closed)
+        users = len(self._descriptors.users)
         state = "closed" if self._closed else "open"
         return f"<nvmeio.File {self._path!r} mode={self._mode!r} {state}, {users} in flight>"
 
@@ -123,11 +141,14 @@ def open(path: str | os.PathLike[str], mode: str = "r") -> File:
     return File(path, mode)
 
 
-def acquire(file: str | os.PathLike[str] | int | File, writing: bool | None) -> Descriptors:
-    """The descriptors for one transfer; the caller releases them when it is done.
+def acquire(
+    file: str | os.PathLike[str] | int | File, user: object, writing: bool | None
+) -> Descriptors:
+    """The descriptors for one transfer, which stay open until `user` lets go of them.
 
     Args:
-        file: What the user named.
+        file: What the caller named.
+        user: Any hashable object that no other transfer uses.
         writing: The direction; None for calls that have none (fsync).
 
     Raises:
@@ -136,25 +157,30 @@ def acquire(file: str | os.PathLike[str] | int | File, writing: bool | None) -> 
         TransferError: It cannot be opened.
     """
     if isinstance(file, File):
-        return file.acquire(writing is True)
+        return file.acquire(user, writing is True)
     if isinstance(file, (str, os.PathLike)):
         flags = os.O_WRONLY | os.O_CREAT if writing else os.O_RDONLY
-        return Descriptors.open(checked_path(file), flags)
-    if isinstance(file, int) and not isinstance(file, bool):
-        return Descriptors.borrow(file, writing)
-    raise TypeError(f"file must be a path, an open descriptor or an nvmeio.File, not {file!r}")
+        opened = Descriptors.open(checked_path(file), flags)
+    elif isinstance(file, int) and not isinstance(file, bool):
+        opened = Descriptors.borrow(file, writing)
+    else:
+        raise TypeError(f"file must be a path, an open descriptor or an nvmeio.File, not {file!r}")
+    opened.hold(user)
+    opened.close()  # nobody else can name them: they go with this user
+    return opened
 
 
 @contextlib.contextmanager
 def in_use(
-    file: str | os.PathLike[str] | int | File, writing: bool = False
+    file: str | os.PathLike[str] | int | File, writing: bool | None = False
 ) -> Iterator[Descriptors]:
     """The descriptors of a file, which stay open for the body whoever closes it; see `acquire`."""
-    opened = acquire(file, writing)
+    user = object()
+    opened = acquire(file, user, writing)
     try:
         yield opened
     finally:
-        opened.release()
+        opened.let_go(user)
 
 
 def read_buffered(file: File, offset: int, nbytes: int) -> bytes:
@@ -245,4 +271,4 @@ def probe_direct(directory: str | os.PathLike[str]) -> DirectSupport:
                 return DirectSupport(True, *opened.alignment, "untried: no space is left")
             return DirectSupport(False, 0, 0, f"a direct write failed: {refused}")
         finally:
-            opened.release()
+            opened.close()

@@ -20,6 +20,7 @@ from nvmeio._core.handle_settings import DeepSpeedWords as DeepSpeedWords
 from nvmeio._core.handle_settings import HandleSettings, checked_options
 from nvmeio._core.handle_settings import parallelism as parallelism
 from nvmeio._core.records import NAMES, ROWS_NAMES
+from nvmeio._core.short_transfers import ShortTransfers
 from nvmeio._files.descriptors import Descriptors
 from nvmeio._memory import devices
 from nvmeio._memory import tensors as tensors_module
@@ -104,6 +105,15 @@ class AioHandle(HandleSettings, ClosingWork):
             self._cores = Cores(
                 Core(started), self._device_maker(ring_bytes), self._rows_maker(ring_bytes)
             )
+        self._short_reads = self._short(Opcode.READ)
+        self._short_writes = self._short(Opcode.WRITE)
+
+    def _short(self, opcode: Opcode) -> ShortTransfers | None:
+        """What starts short transfers of CPU tensors; None where the core has nothing cheaper."""
+        core = self._usual_core
+        if core is None or not ShortTransfers.are_cheaper(core):
+            return None
+        return ShortTransfers(core, opcode, self._options.block_size)
 
     @classmethod
     def tuned(cls, path: str | os.PathLike[str], *, engine: str | Engine = "auto") -> AioHandle:
@@ -148,7 +158,7 @@ class AioHandle(HandleSettings, ClosingWork):
             TransferError: The open failed.
         """
         self._cores.check_open()
-        return BoundFile(self, self._usual_core, path, mode)
+        return BoundFile(self, path, mode)
 
     # --- transfers ------------------------------------------------------------------------
 
@@ -186,6 +196,11 @@ class AioHandle(HandleSettings, ClosingWork):
         memory, and for 1 MiB and more into memory on small pages, which is faster that way.
         Source: io_submit(2).
         """
+        short = self._short_reads
+        if short is not None and isinstance(file, files.File):
+            record = short.start(tensor, file, file_offset)
+            if record is not None:
+                return Operation(short.core.watchers, record)
         return self._start(Opcode.READ, tensor, file, file_offset)
 
     def async_pwrite(self, tensor: Data, file: FileLike, file_offset: int = 0) -> Operation:
@@ -209,6 +224,11 @@ class AioHandle(HandleSettings, ClosingWork):
         how many bytes got through. The span's contents in the file are then unknown, and a file
         that was to grow may already have its new size.
         """
+        short = self._short_writes
+        if short is not None and isinstance(file, files.File):
+            record = short.start(tensor, file, file_offset)
+            if record is not None:
+                return Operation(short.core.watchers, record)
         return self._start(Opcode.WRITE, tensor, file, file_offset)
 
     def sync_pread(self, tensor: Data, file: FileLike, file_offset: int = 0) -> int:
@@ -515,31 +535,23 @@ class AioHandle(HandleSettings, ClosingWork):
 
         A new file's name is durable after an fsync of its directory too (man 2 fsync).
         """
-        opened = self._opened_for_sync(file)
-        try:
+        self._cores.check_open()
+        with files.in_use(file, None) as opened:
             await self._cores.writes_to(opened.inode)
-        except BaseException:
-            opened.release()
-            raise
-        await self._sync(data_only, opened)
+            operation = self._sync(data_only, opened)
+        await operation
 
     def sync_fsync(self, file: FileLike, data_only: bool = False) -> None:
         """`fsync`, blocking."""
-        opened = self._opened_for_sync(file)
-        try:
+        self._cores.check_open()
+        with files.in_use(file, None) as opened:
             self._cores.wait_for_writes_to(opened.inode)
-        except BaseException:
-            opened.release()
-            raise
-        self._sync(data_only, opened).result()
+            operation = self._sync(data_only, opened)
+        operation.result()
 
     def _sync(self, data_only: bool, opened: Descriptors) -> Operation:
         core, opcode = self._cores.host, Opcode.FDATASYNC if data_only else Opcode.FSYNC
         return Operation(core.watchers, core.start_sync(opcode, opened))
-
-    def _opened_for_sync(self, file: FileLike) -> Descriptors:
-        self._cores.check_open()
-        return files.acquire(file, None)
 
     # --- life -------------------------------------------------------------------------------
 

@@ -388,19 +388,22 @@ def nvmeio_fake(fail: object) -> object:
 
 # Descriptors
 
+USER = "the test"
 
-def test_users_are_counted(file: Path) -> None:
+
+def test_the_last_user_of_a_closed_file_closes_it(file: Path) -> None:
     opened = Descriptors.open(str(file), os.O_RDONLY)
-    assert opened.users == 1
-    assert opened.retain() is opened
-    assert opened.users == 2
-    opened.release()
+    opened.hold("a user")
+    opened.close()
     assert opened_on(file) == 1
-    opened.release()
+    opened.share("another, beside the first")
+    opened.let_go("a user")
+    assert opened_on(file) == 1
+    opened.let_go("another, beside the first")
     assert opened_on(file) == 0
     assert opened.direct_fd == -1
     with pytest.raises(nvmeio.ClosedError):
-        opened.retain()
+        opened.hold("a user")
 
 
 def test_the_inode_is_the_files_whatever_it_is_called(file: Path) -> None:
@@ -409,9 +412,9 @@ def test_the_inode_is_the_files_whatever_it_is_called(file: Path) -> None:
     there = os.stat(file)
     with open(file, "rb") as mine:
         for named in (str(file), link, mine.fileno()):
-            opened = files.acquire(named, None)
+            opened = files.acquire(named, USER, None)
             assert opened.inode == (there.st_dev, there.st_ino)
-            opened.release()
+            opened.let_go(USER)
 
 
 def test_the_buffered_descriptor_is_opened_when_it_is_needed(direct_path: Path) -> None:
@@ -425,7 +428,7 @@ def test_the_buffered_descriptor_is_opened_when_it_is_needed(direct_path: Path) 
     assert opened.buffered_fd() == fd
     opened.demote()
     assert opened.alignment == Alignment(0, 0)
-    opened.release()
+    opened.close()
     assert opened_on(direct_path) == 0
 
 
@@ -456,12 +459,12 @@ def test_a_trial_that_fails_says_nothing_of_the_device(
     with monkeypatch.context() as patch:
         patch.setattr(OwnFds if step == "open" else os, step, fail)
         with open(direct_path, "rb") as mine, pytest.raises(nvmeio.TransferError) as failed:
-            files.acquire(mine.fileno() if step == "preadv" else str(direct_path), False)
+            files.acquire(mine.fileno() if step == "preadv" else str(direct_path), USER, False)
     assert failed.value.errno == code
     spin_until(lambda: not new_descriptors(before))
-    opened = files.acquire(str(direct_path), False)
+    opened = files.acquire(str(direct_path), USER, False)
     assert opened.alignment.offset
-    opened.release()
+    opened.let_go(USER)
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP], ids=errno.errorcode.get)
@@ -477,19 +480,19 @@ def test_a_device_without_direct_io_is_asked_once(
 
     monkeypatch.setattr(os, "preadv", refuse)
     for _ in range(3):
-        opened = files.acquire(str(direct_path), False)
+        opened = files.acquire(str(direct_path), USER, False)
         assert opened.alignment == Alignment(0, 0)
-        opened.release()
+        opened.let_go(USER)
     assert len(tried) == 1
 
 
 def test_a_borrowed_descriptor_stays_the_callers(file: Path) -> None:
     fd = os.open(file, os.O_RDONLY)
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    opened = files.acquire(fd, False)
+    opened = files.acquire(fd, USER, False)
     assert opened.path == f"{file} (descriptor {fd})"
     assert fd not in (opened.direct_fd, opened.any_fd())
-    opened.release()
+    opened.let_go(USER)
     assert fcntl.fcntl(fd, fcntl.F_GETFL) == flags
     os.close(fd)
 
@@ -517,8 +520,8 @@ def test_the_next_file_system_with_a_number_is_tried_anew(
     direct_path.write_bytes(DATA)
 
     def alignment() -> int:
-        opened = files.acquire(str(direct_path), False)
-        opened.release()
+        opened = files.acquire(str(direct_path), USER, False)
+        opened.let_go(USER)
         return opened.alignment.offset
 
     fsid = os.statvfs(direct_path).f_fsid
@@ -533,23 +536,23 @@ def test_the_next_file_system_with_a_number_is_tried_anew(
     assert alignment() > 0
 
 
-def test_holders_keep_it_open_and_the_last_of_them_closes(tmp_path: Path) -> None:
-    """Without a lock: whoever lets go last, be it the file or a holder, finds that out."""
+def test_users_keep_it_open_and_the_last_of_them_closes(tmp_path: Path) -> None:
+    """Without a lock: whoever lets go last, be it the file or a user, finds that out."""
     path = tmp_path / "file"
     path.write_bytes(b"x")
     opened = Descriptors.open(str(path), os.O_RDONLY)
     one, other = object(), object()
     opened.hold(one)
     opened.hold(other)
-    assert opened.users == 3
+    assert opened.users == {one, other}
     opened.let_go(one)
     opened.let_go(one)  # once more does nothing
-    opened.release()
+    opened.close()
     fd = opened.any_fd()
     os.fstat(fd)
     with pytest.raises(nvmeio.ClosedError):
         opened.hold(one)
-    assert opened.users == 1
+    assert opened.users == {other}
     opened.let_go(other)
     assert opened.any_fd() == -1
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -557,23 +560,23 @@ def test_holders_keep_it_open_and_the_last_of_them_closes(tmp_path: Path) -> Non
     opened.let_go(other)
 
 
-def test_a_holder_that_is_refused_closes_what_was_left_to_it(tmp_path: Path) -> None:
+def test_a_user_that_is_refused_closes_what_was_left_to_it(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x")
     opened = Descriptors.open(str(path), os.O_RDONLY)
 
-    class Holders(set[object]):
-        def add(self, holder: object) -> None:
-            super().add(holder)
-            opened.release()  # by another thread: it sees a holder, who closes after it
+    class Users(set[object]):
+        def add(self, user: object) -> None:
+            super().add(user)
+            opened.close()  # by another thread: it sees a user, who closes after it
 
-    opened.holders = Holders()
+    opened.users = Users()
     with pytest.raises(nvmeio.ClosedError):
         opened.hold(object())
-    assert (opened.users, opened.any_fd()) == (0, -1)
+    assert (opened.users, opened.any_fd()) == (set(), -1)
 
 
-def test_holders_that_come_while_it_is_closed_are_refused_or_closed_behind(tmp_path: Path) -> None:
+def test_users_that_come_while_it_is_closed_are_refused_or_closed_behind(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x")
     for _ in range(200):
@@ -590,9 +593,9 @@ def test_holders_that_come_while_it_is_closed_are_refused_or_closed_behind(tmp_p
         thread = threading.Thread(target=hold)
         thread.start()
         begin.wait(60)
-        opened.release()
+        opened.close()
         thread.join(60)
-        assert (opened.users, opened.any_fd()) == (0, -1)
+        assert (opened.users, opened.any_fd()) == (set(), -1)
 
 
 # Directories

@@ -51,14 +51,13 @@ _FILES = (str, os.PathLike, int, File)
 class BatchMember:
     """One file of a batch, and the numbers of the items that are moved to or from it."""
 
-    __slots__ = ("file", "items", "opened", "released")
+    __slots__ = ("file", "items", "opened")
 
     def __init__(self, file: Any, items: Sequence[int]) -> None:
         named = isinstance(file, (str, os.PathLike))
         self.file: FileLike = files.checked_path(file) if named else file
         self.items = items
         self.opened: Descriptors | None = None
-        self.released = False
 
     @property
     def is_path(self) -> bool:
@@ -75,14 +74,13 @@ class BatchMember:
     def open(self, writing: bool) -> Descriptors:
         """Open the file, unless it is open; raises as `files.acquire` does."""
         if self.opened is None:
-            self.released = False
-            self.opened = files.acquire(self.file, writing)
+            self.opened = files.acquire(self.file, self, writing)
         return self.opened
 
     def close(self) -> None:
-        """Release the descriptors. If closing raises OSError, another call raises it again."""
+        """Let go of the descriptors. If closing raises OSError, another call raises it again."""
         if self.opened is not None:
-            self.opened.release(self)
+            self.opened.let_go(self)
             self.opened = None
 
 

@@ -95,24 +95,23 @@ class Core:
         `check` runs after success, off the event loop; what it raises is the record's error. With
         `places` it is a gather or scatter.
         """
-        opened: Descriptors | None = None
         planner = self.planner if places is None else transfers.plan_rows
-        try:
-            opened = files.acquire(file, opcode is Opcode.WRITE)
-            planned, transfer = planner(opcode, memory, opened, file_offset)
-        except BaseException as failed:
-            if opened is not None:
-                with contextlib.suppress(OSError):  # nothing was written through it
-                    opened.release()
-            if places is not None:
-                places.end()
-            if isinstance(failed, TransferError):
-                return self._failed_at_once(opcode, memory, failed, file_offset)
-            memory.end()
-            raise
         token, nbytes = next(self.live.tokens), memory.nbytes
-        record = Record(token, opcode, memory, opened.path, file_offset, nbytes, check, places)
-        record.opened, record.plan = opened, planned
+        record = Record(token, opcode, memory, "", file_offset, nbytes, check, places)
+        try:
+            opened = files.acquire(file, record, opcode is Opcode.WRITE)
+            record.opened, record.path = opened, opened.path
+            record.plan, transfer = planner(opcode, memory, opened, file_offset)
+        except BaseException as failed:
+            with contextlib.suppress(OSError):  # nothing was written through it
+                if isinstance(file, File):
+                    file.let_go(record)
+            record.let_go()
+            if isinstance(failed, TransferError):
+                record.path = failed.path
+                self.live.count(operations=1, errors=1)
+                return self.live.end_at_once(record, failed)
+            raise
         return self._submit(record, transfer)
 
     def start_batch(self, opcode: Opcode, batch: Batch) -> Record:
@@ -131,8 +130,9 @@ class Core:
         return self.live.end_at_once(record, failure or lost)
 
     def start_sync(self, opcode: Opcode, opened: Descriptors) -> Record:
-        """Start an fsync or fdatasync; takes over the caller's use of `opened`."""
+        """Start an fsync or fdatasync of a file that the caller keeps open meanwhile."""
         record = Record(next(self.live.tokens), opcode, None, opened.path, 0, 0)
+        opened.share(record)
         record.opened = opened
         record.plan, transfer = transfers.plan_sync(opcode, opened)
         return self._submit(record, transfer)
@@ -164,15 +164,6 @@ class Core:
         self.live.drop(record)
         record.let_go()
         self.reaper.publish(record, CANCELLED)  # to whoever waits for all that is live
-
-    def _failed_at_once(
-        self, opcode: Opcode, memory: Memory, failed: TransferError, file_offset: int
-    ) -> Record:
-        path, nbytes = failed.path, memory.nbytes
-        record = Record(next(self.live.tokens), opcode, None, path, file_offset, nbytes)
-        memory.end()
-        self.live.count(operations=1, errors=1)
-        return self.live.end_at_once(record, failed)
 
     # --- closing --------------------------------------------------------------------------------
 

@@ -63,7 +63,6 @@ class Record:
     places: RowPlaces | None = None
     rows: base.Rows | None = None
     opened: Descriptors | None = None
-    released = False  # these
     is_plain = False  # nothing follows, but for telling torch, if all of it was moved
     plan: Plan | None = None
     request: base.Request | None = None
@@ -224,15 +223,12 @@ class Record:
         opened = self.opened
         if opened is not None:
             try:
-                self._release(opened)
+                opened.let_go(self)
             except OSError as failed:  # NFS and friends report lost writes here (man 2 close)
                 about = {**self._about(self.outcome().transferred), "operation": "close"}
                 return TransferError(errno_of(failed), **about)
             self.opened = None
         return None
-
-    def _release(self, opened: Descriptors) -> None:
-        opened.release(self)
 
     def _about(self, transferred: int) -> dict[str, Any]:
         return {

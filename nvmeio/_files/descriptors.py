@@ -1,7 +1,7 @@
 """Which descriptors a transfer goes through, what direct I/O needs on them, and who closes them.
 
 A file has up to two on one inode: one with O_DIRECT for the aligned span, one without for unaligned
-edges. `Descriptors` owns both and counts its users, so that closing a `File` (or dropping a path)
+edges. `Descriptors` owns both and knows its users, so that closing a `File` (or dropping a path)
 with transfers in flight closes nothing under the kernel's feet.
 """
 
@@ -16,7 +16,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from nvmeio._bindings import FileFacts, OwnFds, file_facts
 from nvmeio._files.system import file_system_of
@@ -49,14 +49,11 @@ _probed: dict[tuple[int, int], Alignment] = {}
 _ONCE = os.O_CREAT | os.O_TRUNC | os.O_EXCL
 
 
-class User(Protocol):
-    """A user of descriptors, which remembers whether it released them."""
-
-    released: bool
-
-
 class Descriptors:
-    """The descriptors of one open file, closed when their last user has released them.
+    """The descriptors of one open file, closed when their last user has let go of them.
+
+    A user is any hashable object. Until `close`, more users may come; those that are there keep the
+    descriptors open beyond it.
 
     `path` is the caller's, for messages. `direct_fd` is -1 if the file takes no direct I/O, and
     `alignment` is ``(0, 0)`` then. `inode` is device and inode number.
@@ -72,8 +69,8 @@ class Descriptors:
         self._flags = flags
         self._fds = fds
         self._buffered_fd = fds.buffered
-        self._users = 1
-        self.holders: set[object] = set()
+        self.users: set[object] = set()
+        self.is_open = True
         self._before_close: tuple[Callable[[], None], ...] = ()
         self._lock = threading.RLock()  # the collector may let a holder go meanwhile
 
@@ -149,58 +146,50 @@ class Descriptors:
                     opened.demote()
         except BaseException:
             with contextlib.suppress(OSError):
-                opened.release()
+                opened.close()
             raise
         return opened
 
-    def retain(self, user: User | None = None) -> Descriptors:
-        """Count one more user, who remembers that it has not released them."""
-        with self._lock:
-            if not self._users:
-                raise ClosedError(f"{self.path} is closed; open it again with nvmeio.open")
-            self._users += 1
-            if user is not None:
-                user.released = False  # no call since the line above: both, or none
-        return self
+    def hold(self, user: object) -> None:
+        """Add a user; ClosedError if the file was closed.
 
-    def hold(self, holder: object) -> None:
-        """Do as `retain`, without a lock, for users that call `let_go` any number of times."""
-        # Whoever releases last looks for holders after that: one of both sees the other.
-        self.holders.add(holder)
-        if not self._users:
+        It takes no lock. An interrupt (Ctrl-C) may come anywhere: `let_go` undoes it.
+        """
+        # Whoever closes looks for users after that: one of both sees the other.
+        self.users.add(user)
+        if not self.is_open:
             with contextlib.suppress(OSError):
-                self.let_go(holder)  # who released last may have left the closing to this holder
+                self.let_go(user)  # whoever closed may have left the descriptors to this user
             raise ClosedError(f"{self.path} is closed; open it again with nvmeio.open")
 
-    def let_go(self, holder: object) -> None:
-        """Undo `hold`; the last user closes. It raises as `release`, also when done again."""
-        self.holders.discard(holder)
-        if not self._users:
+    def share(self, user: object) -> None:
+        """Add a user beside one who holds the descriptors meanwhile; also after `close`."""
+        self.users.add(user)
+
+    def let_go(self, user: object) -> None:
+        """Remove a user; the last one of a closed file closes the descriptors.
+
+        It may be called any number of times. OSError: closing failed, data may be lost; each call
+        raises the same error.
+        """
+        self.users.discard(user)
+        if not (self.is_open or self.users):
             self._close_unused()
 
-    def release(self, user: User | None = None) -> None:
-        """Count one user less; the last one closes. OSError: that failed, data may be lost.
-
-        A `user` may do it once more if an interrupt (Ctrl-C) came between, and gets the same error
-        then.
-        """
-        with self._lock:
-            if user is None:
-                self._users -= 1
-            elif not user.released:
-                user.released = True  # and no call from here to the next line: it may not be cut
-                self._users -= 1
-        if not self._users:
+    def close(self) -> None:
+        """Take no more users; without any the descriptors are closed. It raises as `let_go`."""
+        self.is_open = False
+        if not self.users:
             self._close_unused()
 
     def _close_unused(self) -> None:
         with self._lock:
-            if self._users or self.holders:
+            if self.is_open or self.users:
                 return
             # Nulled before they are closed: the number may be somebody else's right after.
             self.direct_fd = self._buffered_fd = -1
-            # The last user and the last holder may both come here: the steps are through, and the
-            # descriptors closed once, before either goes on.
+            # Two threads may both come here: the steps are through, and the descriptors closed
+            # once, before either goes on.
             steps, self._before_close = self._before_close, ()
             for step in steps:
                 step()
@@ -228,10 +217,6 @@ class Descriptors:
         """From now on buffered: the kernel refused direct I/O that it had announced."""
         self.buffered_fd()
         self.alignment = NO_DIRECT
-
-    @property
-    def users(self) -> int:
-        return self._users + len(self.holders)
 
 
 def _checked_facts(fd: int, path: str) -> FileFacts:

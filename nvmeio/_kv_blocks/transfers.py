@@ -53,7 +53,7 @@ class InPlace:
         """Move contiguous CPU memory to or from slots in a row; False: the engine has to."""
         if len(blocks) > _MOST_BLOCKS or len(blocks) * self._slot_bytes > IN_PLACE_BYTES:
             return False
-        opened = self._file.acquire(writing)
+        opened = self._file.acquire(user := object(), writing)
         try:
             unit, memory_unit = opened.alignment
             if opened.direct_fd < 0 or not unit or PAGE_BYTES % unit:
@@ -72,7 +72,7 @@ class InPlace:
         except OSError:
             return False
         finally:
-            opened.release()
+            opened.let_go(user)
         if not writing:
             _copy(memory, given)
             for block in blocks:

@@ -211,7 +211,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
             )
         opened, offsets = self._here(), self._offsets(indices)
         self._check_rows("source", source, (len(offsets), *layout.shape))
-        opened.file.acquire(True).release()  # raises now where it may not be written
+        opened.file.check_writable()  # raises now, not in the operation
         return opened.handle.async_scatter(source, opened.file, file_offsets=offsets)
 
     def prefetch(self, batches: Iterable[FileOffsets], depth: int = 2) -> Prefetch:

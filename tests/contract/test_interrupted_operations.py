@@ -89,17 +89,18 @@ def test_a_read_in_a_thread(handle: nvmeio.AioHandle, file: Path, everywhere: Ev
         assert tensor.untyped_storage().resizable(), where
 
 
-def test_short_transfers_of_a_bound_file(
-    handle: nvmeio.AioHandle, file: Path, everywhere: Everywhere
+@pytest.mark.parametrize("bound", [True, False], ids=["handle.open", "nvmeio.open"])
+def test_short_transfers_of_an_open_file(
+    bound: bool, handle: nvmeio.AioHandle, file: Path, everywhere: Everywhere
 ) -> None:
     page = torch.zeros(4096, dtype=torch.uint8)
     page[:] = bytes_tensor(DATA[:4096])
     tensor = torch.zeros(512, dtype=torch.uint8)
 
     def work() -> None:
-        with handle.open(file, "r+") as bound:
-            written = bound.pwrite(page)
-            bound.pread(tensor, 4096).result(PATIENCE_S)
+        with (handle.open if bound else nvmeio.open)(file, "r+") as opened:
+            written = handle.async_pwrite(page, opened)
+            handle.async_pread(tensor, opened, 4096).result(PATIENCE_S)
             written.result(PATIENCE_S)
 
     before = open_descriptors()

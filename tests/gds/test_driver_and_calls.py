@@ -676,10 +676,10 @@ def test_a_file_that_the_collector_lets_go_while_another_is_registered(
     for name in ("dropped", "kept"):
         (tmp_path / name).write_bytes(bytes(PAGE))
     dropped, kept = (nvmeio.open(tmp_path / name) for name in ("dropped", "kept"))
-    files, going, staying = registry.Files(), dropped.acquire(False), kept.acquire(False)
+    files, going, staying = registry.Files(), dropped.acquire("test"), kept.acquire("test")
     number = going.any_fd()
     files.handle(library, going, number)
-    going.release()
+    going.let_go("test")
     before_close = Descriptors.before_close
 
     def collecting(descriptors: Descriptors, *work: Any) -> None:
@@ -693,6 +693,6 @@ def test_a_file_that_the_collector_lets_go_while_another_is_registered(
     registering.start()
     spin_until(lambda: not registering.is_alive())
     assert gone == [number]
-    staying.release()
+    staying.let_go("test")
     kept.close()
     assert len(gone) == 2

@@ -290,11 +290,11 @@ def filled(store: kv_cache.KVStore, count: int = 11) -> tuple[Any, list[torch.Te
 def flip_in(store: kv_cache.KVStore, offset: int) -> None:
     store.settle()
     assert store.file is not None
-    opened = store.file.files[0].acquire(False)
+    opened = store.file.files[0].acquire("test")
     try:
         flip(Path(f"/proc/self/fd/{opened.any_fd()}"), offset)
     finally:
-        opened.release()
+        opened.let_go("test")
 
 
 def test_a_flipped_bit_is_found_in_a_block(

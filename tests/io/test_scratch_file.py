@@ -28,9 +28,9 @@ def made(*directories: Path) -> ScratchFile:
 def sizes(file: ScratchFile) -> list[int]:
     found = []
     for each in file.files:
-        opened = each.acquire(False)
+        opened = each.acquire("test")
         found.append(os.fstat(opened.any_fd()).st_size)
-        opened.release()
+        opened.let_go("test")
     return found
 
 

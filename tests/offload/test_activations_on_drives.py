@@ -222,11 +222,11 @@ def files_of(swapped: SwappedActivations) -> list[nvmeio.File]:
 
 
 def fd_of(file: nvmeio.File) -> int:
-    opened = file.acquire(False)
+    opened = file.acquire("test")
     try:
         return opened.any_fd()
     finally:
-        opened.release()
+        opened.let_go("test")
 
 
 def test_a_full_drive_is_told_by_forward(
@@ -329,12 +329,12 @@ def test_bits_that_flip_are_told_by_backward(
         spin_until(lambda: swapped.on_drive_bytes > 0)
         spin_until(lambda: not store_of(swapped).writing)
         for file in files_of(swapped):
-            opened = file.acquire(True)
+            opened = file.acquire("test", True)
             try:
                 os.pwrite(opened.buffered_fd(), b"\x01" * 65536, 0)
                 os.fsync(opened.buffered_fd())
             finally:
-                opened.release()
+                opened.let_go("test")
         if checksum:
             with pytest.raises(nvmeio.IntegrityError, match="saved activations are not what"):
                 loss.backward()

@@ -34,13 +34,13 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[File]:
     path = tmp_path / "weights"
     path.write_bytes(BYTES)
     with nvmeio.open(path, "r") as file:
-        opened = file.acquire(False)
+        opened = file.acquire("test")
         try:
             os.fsync(opened.any_fd())
             if not system.is_cached(opened.any_fd(), 0, len(BYTES)):
                 pytest.skip("cachestat(2) is not to be had here (Linux 6.5)")
         finally:
-            opened.release()
+            opened.let_go("test")
         yield file
 
 
@@ -118,14 +118,14 @@ def test_what_is_cached_is_copied_beside_the_drive(
 def test_what_is_not_cached_comes_from_the_drive(
     reader: ReaderOf, weights: File, copies: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = weights.acquire(False)
+    opened = weights.acquire("test")
     fd = opened.any_fd()
     for _ in range(100):  # a page that somebody looks at just then stays
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         held = [at for at in range(0, NBYTES, 4096) if system.is_cached(fd, at, 1)]
         if not held:
             break
-    opened.release()
+    opened.let_go("test")
     if held:
         pytest.skip("this file system lives in the page cache")
     slow_drive(reader, monkeypatch)

@@ -463,7 +463,7 @@ def _refusal(opened: library.Library, directory: str) -> str:
         except library.CuFileFailure as refused:
             return refused.detail
         finally:
-            file.release()
+            file.close()
 
 
 _CODE = f"from {__name__} import {_print_what_it_says.__name__} as main; main()"

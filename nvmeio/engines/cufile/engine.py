@@ -413,7 +413,7 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
         opened = request.transfer.opened
         holds.end(request.held)
         request.let_go()
-        opened.release()
+        opened.let_go(request)
 
     def _end(self, request: CuFileRequest) -> None:
         if not request.lost:
@@ -472,7 +472,8 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
             request.lost = True
             # The operation ends its hold on the memory, which the call may still change.
             request.held = holds.hold(request.transfer.memory.keep)
-            request.transfer.opened.retain()  # until the last of its calls is back, if ever
+            # The file stays open until the last of its calls is back, if ever.
+            request.transfer.opened.share(request)
             if request in self._turns:
                 self._turns.remove(request)
             self._end(request)
