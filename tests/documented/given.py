@@ -30,8 +30,12 @@ def llama(**options: Any) -> Any:
 
 
 def llama_directory(name: str = "Llama-3-70B", **options: Any) -> Path:
-    """The same as `save_pretrained` leaves it."""
-    llama(**options).save_pretrained(name)
+    """The same as `save_pretrained` leaves it. With several ranks the first one writes it."""
+    ranks = torch.distributed.is_initialized()
+    if not ranks or torch.distributed.get_rank() == 0:
+        llama(**options).save_pretrained(name)
+    if ranks:
+        torch.distributed.barrier()
     return Path(name)
 
 

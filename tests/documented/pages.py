@@ -6,6 +6,7 @@ A reader does not see these lines, each above the block that it is about:
     model = ...
     -->
     <!-- needs: transformers   a package; where it is absent the block is skipped by name
+    <!-- ranks: 1, 2           run by so many processes, in one group of gloo's; else by 1
     <!-- here: 64G = 64M       other words in its place: a size, a path
     <!-- not run: REASON       compiled only
 
@@ -27,7 +28,7 @@ _FENCE = re.compile(
     r"(?P<fence>```+)(?P<language>\w*)\n(?P<code>.*?)^(?P=fence)$",
     re.DOTALL | re.MULTILINE,
 )
-_COMMENT = re.compile(r"<!--\s*(given|needs:|here:|not run:)(.*?)-->", re.DOTALL)
+_COMMENT = re.compile(r"<!--\s*(given|needs:|ranks:|here:|not run:)(.*?)-->", re.DOTALL)
 
 
 class Block(NamedTuple):
@@ -39,6 +40,7 @@ class Block(NamedTuple):
     code: str
     given: str
     needs: tuple[str, ...]
+    ranks: tuple[int, ...]  # how many processes run it: a program for each number
     not_run: str
 
     @property
@@ -52,7 +54,7 @@ def blocks(page: Path, *languages: str) -> Iterator[Block]:
     for match in _FENCE.finditer(text):
         if match["language"] not in languages:
             continue
-        code, said = match["code"], {"given": "", "needs:": "", "not run:": ""}
+        code, said = match["code"], {"given": "", "needs:": "", "ranks:": "", "not run:": ""}
         for kind, rest in _COMMENT.findall(match["comments"]):
             if kind == "here:":
                 there, _, here = rest.strip().partition(" = ")
@@ -62,5 +64,8 @@ def blocks(page: Path, *languages: str) -> Iterator[Block]:
                 said[kind] += rest
         line = text.count("\n", 0, match.start("code")) + 1
         needs = tuple(said["needs:"].replace(",", " ").split())
+        ranks = tuple(int(number) for number in said["ranks:"].split(",") if number.strip())
         not_run = said["not run:"].strip()
-        yield Block(page, line, match["language"], code, said["given"], needs, not_run)
+        yield Block(
+            page, line, match["language"], code, said["given"], needs, ranks or (1,), not_run
+        )

@@ -45,7 +45,7 @@ def main(page: Path, needs: tuple[str, ...]) -> None:
         )
     names: dict[str, Any] = {"__name__": "__main__", "nvmeio": nvmeio, "torch": torch}
     for block in pages.blocks(page, "python"):
-        if block.needs == needs and not block.not_run:
+        if block.needs == needs and world in block.ranks and not block.not_run:
             print(block.place, flush=True)
             run(block.given, block.page, block.line, names)
             run(block.code, block.page, block.line, names)

@@ -28,6 +28,21 @@ import nvmeio.cli
 LIMIT_S = 550
 RUNNER = Path(__file__).parent / "run_page.py"
 
+# What a block has that is for several ranks, or for a launcher of them.
+_FOR_RANKS = re.compile(
+    r"process_group|\bdist\.|torch\.distributed|fully_shard|DistributedDataParallel|DTensor|\bmesh\b"
+    r"|local_rank|world_size|per_rank|shared=False|Trainer\(|\branks?\b|torchrun|num_gpus|num_processes"
+    r"|tp-size|tensor-parallel|accelerate launch"
+)
+# Some words of a block: the test that runs it with several ranks, or why there is none.
+ELSEWHERE = {
+    "deepspeed --num_gpus": "tests/compat/test_deepspeed_training.py::test_two_ranks",
+    "--ranks 4": "tests/inference/test_stream_ranks.py"
+    "::test_parts_are_verified_and_taken_for_no_whole_model",
+    "class Finetuning": "for one rank; docs/inference.md has several: On several ranks",
+    "trainer = transformers.Trainer(": "for one rank; On several ranks is below it on the page",
+}
+
 needs_docs = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="installed without its docs/")
 pytestmark = [needs_docs, pytest.mark.timeout(600)]
 
@@ -36,11 +51,16 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def programs() -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Of each page the blocks that need the same packages are one program."""
+def programs() -> Iterator[tuple[Path, tuple[str, ...], int]]:
+    """The blocks of a page that need the same packages and ranks are one program."""
     for page in PAGES:
-        found = [block for block in blocks(page, "python") if not block.not_run]
-        yield from ((page, needs) for needs in dict.fromkeys(block.needs for block in found))
+        run = [block for block in blocks(page, "python") if not block.not_run]
+        kinds = dict.fromkeys((block.needs, ranks) for block in run for ranks in block.ranks)
+        yield from ((page, needs, ranks) for needs, ranks in kinds)
+
+
+def name_of_program(page: Path, needs: tuple[str, ...], ranks: int) -> str:
+    return f"{name_of(page)}{list(needs) or ''}" + (f" with {ranks} ranks" if ranks > 1 else "")
 
 
 def sh_commands() -> Iterator[tuple[Block, list[str]]]:
@@ -62,42 +82,50 @@ def sh_commands() -> Iterator[tuple[Block, list[str]]]:
 
 
 @pytest.mark.parametrize(
-    ("page", "needs"),
-    [pytest.param(*each, id=f"{name_of(each[0])}{list(each[1]) or ''}") for each in programs()],
+    ("page", "needs", "ranks"),
+    [pytest.param(*each, id=name_of_program(*each)) for each in programs()],
 )
-def test_python_runs(page: Path, needs: tuple[str, ...], tmp_path: Path) -> None:
+def test_python_runs(page: Path, needs: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
     missing = [package for package in needs if importlib.util.find_spec(package) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} is not installed: `make clients` installs it")
     strict = () if needs else ("-W", "error")
-    ran = run_program(
-        [sys.executable, *strict, str(RUNNER), str(page), *needs],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        timeout=LIMIT_S,
-    )
-    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
-    if not needs:
-        assert ran.stderr == ""
-
-
-def test_the_page_of_distributed_checkpoints_runs_with_two_ranks(tmp_path: Path) -> None:
-    """Its asynchronous save talked in the default group: with two ranks that train it aborted."""
-    page = ROOT / "docs" / "frameworks" / "dcp.md"
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "WORLD_SIZE": "2"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 
     def run_rank(rank: int) -> subprocess.CompletedProcess[str]:
+        told = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{ranks}"}
+        told |= {"LOCAL_WORLD_SIZE": f"{ranks}", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "page"}
         return run_program(
-            [sys.executable, "-W", "error::UserWarning:nvmeio", str(RUNNER), str(page)],
+            [sys.executable, *strict, str(RUNNER), str(page), *needs],
             cwd=tmp_path,
-            env={**environment, "RANK": str(rank)},
+            env=environment | (told if ranks > 1 else {}),
             timeout=LIMIT_S,
         )
 
-    with ThreadPoolExecutor(2) as pool:
-        for ran in pool.map(run_rank, range(2)):
+    with ThreadPoolExecutor(ranks) as pool:
+        for ran in pool.map(run_rank, range(ranks)):
             assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
-            assert "dcp.async_save without process_group" not in ran.stderr
+            if not needs:
+                assert ran.stderr == ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_what_is_for_several_ranks_runs_with_two(page: Path) -> None:
+    """One that no program of several ranks runs says where it is run, or why it is not."""
+    for block in blocks(page, "python", "sh"):
+        code = re.sub(r"(^|\s)#.*$", "", block.code, flags=re.MULTILINE)
+        if not _FOR_RANKS.search(code) or 2 in block.ranks:
+            continue
+        known = next((said for words, said in ELSEWHERE.items() if words in code), None)
+        assert known, f"{block.place}: <!-- ranks: 2 -->, or a line in ELSEWHERE"
+        for test in re.findall(r"tests/\S+::\w+", known):
+            file, _, name = test.partition("::")
+            assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), test
+
+
+def test_there_is_nothing_in_the_list_that_no_page_shows() -> None:
+    shown = "".join(block.code for page in PAGES for block in blocks(page, "python", "sh"))
+    assert all(words in shown for words in ELSEWHERE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -60,11 +60,59 @@ def right(model: Any, path: Path, ids: torch.Tensor) -> bool:
     return torch.equal(models.logits(model, ids), models.logits(loaded(path), ids))
 
 
+class Prefixed(torch.nn.Module):
+    """What is trained is added to the embeddings of a frozen base."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.prefix = torch.nn.Parameter(torch.zeros(base.config.hidden_size))
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        embedded = self.base.get_input_embeddings()(ids) + self.prefix
+        return self.base(inputs_embeds=embedded, labels=ids).loss
+
+
 def nothing_stays() -> None:
     spin_until_collected(lambda: not {t for t in nvmeio_threads() if "ranks" in t.name})
 
 
 # What ranks do
+
+
+def trains(me: Rank) -> None:
+    """Gradients through a base of each rank's own, averaged by DistributedDataParallel."""
+    parallel = torch.nn.parallel.DistributedDataParallel
+    path, ids = me.notes / "model", own_prompt(me)
+
+    def losses(base: Any) -> list[float]:
+        model = Prefixed(base)
+        names = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+        names += [name for name, _ in model.named_buffers()]
+        parallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        trained, found = parallel(model), []
+        optimizer = torch.optim.SGD([model.prefix], lr=0.1)
+        for _ in range(3):
+            loss = trained(ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    wanted = losses(models.loaded(path))
+    for budget in ("64M", "6M"):
+        base = nvmeio.stream_model(path, resident_bytes=budget, trainable=True)
+        assert losses(base) == wanted
+        base.weight_stream.close()
+    base = nvmeio.stream_model(path, resident_bytes="6M", trainable=True)
+    try:
+        parallel(Prefixed(base))(ids)
+    except RuntimeError as error:
+        assert "_set_params_and_buffers_to_ignore_for_model" in str(error)
+    else:
+        raise AssertionError("weights of rank 0 were taken")
+    base.weight_stream.close()
 
 
 def shares(me: Rank, packed: str = "model") -> None:
@@ -399,6 +447,7 @@ WORK: Work = {
     f"stream_{work.__name__}": work
     for work in (
         shares,
+        trains,
         prompts,
         kinds,
         fail,

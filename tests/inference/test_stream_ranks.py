@@ -118,6 +118,11 @@ def test_other_prompts_and_other_numbers_of_passes(
     ranks(world, "prompts", folder, blocks=blocks)
 
 
+def test_ranks_train_over_a_base_each(ranks: Any, folder: Path) -> None:
+    """DistributedDataParallel wrote over the base, and the error spoke of merged adapters only."""
+    ranks(2, "trains", folder)
+
+
 def test_kinds_of_models(ranks: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models.saved(models.gpt2, folder / "gpt2")
     models.saved(models.mixtral, folder / "mixtral")

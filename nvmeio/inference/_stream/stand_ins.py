@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from nvmeio._distributed import rank_store
 from nvmeio._residency.calls import Origin, saving, version_of
 from nvmeio._threads.closing import on_error
 from nvmeio.errors import an
@@ -55,6 +56,13 @@ NOT_HERE = (
     "save: copy the files that it streams from, or read them with nvmeio.safe_open or "
     "nvmeio.load_safetensors; adapters in it are saved by themselves"
 )
+_CHANGED_BY_RANKS = (
+    "a weight of a streamed model cannot be changed: it is read from its checkpoint. "
+    "DistributedDataParallel writes rank 0's weights over those of the other ranks when it is "
+    "made: before that, name the frozen weights and the buffers in its "
+    '_set_params_and_buffers_to_ignore_for_model(model, names) (docs/inference.md, "On several '
+    'ranks"). If you merge or change weights yourself, do it in a model that is loaded'
+)
 _OURS = "nvmeio."
 # Put into instances by the stream, whatever they are wrapped in by now.
 _SEAMS = {"_call_impl", "_apply", "__deepcopy__"}
@@ -71,6 +79,8 @@ def _changes(name: str) -> bool:
 
 def refuse_change() -> NoReturn:
     """Raise: somebody changes a weight that is read from its checkpoint each time."""
+    if rank_store.several():
+        raise RuntimeError(_CHANGED_BY_RANKS)
     raise RuntimeError(
         "a weight of a streamed model cannot be changed, and adapters cannot be merged into it: it "
         "is read from its checkpoint. Save adapters, and merge them into a model that is loaded. "
@@ -485,6 +495,8 @@ def check_absent(targets: Sequence[Target]) -> None:
     with torch._C.DisableTorchFunctionSubclass():  # else each look goes through Python
         for module, attribute, _, _, empty, version in targets:
             if version is not None and (not is_meta(empty) or version_of(empty) != version):
+                if rank_store.several():
+                    raise RuntimeError(_CHANGED_BY_RANKS)
                 raise RuntimeError(
                     f"{attribute!r} of {an(type(module).__name__)} was changed in place after its "
                     "model was streamed, while its bytes are on disk: the weights that are used "
