@@ -134,6 +134,36 @@ def test_a_directory_that_goes_before_its_optimizer_matters_if_it_was_to_be_kept
     assert raised.value.errno == errno.ENOENT
 
 
+def test_what_makes_a_generation_durable_makes_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It made the manifest anew while `rmtree` removed its directory: "Directory not empty"."""
+    made, swap_dir = model(), tmp_path / "swap"
+    mark, gone, marked = manifests.mark_durable, threading.Event(), threading.Event()
+
+    def mark_late(directory: str, manifest: Any) -> None:
+        assert gone.wait(PATIENCE_S)
+        try:
+            mark(directory, manifest)
+        finally:
+            marked.set()
+
+    optimizer = swapped(made, swap_dir)
+    swapper_of(optimizer).store.settle()
+    monkeypatch.setattr(manifests, "mark_durable", mark_late)
+    loss_of(made, 0).backward()
+    optimizer.step()
+    files = [path for path in swap_dir.rglob("*") if path.is_file()]
+    assert any(path.name.startswith("manifest") for path in files)
+    for path in files:
+        path.unlink()
+    gone.set()
+    assert marked.wait(PATIENCE_S)
+    assert not [path for path in swap_dir.rglob("*") if path.is_file()]
+    shutil.rmtree(swap_dir)
+    optimizer.close()
+
+
 def test_settled_at_the_end_of_the_program_a_generation_is_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,13 +209,13 @@ def test_what_was_not_durable_says_so_after_a_reboot(
 # Commits that fail
 
 
-def half_written(path: str, data: bytes, offset: int, durable: bool = False) -> None:
+def half_written(path: str, data: bytes) -> None:
     with open(path, "wb") as file:
         file.write(data[: len(data) // 2])
     raise nvmeio.TransferError(errno.ENOSPC, operation="write", path=path)
 
 
-def written_and_interrupted(path: str, data: bytes, offset: int, durable: bool = False) -> None:
+def written_and_interrupted(path: str, data: bytes) -> None:
     with open(path, "wb") as file:
         file.write(data)
     raise KeyboardInterrupt

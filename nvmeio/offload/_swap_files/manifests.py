@@ -24,7 +24,7 @@ import torch
 
 from nvmeio._memory import devices, system
 from nvmeio._storage import untrusted
-from nvmeio._storage.durable import write_small
+from nvmeio._storage.durable import write_all, write_small
 from nvmeio._storage.untrusted import read_small
 from nvmeio._threads.closing import opened
 from nvmeio.errors import IntegrityError, counted, naming, transfer_error
@@ -99,7 +99,7 @@ def store(directory: str, manifest: Manifest) -> None:
     header = _MAGIC + _VOLATILE + f" {len(body):07x} {zlib.crc32(body):08x}".encode()
     path = place(directory, manifest.generation)
     try:
-        _write(path, header + body, 0)
+        _write(path, header + body)
     except BaseException:
         # Whole or not: who reads it later must not take it for a step that has happened, for
         # the next attempt writes over its data.
@@ -111,11 +111,14 @@ def store(directory: str, manifest: Manifest) -> None:
 def mark_durable(directory: str, manifest: Manifest) -> None:
     """Mark a generation that `store` wrote, once its data is on the drive.
 
-    If that fails it counts as long as the machine runs.
+    If that fails it counts as long as the machine runs. A manifest that is gone is not made anew:
+    this runs beside the caller's program, which may be removing the directory.
     """
     path = place(directory, manifest.generation)
-    _write(path, b"", 0, durable=True)  # its body first
-    _write(path, _DURABLE, DURABLE_AT, durable=True)
+    with naming("write", path), _existing(path) as fd:
+        os.fdatasync(fd)  # its body first
+        write_all(fd, [memoryview(_DURABLE)], DURABLE_AT)
+        os.fdatasync(fd)
     manifest.durable = True
 
 
@@ -129,22 +132,27 @@ def drop(directory: str, generation: int, durable: bool = False) -> None:
     except OSError as failed:
         raise transfer_error(failed, "write", path) from failed
     if durable:
-        _write(path, b"", 0, durable=True)
+        with naming("write", path), _existing(path) as fd:
+            os.fdatasync(fd)
+
+
+def _write(path: str, data: bytes) -> None:
+    with naming("write", path):
+        write_small(untrusted.open_own(path), data, None)
 
 
 def _empty(path: str) -> None:
-    with opened(path, os.O_WRONLY | os.O_NOFOLLOW) as fd:
+    with _existing(path) as fd:
         os.ftruncate(fd, 0)
+
+
+def _existing(path: str) -> contextlib.AbstractContextManager[int]:
+    return opened(path, os.O_WRONLY | os.O_NOFOLLOW)
 
 
 def place(directory: str, generation: int) -> str:
     """The file of a generation."""
     return os.path.join(directory, NAMES[generation % 2])
-
-
-def _write(path: str, data: bytes, offset: int, durable: bool = False) -> None:
-    with naming("write", path):
-        write_small(untrusted.open_own(path), data, os.fdatasync if durable else None, offset)
 
 
 class UnusableGeneration(NamedTuple):
