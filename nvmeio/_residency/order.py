@@ -12,7 +12,7 @@ goes first which is needed last (Belady's rule, on what is expected).
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 Unit = TypeVar("Unit")
@@ -87,32 +87,84 @@ class Cyclic(Generic[Unit]):
 class ThereAndBack(Generic[Unit]):
     """The order of the first pass, and back.
 
-    `tells` says whether a unit has a single place in the order. One that comes at several (tied
-    weights) does not tell where the pass is.
+    Args:
+        tells: Whether a unit has a single place in the order. One that comes at several (tied
+            weights) does not tell where the pass is.
+        layer_of: For an expert of a mixture, what all experts of its layer have in common; None for
+            other units. Tokens need only some of them. Forward expects them where the last pass has
+            used all of a layer, and backward those that forward has used.
+        layers: How many experts each layer has.
     """
 
     stays = True
 
-    def __init__(self, tells: Callable[[Unit], bool]) -> None:
+    def __init__(
+        self,
+        tells: Callable[[Unit], bool],
+        layer_of: Callable[[Unit], Hashable | None] = lambda unit: None,
+        layers: Mapping[Hashable, int] | None = None,
+    ) -> None:
         self._tells = tells
+        self._layer_of = layer_of
+        self._layers = layers or {}
         self._order: list[Unit] = []
         self._at: dict[Unit, int] = {}
         self._here = 0
         self._step = 1
+        self._used: dict[Hashable, list[Unit]] = {}  # experts, by their layer, in this pass
+        self._behind: dict[int, dict[Hashable, list[Unit]]] = {}  # all experts, by place
+        self._dense: set[Hashable] = set()  # layers of which the last pass has used all experts
 
     def note(self, unit: Unit, backward: bool = False) -> None:
+        returned, self._step = self._step, -1 if backward else 1
+        layer = self._layer_of(unit)
+        if layer is not None:
+            self._note_expert(unit, layer, backward)
+            return
         if unit not in self._at:
             self._at[unit] = len(self._order)
             self._order.append(unit)
-        self._step = -1 if backward else 1
         if self._tells(unit):
+            if not backward and (returned < 0 or self._at[unit] < self._here):
+                self._begin_pass()
             self._here = self._at[unit]
 
+    def _note_expert(self, unit: Unit, layer: Hashable, backward: bool) -> None:
+        if unit not in self._at:
+            self._at[unit] = self._here
+            self._behind.setdefault(self._here, {}).setdefault(layer, []).append(unit)
+        used = self._used.setdefault(layer, [])
+        if not backward and unit not in used:
+            used.append(unit)
+
+    def _begin_pass(self) -> None:
+        for layer, used in self._used.items():
+            if len(used) == self._layers.get(layer):
+                self._dense.add(layer)
+            else:
+                self._dense.discard(layer)
+        self._used.clear()
+
     def upcoming(self) -> Iterator[Unit]:
-        at = self._here + self._step
+        at = self._here
+        if self._step > 0:
+            yield from self._experts_behind(at)
+        at += self._step
         while 0 <= at < len(self._order):
+            if self._step < 0:
+                yield from self._experts_behind(at)
             yield self._order[at]
+            if self._step > 0:
+                yield from self._experts_behind(at)
             at += self._step
+
+    def _experts_behind(self, at: int) -> Iterator[Unit]:
+        """The experts that are expected between a unit and the one after it."""
+        for layer, experts in self._behind.get(at, {}).items():
+            if self._step < 0:
+                yield from reversed(self._used.get(layer, ()))
+            elif layer in self._dense:
+                yield from experts
 
     def may_go(self, units: Iterable[Unit], expected: Unit | None) -> Sequence[Unit]:
         """What lies behind, the farthest first; for a unit needed now, then what lies far ahead."""

@@ -43,6 +43,7 @@ class Slot(Generic[Unit]):
         fill: The reads under way; None when they are done and checked.
         holds: How many callers hold it.
         bound: Whether its parameters lie over it.
+        shares: Experts of a mixture whose bytes are there; None where nothing is missing.
     """
 
     def __init__(self, unit: Unit, host: torch.Tensor, memory: torch.Tensor) -> None:
@@ -52,6 +53,7 @@ class Slot(Generic[Unit]):
         self.fill: Fill | None = None
         self.holds = 0
         self.bound = False
+        self.shares: set[int] | None = None
 
 
 SomeSlot = TypeVar("SomeSlot", bound=Slot)  # type: ignore[type-arg]
@@ -297,10 +299,22 @@ class Window(Generic[Unit, SomeSlot]):
 
     def read_now(self, slot: SomeSlot) -> int:
         """Read into a slot that is held, or that is in no window; returns how many bytes."""
-        slot.fill = fill = self._fill(slot)
-        self.reader.submit(fill)
-        self.reader.wait(fill)
-        self._check(slot)
+        return self.read_more(slot, self._fill(slot))
+
+    def read_more(self, slot: SomeSlot, fill: Fill) -> int:
+        """Read more into such a slot; returns how many bytes.
+
+        After an error nothing writes there, and it may be tried again.
+        """
+        slot.fill = fill
+        try:
+            self.reader.submit(fill)
+            self.reader.wait(fill)
+            self._check(slot)
+        except BaseException:
+            self.reader.cancel(fill)
+            slot.fill = None
+            raise
         return fill.nbytes
 
     def _bind(self, slot: SomeSlot) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, NoReturn
@@ -18,9 +17,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nvmeio._residency import calls, tiled_linear
+from nvmeio._residency import calls, routing, tiled_linear
 from nvmeio.errors import ClosedError, IntegrityError
-from nvmeio.inference._experts.sets import ExpertSet, routing_argument
+from nvmeio.inference._experts.sets import ExpertSet
 from nvmeio.inference._plan.slot_layout import CutSums
 from nvmeio.inference._plan.transformers import cache_among
 from nvmeio.inference._plan.units import Unit
@@ -79,16 +78,14 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
         for embedding in unit.row_modules:
             _attach_rows(embedding, unit, stream)
         if unit.experts is not None:
-            _attach_experts(
-                unit.experts.module, functools.partial(_with_read_experts, stream, unit)
-            )
+            routing.attach(unit.experts.module, functools.partial(_with_read_experts, stream, unit))
     for experts in stream.experts:
         compute = functools.partial(_with_kept_experts, stream, experts)
         if isinstance(experts.module, nn.ModuleList):
             for number, expert in enumerate(experts.module):
                 expert.forward = functools.partial(compute, torch.tensor([number]), expert.forward)
         else:
-            _attach_experts(experts.module, compute)
+            routing.attach(experts.module, compute)
     for module in {target.module: None for target in stream.fixed.targets}:
         if module is not model and not stream.trainable:
             calls.wrap(module, _quietly)
@@ -358,19 +355,6 @@ def _check(unit: Unit, stream: WeightStream) -> None:
     stand_ins.check_absent(unit.targets)
     if stream.trainable:
         stand_ins.check_frozen(unit.targets)
-
-
-def _attach_experts(module: nn.Module, compute: Callable[..., Any]) -> None:
-    """Have `compute(routing, call, ...)` call a module's forward, behind hooks that may route."""
-    call = module.forward
-    name = routing_argument(call) or ""
-    place = list(inspect.signature(call).parameters).index(name)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        routing = kwargs[name] if len(args) <= place else args[place]
-        return compute(routing, call, *args, **kwargs)
-
-    module.forward = forward
 
 
 def _with_read_experts(

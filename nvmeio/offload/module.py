@@ -33,6 +33,10 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
     module in memory, bit for bit. Activation checkpointing (either kind, of modules and of
     functions), tied parameters and shared modules work. Buffers stay in memory.
 
+    Experts of mixtures that no token is routed to are not read: modules in a list called
+    "experts", and on the CPU the rows of fused parameters whose module is called with the routing
+    (transformers' ``top_k_index``). Such rows are NaN in memory.
+
     A parameter that is not in the window has its shape and is NaN, and writing to it is refused.
     Step with a `SwappedOptimizer`, which writes the new values to the drive. To change parameters
     by hand, use `gather`.

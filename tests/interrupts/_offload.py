@@ -11,6 +11,7 @@ import torch
 from in_rows import InRows
 from inside import store_of
 from interrupts._trials import Scenario
+from offload import _mixtures
 
 import nvmeio
 from nvmeio.offload import SwappedActivations, SwappedModule, SwappedOptimizer
@@ -151,6 +152,41 @@ class Forward(Passes):
     def check(self, found: Any) -> None:
         with torch.no_grad():
             assert torch.equal(found, loss_of(self.reference.made, 0))
+
+
+class MixturePasses(Passes):
+    """Experts in lists, which are read where they are called."""
+
+    modes = ("timer", "opcodes", "hooks", "twice")
+    make = staticmethod(_mixtures.lists)
+
+    def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
+        Scenario.__init__(self, folder, handle)
+        theirs, made = self.make(), self.make()
+        _mixtures.loss_of(theirs, 0).backward()
+        self.wanted = [p.grad for p in theirs.parameters()]
+        made.layers[1].register_forward_pre_hook(lambda *_: self.poke())
+        made.layers[1].mixture.register_full_backward_hook(lambda *_: self.poke())
+        for each in made.layers[2].mixture.experts.modules():
+            each.register_forward_hook(lambda *_: self.poke())
+        window = sum(p.nbytes for p in made.parameters()) * 7 // 10
+        self.module = SwappedModule(made, swap_dir=folder, resident_bytes=window, handle=handle)
+
+    def work(self) -> Any:
+        loss = _mixtures.loss_of(self.module, 0)
+        loss.register_hook(lambda _: self.poke())
+        loss.backward()
+
+    def check(self, found: Any) -> None:
+        for number, (p, grad) in enumerate(zip(self.module.parameters(), self.wanted, strict=True)):
+            same = p.grad is grad if p.grad is None or grad is None else torch.equal(p.grad, grad)
+            assert same, f"gradients of parameter {number} differ"
+
+
+class FusedMixturePasses(MixturePasses):
+    """Experts that are rows, of which those with tokens are read."""
+
+    make = staticmethod(_mixtures.fused)
 
 
 class Training(Scenario):
@@ -496,6 +532,8 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "swapped-module-passes": Passes,
     "swapped-module-passes-disk": PassesOnDisk,
     "swapped-module-passes-tiles": PassesInTiles,
+    "swapped-module-mixture": MixturePasses,
+    "swapped-module-mixture-fused": FusedMixturePasses,
     "swapped-module-gather": Gather,
     "swapped-optimizer-step": StepInMemory,
     "swapped-optimizer-step-disk": StepOnDisk,

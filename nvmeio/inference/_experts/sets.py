@@ -8,7 +8,6 @@ that it comes and goes as one.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -18,16 +17,10 @@ from torch import nn
 
 from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio._pages import PAGE_BYTES, TENSOR_ALIGNMENT, round_up
+from nvmeio._residency.routing import LEAST_BYTES, fused_experts, is_list_of_experts
 from nvmeio.inference._plan.checksums import ExpectedBytes
 from nvmeio.inference._plan.slot_layout import FileExtent, Read, Weight, WeightPart
 from nvmeio.inference._plan.units import Target, Unit
-
-# A parameter whose share of an expert is smaller (a bias) stays with its layer: reading it by
-# itself would cost a round trip for next to nothing.
-LEAST_BYTES = 2 * PAGE_BYTES
-
-# How transformers' modules of experts call the experts that each token is routed to.
-_ROUTING = ("top_k_index", "router_indices")
 
 # Experts that are read at a time to be converted: what is read of them is memory of its own.
 STAGES = 4
@@ -325,12 +318,12 @@ def find_sets(model: nn.Module, weights: dict[int, Weight]) -> list[ExpertSet]:
                 users.setdefault(id(parameter), set()).add(module)
     found: list[ExpertSet] = []
     for module, name in names.items():
-        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts":
+        if is_list_of_experts(module, name):
             modules = _modules_of(module, name, weights, users)
             found += () if modules is None else (modules,)
             continue
-        number = getattr(module, "num_experts", None)
-        if not isinstance(number, int) or number < 2 or routing_argument(module.forward) is None:
+        number = fused_experts(module)
+        if not number:
             continue
         unit = Unit(name)
         for attribute, parameter in module._parameters.items():
@@ -380,12 +373,6 @@ def _modules_of(
     if not alike or sum(w.nbytes for w in unit.weights) < LEAST_BYTES * len(module):
         return None
     return ExpertModules(unit, module)
-
-
-def routing_argument(forward: Callable[..., object]) -> str | None:
-    """The argument that has the experts of each token; None if there is none."""
-    takes = inspect.signature(forward).parameters
-    return next((name for name in _ROUTING if name in takes), None)
 
 
 def _is_large(weight: Weight, number: int) -> bool:

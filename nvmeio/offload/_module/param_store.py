@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -36,6 +37,7 @@ from nvmeio._residency.on_device import (
 from nvmeio._residency.order import Limited, ThereAndBack
 from nvmeio._residency.reader import Reader
 from nvmeio._residency.window import LentPool, Window
+from nvmeio._threads.closing import on_error
 from nvmeio._threads.owner import Claim, OwnerThread, owned
 from nvmeio._threads.shutdown import Ending, open_owned
 from nvmeio.errors import ClosedError
@@ -43,7 +45,7 @@ from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.rank_steps import directory_name
 from nvmeio.offload._module.stages import ParamPlaces, ParamUnit, Versions, refused
-from nvmeio.offload._module.unit_memory import TAKEN_ALONG, ParamSlot, UnitMemory, over
+from nvmeio.offload._module.unit_memory import TAKEN_ALONG, ParamSlot, Routed, UnitMemory, over
 from nvmeio.offload._swap_files.pipeline import move_all
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
 from nvmeio.offload._swap_files.tensors import is_absent, laid, local, strides_of
@@ -104,6 +106,7 @@ class ParamStore:
         self._on_device: DeviceWindow[ParamUnit] | None = None
         self.closed = False
         self.locked = False
+        self._experts_bytes = 0  # read by themselves
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
         self._gathered_now: list[Sequence[ParamSlot]] = []  # in blocks
         self._settled: dict[ParamUnit, Claim] = {}  # which stay, for users that do not ask
@@ -135,7 +138,7 @@ class ParamStore:
         self._ordered = OrderedReads(self._handles, streams)
         self._reader = reader = Reader(self._ordered if self.direct else self._handles)
         self._resources.callback(reader.stop)
-        order: Limited[ParamUnit] | ThereAndBack[ParamUnit] = _new_order()
+        order: Limited[ParamUnit] | ThereAndBack[ParamUnit] = _new_order(self.units)
         if self.device_bytes:
             order = Limited(order, self._not_on_device)
         self._window = Window(reader, self._memory, order, _AHEAD, _AHEAD_BYTES)
@@ -152,7 +155,7 @@ class ParamStore:
         pool = DevicePool(self.device, self.device_bytes)
         if not isinstance(handle, GdsHandle) or not self.direct:
             self._memory.device_pool = pool
-            self._on_device = WindowAbove(self._window, pool, _new_order(), self._memory)
+            self._on_device = WindowAbove(self._window, pool, _new_order(self.units), self._memory)
             return
         try:
             arena = pool.reserve([unit.nbytes for unit in self.units])
@@ -170,7 +173,7 @@ class ParamStore:
         self._memory.device_pool = pool
         self.resident_bytes, self.locked = 0, False
         self._on_device = DeviceWindow(
-            self._reader, pool, _new_order(), self._memory, _AHEAD, _AHEAD_BYTES
+            self._reader, pool, _new_order(self.units), self._memory, _AHEAD, _AHEAD_BYTES
         )
 
     def _not_on_device(self, upcoming: Iterator[ParamUnit]) -> Iterator[ParamUnit]:
@@ -215,12 +218,13 @@ class ParamStore:
 
     def _hold(self, units: Sequence[ParamUnit], backward: bool, stream: Any) -> Claim:
         top = self._top
+        self._memory.backward = backward
         held = self._have(lambda: top.hold(units, backward=backward))
         claim = self._owner.claim(top.let_go, held)
         top.let_compute(held, stream)
         if self._fits and not self._gathered_now:
             for slot in held:
-                if slot.unit not in self._settled:
+                if slot.unit not in self._settled and slot.shares is None:
                     slot.holds += 1
                     self._settled[slot.unit] = self._owner.claim(top.let_go, [slot])
         return claim
@@ -241,26 +245,85 @@ class ParamStore:
         self._settled.clear()
         self._owner.release_dropped()
 
-    def memory_of(self, unit: ParamUnit) -> torch.Tensor:
+    # Experts
+
+    @owned
+    def read_by_expert(self, unit: ParamUnit) -> None:
+        """Read from now on only those experts of a unit that somebody needs.
+
+        What is in memory of others is NaN. Not for units that go to a device.
+        """
+        self._memory.routed[unit] = Routed()
+
+    def need_experts(self, unit: ParamUnit, experts: frozenset[int]) -> None:
+        """Have experts of a unit in memory, which the caller holds.
+
+        TransferError if they cannot be read.
+        """
+        slot, used = self._top.slot(unit), (torch.is_grad_enabled(), in_backward())
+        if slot is not None and not self._memory.missing(slot, experts):
+            self._owner.post(self._memory.routed[unit].note, experts, *used)
+            return
+        with profiled("wait", unit.stages[0].name):
+            self._owner.call(self._need_experts, unit, experts, *used)
+
+    def _need_experts(
+        self, unit: ParamUnit, experts: frozenset[int], recording: bool, backward: bool
+    ) -> None:
+        self._memory.routed[unit].note(experts, recording, backward)
+        slot = self._top.slot(unit)
+        assert slot is not None
+        self._bring(slot, experts)
+
+    def _bring(self, slot: ParamSlot, experts: Collection[int] | None) -> None:
+        """Read what is missing of some experts, or of all, into a unit that is in memory."""
+        missing = self._memory.missing(slot, experts)
+        if not missing or slot.shares is None:
+            return
+        try:
+            with self._failing():
+                fill = self._memory.fill_experts(slot, missing)
+                self._experts_bytes += self._window.read_more(slot, fill)
+        except BaseException:
+            self._memory.show_nothing(slot, missing)
+            raise
+        slot.shares |= missing
+        if len(slot.shares) == slot.unit.fused:
+            slot.shares = None
+
+    def memory_of(self, unit: ParamUnit, experts: frozenset[int] | None = None) -> torch.Tensor:
         """A unit's bytes, which do not change for as long as the storage lives.
 
-        If they have arrived, the owner is told and not waited for; nor told if they stay.
+        Of fused experts those that are named, and maybe others; None stands for all. If they have
+        arrived, the owner is told and not waited for; nor told if they stay.
         """
         backward = in_backward()
         top, stream = self._top, devices.stream_here(self.device)
         slot = top.arrived(unit)
-        if slot is not None:
+        if slot is not None and not self._memory.missing(slot, experts):
             top.let_compute([slot], stream)  # before its memory is taken, which may go meanwhile
             memory: torch.Tensor = slot.memory
             if memory.nbytes:
                 if unit not in self._settled:
-                    self._owner.post(top.note, unit, backward)
+                    self._owner.post(self._note, unit, backward)
                 return memory
         with profiled("wait", unit.stages[0].name):
-            return self._owner.call(self._memory_of, unit, backward, stream)
+            return self._owner.call(self._memory_of, unit, experts, backward, stream)
 
-    def _memory_of(self, unit: ParamUnit, backward: bool, stream: Any) -> torch.Tensor:
+    def _note(self, unit: ParamUnit, backward: bool) -> None:
+        self._memory.backward = backward
+        if unit in self._memory.routed:
+            self._memory.routed[unit].note(frozenset(), False, backward)
+        self._top.note(unit, backward)
+
+    def _memory_of(
+        self, unit: ParamUnit, experts: frozenset[int] | None, backward: bool, stream: Any
+    ) -> torch.Tensor:
+        self._memory.backward = backward
+        if unit in self._memory.routed:
+            self._memory.routed[unit].note(frozenset(), False, backward)
         slot: ParamSlot = self._have(lambda: self._top.need(unit, backward=backward))
+        self._bring(slot, experts)
         self._top.let_compute([slot], stream)
         return slot.memory
 
@@ -354,6 +417,9 @@ class ParamStore:
         self._unsettle()
         with self._failing():
             slots = self._top.hold(units, computing=False)
+        with on_error(self._top.let_go, slots):
+            for slot in slots:
+                self._bring(slot, None)
         gathered = self._gathered(slots)
         self._top.let_compute(slots, stream)
         return gathered
@@ -430,6 +496,7 @@ class ParamStore:
         slots = window.hold([unit], computing=False)
         written: list[bool] = []
         try:
+            self._bring(slots[0], None)
             with torch.no_grad():
                 if self.direct:
                     self._device_pool.after_compute()
@@ -518,7 +585,8 @@ class ParamStore:
     @property
     def bytes_read(self) -> int:
         there = self._on_device
-        return self._window.bytes_read + (there.bytes_read if there is not None else 0)
+        read = self._window.bytes_read + self._experts_bytes
+        return read + (there.bytes_read if there is not None else 0)
 
 
 def store_of(parameter: torch.Tensor) -> ParamStore | None:
@@ -527,5 +595,6 @@ def store_of(parameter: torch.Tensor) -> ParamStore | None:
     return found
 
 
-def _new_order() -> ThereAndBack[ParamUnit]:
-    return ThereAndBack(lambda unit: len(unit.stages) == 1)
+def _new_order(units: Sequence[ParamUnit]) -> ThereAndBack[ParamUnit]:
+    layers: Counter[Hashable] = Counter(unit.experts for unit in units)
+    return ThereAndBack(lambda unit: len(unit.stages) == 1, lambda unit: unit.experts, layers)

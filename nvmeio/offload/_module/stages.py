@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import torch
 
 from nvmeio import files
 from nvmeio._io.drives import FileSpan, StripedFile
 from nvmeio._pages import PAGE_BYTES, round_up
+from nvmeio._residency import routing
 from nvmeio._residency.calls import version_of
 from nvmeio.offload._swap_files.file_tensors import file_tensor
 from nvmeio.offload._swap_files.subgroups import SlotSpan, aligned
@@ -23,11 +26,15 @@ AS_ONE = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.n
 
 @dataclass(eq=False)
 class Stage:
-    """A module ("" is the model itself), and the parameters that its forward needs."""
+    """A module ("" is the model itself), and the parameters that its forward needs.
+
+    `experts` is the list of experts that it is one of, or is a part of; None for other modules.
+    """
 
     name: str
     module: torch.nn.Module
     parameters: list[torch.nn.Parameter]
+    experts: torch.nn.ModuleList | None = None
 
 
 @dataclass(eq=False)
@@ -44,6 +51,20 @@ class ParamUnit:
     file_offset: int = 0
     stages: list[Stage] = field(default_factory=list)
 
+    @property
+    def experts(self) -> torch.nn.ModuleList | None:
+        """The list of experts that it is of, alone; None: whoever calls the layer calls it."""
+        return self.stages[0].experts if len(self.stages) == 1 else None
+
+    @functools.cached_property
+    def fused(self) -> int:
+        """How many experts are rows of its parameters, and are read where they are needed."""
+        return fused_experts(self.stages[0].module) if len(self.stages) == 1 else 0
+
+    def rows_of(self, parameter: torch.Tensor) -> int:
+        """How many rows of a parameter are read each by itself; 0 for none."""
+        return self.fused if self.fused and has_rows(parameter, self.fused) else 0
+
 
 def find_stages(root: torch.nn.Module, most_bytes: int) -> list[Stage]:
     """The largest modules whose parameters have at most `most_bytes`; larger ones by their parts.
@@ -51,25 +72,58 @@ def find_stages(root: torch.nn.Module, most_bytes: int) -> list[Stage]:
     A module that is larger and has parameters of its own is a stage for those, and its children are
     stages too. The parameters of containers that are never called (ModuleList) belong to the module
     around them.
+
+    What is around the experts of a mixture is a stage without these, and so is each expert of a
+    list: tokens need only some of them.
     """
     found: list[Stage] = []
+    around: set[torch.nn.Module] = set()  # these hold a mixture
 
-    def visit(name: str, module: torch.nn.Module) -> None:
+    def find_mixtures(name: str, module: torch.nn.Module) -> bool:
+        held = [find_mixtures(child_name, child) for child_name, child in module.named_children()]
+        if any(held) or _has_experts(module, name):
+            around.add(module)
+        return module in around or fused_experts(module) > 0
+
+    def visit(name: str, module: torch.nn.Module, experts: torch.nn.ModuleList | None) -> None:
         inside = list(module.parameters())
         if not inside:
             return
-        if _is_called(module) and (_nbytes(inside) <= most_bytes or isinstance(module, AS_ONE)):
-            found.append(Stage(name, module, inside))
+        small = _nbytes(inside) <= most_bytes and module not in around
+        if _is_called(module) and (small or isinstance(module, AS_ONE)):
+            found.append(Stage(name, module, inside, experts))
             return
         if _is_called(module):
             own = list(_own_parameters(module))
             if own:
-                found.append(Stage(name, module, own))
+                found.append(Stage(name, module, own, experts))
+        inner = module if _has_experts(module, name) else experts
         for child_name, child in module.named_children():
-            visit(f"{name}.{child_name}" if name else child_name, child)
+            visit(f"{name}.{child_name}" if name else child_name, child, inner)
 
-    visit("", root)
+    find_mixtures("", root)
+    visit("", root, None)
     return found
+
+
+def _has_experts(module: torch.nn.Module, name: str) -> TypeGuard[torch.nn.ModuleList]:
+    """Whether it is a list of experts that are worth a read each."""
+    return routing.is_list_of_experts(module, name) and all(
+        _is_called(each) and _nbytes(list(each.parameters())) >= routing.LEAST_BYTES
+        for each in module
+    )
+
+
+def fused_experts(module: torch.nn.Module) -> int:
+    """How many experts a module has as rows of its parameters, worth a read each; 0 for another."""
+    number = routing.fused_experts(module)
+    return number if any(has_rows(p, number) for p in module.parameters(recurse=False)) else 0
+
+
+def has_rows(parameter: torch.Tensor, experts: int) -> bool:
+    """Whether each expert has a row of a parameter that is worth a read."""
+    whole = parameter.shape[:1] == (experts,) and not own_strides(parameter.detach())
+    return whole and parameter.nbytes // experts >= routing.LEAST_BYTES
 
 
 def _is_called(module: torch.nn.Module) -> bool:
@@ -205,6 +259,34 @@ class ParamPlaces:
                     found[-1] = last._replace(nbytes=move.start + move.nbytes - last.start)
                 elif move.nbytes:
                     found.append(move)
+        return found
+
+    def moves_of_experts(
+        self, unit: ParamUnit, experts: Collection[int], beside: bool
+    ) -> list[FileSpan]:
+        """The reads of some experts of a unit that has them fused; `beside`: and of all else."""
+        found: list[FileSpan] = []
+        for parameter, span in zip(unit.parameters, unit.spans, strict=True):
+            rows = unit.rows_of(parameter)
+            share = span.nbytes // rows if rows else 0
+            wanted = [(e * share, share) for e in sorted(experts)] if rows else []
+            if beside and not rows:
+                wanted = [(0, span.nbytes)]
+            if not wanted:
+                continue
+            where = self.where(parameter)
+            for first, nbytes in wanted:
+                for each in where:
+                    start = max(first, each.start)
+                    stop = min(first + nbytes, each.start + each.nbytes)
+                    if start >= stop:
+                        continue
+                    offset = each.file_offset + start - each.start
+                    move = FileSpan(each.file, offset, span.offset + start, stop - start)
+                    if found and _follows(found[-1], move, 1):
+                        found[-1] = found[-1]._replace(nbytes=found[-1].nbytes + move.nbytes)
+                    else:
+                        found.append(move)
         return found
 
     def where(self, parameter: torch.Tensor) -> Sequence[FileSpan]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from nvmeio._threads.closing import collect
 from nvmeio._threads.owner import Claim
 from nvmeio.errors import ClosedError
 from nvmeio.offload._module.stages import ParamPlaces, ParamUnit, Versions
-from nvmeio.offload._swap_files.tensors import absent, lay
+from nvmeio.offload._swap_files.tensors import absent, lay, nothing
 
 TAKEN_ALONG = (
     "the parameters are in the files of a SwappedOptimizer that is closed (without master weights "
@@ -23,11 +23,36 @@ TAKEN_ALONG = (
 ParamSlot = Slot[ParamUnit]  # a DeviceSlot on a device
 
 
+class Routed:
+    """What passes have used of a unit of fused experts.
+
+    Attributes:
+        last: Of the last call in forward. If these were all, the next pass expects all.
+        saved: Of the calls in forward that backward has not come to: it expects these.
+    """
+
+    def __init__(self) -> None:
+        self.last: frozenset[int] = frozenset()
+        self.saved: frozenset[int] = frozenset()
+        self._returned = False
+
+    def note(self, experts: frozenset[int], recording: bool, backward: bool) -> None:
+        if backward:
+            self._returned = True
+            return
+        self.last = experts
+        if recording:
+            self.saved = experts if self._returned else self.saved | experts
+            self._returned = False
+
+
 class UnitMemory(Keeper[ParamUnit, ParamSlot]):
     """Gives units memory, and lays their parameters over it or over nothing.
 
     It belongs to the store's owner thread, as the windows do. The store sets `places` and `pool`
     when it opens, and `device_pool` once parameters are on a device; they lie over that one then.
+    `routed` has the units of which only those experts are read that tokens are routed to;
+    `backward` says where a pass is.
 
     Args:
         units: All of them.
@@ -49,6 +74,8 @@ class UnitMemory(Keeper[ParamUnit, ParamSlot]):
         check: Callable[[ParamUnit], None],
     ) -> None:
         self.device_pool: DevicePool | None = None
+        self.routed: dict[ParamUnit, Routed] = {}
+        self.backward = False
         self.by_address: dict[int, ParamUnit] = {}
         self.closed = False
         self._absent = {unit: [absent(span, device) for span in unit.spans] for unit in units}
@@ -83,8 +110,43 @@ class UnitMemory(Keeper[ParamUnit, ParamSlot]):
         if isinstance(slot, DeviceSlot):
             assert self.device_pool is not None
             memory, after = slot.memory, self.device_pool.free()
-        reads = [WantedBytes.of(span, memory) for span in self.places.moves(slot.unit)]
-        return Fill(reads, after=after)
+        if not slot.bound:
+            self._expect(slot)
+        spans = self.places.moves(slot.unit)
+        if slot.shares is not None:
+            spans = self.places.moves_of_experts(slot.unit, slot.shares, beside=True)
+        return Fill([WantedBytes.of(span, memory) for span in spans], after=after)
+
+    def missing(self, slot: ParamSlot, experts: Collection[int] | None) -> set[int]:
+        """Those of some experts, or of all, that are not there."""
+        if slot.shares is None:
+            return set()
+        wanted = range(slot.unit.fused) if experts is None else experts
+        return set(wanted) - slot.shares
+
+    def fill_experts(self, slot: ParamSlot, experts: Collection[int]) -> Fill:
+        """The reads of experts that are missing."""
+        spans = self.places.moves_of_experts(slot.unit, experts, beside=False)
+        return Fill([WantedBytes.of(span, slot.host) for span in spans])
+
+    def show_nothing(self, slot: ParamSlot, experts: Collection[int]) -> None:
+        """Have experts that are not there look like it."""
+        for parameter, tensor in zip(slot.unit.parameters, over(slot), strict=True):
+            if slot.unit.rows_of(parameter):
+                for expert in experts:
+                    tensor[expert].fill_(nothing(tensor.dtype))
+
+    def _expect(self, slot: ParamSlot) -> None:
+        """Say which experts a unit that comes is to have."""
+        routed = self.routed.get(slot.unit)
+        if routed is None:
+            return
+        expected = routed.saved if self.backward else routed.last
+        if not self.backward and len(expected) < slot.unit.fused:
+            expected = frozenset()
+        if len(expected) < slot.unit.fused:
+            slot.shares = set(expected)
+            self.show_nothing(slot, self.missing(slot, None))
 
     def explain(self, slot: ParamSlot, error: BaseException) -> BaseException:
         """Name the closed optimizer whose files a parameter was in."""

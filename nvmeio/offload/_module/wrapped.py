@@ -10,13 +10,15 @@ Hooks and parameters outlive the `SwappedModule`: what they refuse then is what 
 from __future__ import annotations
 
 import functools
+import threading
 import types
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._residency import calls
+from nvmeio._residency import calls, routing
 from nvmeio.errors import ClosedError
 from nvmeio.offload._module.param_store import ParamStore, store_of
 from nvmeio.offload._module.stages import ParamUnit, Stage
@@ -162,6 +164,7 @@ class _SavedParameter(NamedTuple):
     unit: ParamUnit
     parameter: torch.nn.Parameter | None  # that a tensor is a view of; None where it is empty
     version: int  # of the parameter, then
+    experts: frozenset[int] | None  # of fused ones that a call has computed with; None: all
 
     def memory(self) -> torch.Tensor:
         """The unit's memory; raises if the parameter was changed."""
@@ -171,7 +174,7 @@ class _SavedParameter(NamedTuple):
                 "within gather or by load_state_dict) after the forward pass that this "
                 "backward belongs to: run forward again. torch refuses the same in memory"
             )
-        return self.store.memory_of(self.unit)
+        return self.store.memory_of(self.unit, self.experts)
 
 
 def attach(store: ParamStore, stage: Stage) -> None:
@@ -183,9 +186,8 @@ def attach(store: ParamStore, stage: Stage) -> None:
         if unit is None:
             return None
         parameter = _parameter_at(unit, offset)
-        return _SavedParameter(
-            store, unit, parameter, 0 if parameter is None else parameter._version
-        )
+        version = 0 if parameter is None else parameter._version
+        return _SavedParameter(store, unit, parameter, version, _routed_here(unit))
 
     def take() -> object:
         store.check_open()
@@ -202,6 +204,56 @@ def attach(store: ParamStore, stage: Stage) -> None:
         return result
 
     calls.wrap(stage.module, functools.partial(calls.taking(take, origin_of, finished), True))
+    for unit in units:
+        if unit.fused and store.device.type == "cpu":
+            store.read_by_expert(unit)
+            routing.attach(stage.module, functools.partial(_with_experts, store, unit))
+
+
+class _Call:
+    """A call of fused experts, in a local of its frame; `experts` are all that it looks at."""
+
+    __slots__ = ("__weakref__", "experts", "unit")
+
+    def __init__(self, unit: ParamUnit, experts: frozenset[int]) -> None:
+        self.unit = unit
+        self.experts = experts
+
+
+_here = threading.local()
+
+
+def _routed_here(unit: ParamUnit) -> frozenset[int] | None:
+    """The experts of a unit that the call on this thread looks at; None: it may look at all."""
+    call = getattr(_here, "call", _no_call)()
+    return call.experts if call is not None and call.unit is unit else None
+
+
+def _no_call() -> None:
+    return None
+
+
+def _with_experts(
+    store: ParamStore,
+    unit: ParamUnit,
+    chosen: torch.Tensor,
+    call: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call fused experts with those in memory that tokens are routed to."""
+    if hasattr(unit.stages[0].module, "parametrizations"):  # adapters compute with all of them
+        store.need_experts(unit, frozenset(range(unit.fused)))
+        return call(*args, **kwargs)
+    hit = frozenset(e for e in torch.unique(chosen).tolist() if 0 <= e < unit.fused)
+    store.need_experts(unit, hit)
+    running = _Call(unit, hit)
+    _here.call = weakref.ref(running)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        del running
 
 
 def _parameter_at(unit: ParamUnit, offset: int) -> torch.nn.Parameter | None:
