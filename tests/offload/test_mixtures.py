@@ -303,3 +303,165 @@ def test_a_forked_child_is_refused(make: Make, tmp_path: Path) -> None:
         assert os.waitpid(child, 0)[1] == 0
         signal.alarm(0)
         loss_of(module, 1).backward()
+
+
+# Optimizers
+
+
+def moved_by_steps(
+    module: SwappedModule, optimizer: SwappedOptimizer, steps: int, number: int
+) -> list[tuple[int, int]]:
+    """Bytes that the optimizer reads and writes for each step, gradients included."""
+    found = []
+    for step in range(steps):
+        before = optimizer.bytes_read, optimizer.bytes_written
+        loss_of(module, step, number).backward()
+        optimizer.step()
+        found.append((optimizer.bytes_read - before[0], optimizer.bytes_written - before[1]))
+        optimizer.zero_grad()
+    return found
+
+
+CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2}),
+    "Adam": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "SGD": (torch.optim.SGD, {"lr": 1e-2}),
+    "SGD-momentum": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+}
+
+
+@pytest.mark.parametrize("gradients", ["memory", "disk"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_state_of_listed_experts_without_tokens_is_neither_read_nor_written(
+    name: str, gradients: str, tmp_path: Path
+) -> None:
+    """Any class: torch leaves out what has no gradient, and its state stays where it is."""
+    kind, options = CLASSES[name]
+    ours, theirs = lists(), lists()
+    with (
+        swapped(ours, tmp_path) as module,
+        SwappedOptimizer(
+            kind, module.parameters(), swap_dir=tmp_path, gradients=gradients, **options
+        ) as optimizer,
+    ):
+        all_of_it = moved_by_steps(module, optimizer, 2, number=64)[1]
+        for made in (ours, theirs):
+            made.zero_grad()
+        reference = kind(theirs.parameters(), **options)
+        for step in range(2):
+            loss_of(theirs, step, 64).backward()
+            reference.step()
+            reference.zero_grad()
+        few = moved_by_steps(module, optimizer, 3, number=1)
+        for step in range(3):
+            loss_of(theirs, step, 1).backward()
+            reference.step()
+            reference.zero_grad()
+        experts = sum(p.nbytes for n, p in ours.named_parameters() if ".experts." in n)
+        whole = sum(p.nbytes for p in ours.parameters())
+        for read, written in few:  # 2 of 8 experts
+            share = 1 - 0.7 * experts / whole
+            assert read < share * all_of_it[0] and written < share * all_of_it[1]
+        found = module.state_dict()
+        for key, tensor in theirs.state_dict().items():
+            assert torch.equal(found[key], tensor), key
+        state, wanted = optimizer.state_dict()["state"], reference.state_dict()["state"]
+        assert state.keys() == wanted.keys()
+        for number, entry in wanted.items():
+            for each, value in entry.items():
+                same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
+                assert same(state[number][each], value), (number, each)
+
+
+ALONE = {"SGD", "Adagrad"}  # a gradient of zeros changes nothing
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_rows_of_fused_experts_are_left_alone_where_a_step_leaves_them(
+    name: str, tmp_path: Path
+) -> None:
+    kind, options = CLASSES[name]
+    ours, theirs = fused(), fused()
+    reference = kind(theirs.parameters(), **options)
+    with (
+        swapped(ours, tmp_path) as module,
+        SwappedOptimizer(
+            kind,
+            module.parameters(),
+            swap_dir=tmp_path,
+            subgroup_bytes=64 << 10,
+            durable=False,
+            **options,
+        ) as optimizer,
+    ):
+        moved = moved_by_steps(module, optimizer, 4, number=1)
+        for step in range(4):
+            loss_of(theirs, step, 1).backward()
+            reference.step()
+            reference.zero_grad()
+        first, rest = moved[0], moved[1:]
+        for read, written in rest:
+            assert (written < first[1] * 0.6) == (name in ALONE)
+            assert read < first[0] or name not in ALONE
+        found = module.state_dict()
+        for key, tensor in theirs.state_dict().items():
+            assert torch.equal(found[key], tensor), key
+        state, wanted = optimizer.state_dict()["state"], reference.state_dict()["state"]
+        for number, entry in wanted.items():
+            for each, value in entry.items():
+                same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
+                assert same(state[number][each], value), (number, each)
+
+
+def test_rows_whose_zeros_have_a_sign_are_stepped(tmp_path: Path) -> None:
+    """SGD makes +0 of a weight of -0 where the gradient is -0, and leaves it where that is +0."""
+    ours, theirs = fused(), fused()
+    for made in (ours, theirs):
+        with torch.no_grad():
+            for layer in made.layers:
+                layer.mixture.experts.up[:4] = -0.0
+    reference = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    with (
+        swapped(ours, tmp_path) as module,
+        SwappedOptimizer(
+            torch.optim.SGD, module.parameters(), swap_dir=tmp_path, lr=0.1
+        ) as optimizer,
+    ):
+        for step in range(3):
+            for made, steps in ((ours, optimizer), (theirs, reference)):
+                for parameter in made.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                if step == 2:
+                    for layer in made.layers:
+                        layer.mixture.experts.up.grad[2] = -0.0
+                steps.step()
+        for key, tensor in theirs.state_dict().items():
+            found = module.state_dict()[key]
+            assert torch.equal(found.view(torch.int32), tensor.view(torch.int32)), key
+
+
+def test_steps_that_leave_rows_alone_are_resumed(tmp_path: Path) -> None:
+    made = fused()
+    options: dict[str, Any] = {"swap_dir": tmp_path, "resume": True, "lr": 0.1}
+    with (
+        swapped(made, tmp_path) as module,
+        SwappedOptimizer(torch.optim.Adagrad, module.parameters(), **options) as optimizer,
+    ):
+        moved_by_steps(module, optimizer, 3, number=1)
+        wanted = {name: t.clone() for name, t in module.state_dict().items()}
+        state = optimizer.state_dict()["state"]
+        sums = {n: (e["step"].clone(), e["sum"].clone()) for n, e in state.items()}
+    again = fused()
+    with (
+        swapped(again, tmp_path) as module,
+        SwappedOptimizer(torch.optim.Adagrad, module.parameters(), **options) as optimizer,
+    ):
+        assert optimizer.generation == 4
+        for name, tensor in module.state_dict().items():
+            assert torch.equal(tensor, wanted[name]), name
+        for number, entry in optimizer.state_dict()["state"].items():
+            assert torch.equal(entry["step"], sums[number][0])
+            assert torch.equal(entry["sum"], sums[number][1])

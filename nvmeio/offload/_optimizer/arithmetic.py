@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,6 +107,19 @@ class Stepper:
         name = self.optimizer_class.__name__
         own = getattr(torch.optim, name, None) is self.optimizer_class
         return own and name in _ELEMENTWISE and dtype in _SPLIT_DTYPES
+
+    def leaves_zeros_alone(self, group: Mapping[str, Any], dtype: torch.dtype) -> bool:
+        """Whether a step changes nothing but its count where all of a gradient is 0.
+
+        Not a bit of weights and state: so nothing that decays (moments, averages, weights), and no
+        `maximize`, where weights of -0 become +0.
+        """
+        if not self.splits(dtype) or dtype.is_complex or group["weight_decay"] or group["maximize"]:
+            return False
+        if not math.isfinite(group["lr"]):
+            return False
+        name = self.optimizer_class.__name__
+        return (name == "SGD" and not group["momentum"]) or (name == "Adagrad" and group["eps"] > 0)
 
     def _check_fused(self, options: Mapping[str, Any], dtype: torch.dtype) -> None:
         """Refuse (ValueError) a fused step in which torch's kernel changes no weights."""

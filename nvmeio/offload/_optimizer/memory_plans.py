@@ -19,7 +19,15 @@ from nvmeio.offload._optimizer.arithmetic import Stepper
 from nvmeio.offload._optimizer.params import SwappedParam
 from nvmeio.offload._optimizer.turns import Swapped
 from nvmeio.offload._swap_files.pipeline import BUFFERS
-from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, Subgroup, cut, pack, place
+from nvmeio.offload._swap_files.subgroups import (
+    WEIGHTS,
+    Piece,
+    Subgroup,
+    cut,
+    cut_rows,
+    pack,
+    place,
+)
 from nvmeio.offload._swap_files.tensors import is_absent, local, own_strides, strides_of
 
 _SPARE = 0.9  # of a buffer: what alignment takes is not known before the pieces are placed
@@ -228,9 +236,21 @@ class Cuts(NamedTuple):
         if self.stepper.splits(step_dtype) and in_order and nbytes > most_bytes:
             runs = cut(whole.numel, nbytes / max(1, whole.numel), most_bytes)
             param.pieces = [piece(start, stop, (stop - start,)) for start, stop in runs]
+        if self._by_rows(param, group, step_dtype) and in_order:
+            runs = cut_rows(whole.numel, param.shape[0], nbytes / whole.numel, most_bytes)
+            param.pieces = [piece(start, stop, (stop - start,)) for start, stop in runs]
         for each in param.pieces:
             each.lent = param_store is not None and not param.stores_rounded
         return param
+
+    def _by_rows(self, param: SwappedParam, group: dict[str, Any], step_dtype: torch.dtype) -> bool:
+        """Whether a step may leave some rows, such as fused experts without tokens, alone."""
+        rows = len(param.shape) > 2 and param.shape[0] > 1 and min(param.shape) > 0
+        return (
+            rows
+            and param.param_store is not None
+            and self.stepper.leaves_zeros_alone(group, step_dtype)
+        )
 
     def _most_bytes(self, params: Sequence[SwappedParam]) -> int:
         """How long the records of a subgroup may be together."""

@@ -33,6 +33,7 @@ logger = logging.getLogger("nvmeio")
 
 MASTER = "master"
 _DOWN = "step down"  # which copies the stream is for
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _IN_MEMORY = "the part of the state that is in memory (ratio) was stepped already"
 _NOT_STORED = "the weights have no copy on the drive (recoverable=False)"
 
@@ -268,6 +269,7 @@ class Step:
         self.touched: list[Subgroup] = []
         self.why_no_undo = ""
         self.change = Change()
+        self._unchanged: list[Piece] = []
         self._resident: list[tuple[Subgroup, list[Piece]]] = []
         beside = [param.computes_on for param in swapped.params] if swapped.copies_beside else []
         there = {*beside} - {torch.device("cpu")}
@@ -277,6 +279,8 @@ class Step:
             copies.follow()
         for subgroup in swapped.subgroups:
             pieces = [p for p in subgroup.pieces if self._has_gradient(swapped.param_of(p))]
+            if not subgroup.resident:
+                pieces = [piece for piece in pieces if not self._stays(piece)]
             if not pieces:
                 continue
             numbers = [piece.number for piece in pieces]
@@ -297,12 +301,13 @@ class Step:
 
     @property
     def is_empty(self) -> bool:
-        return not self.turns and not self._resident
+        return not self.turns and not self._resident and not self._unchanged
 
     def stepped_params(self) -> list[SwappedParam]:
         """The parameters whose weights this step has changed."""
         touched = [*self.touched, *(subgroup for subgroup, _ in self._resident)]
-        numbers = dict.fromkeys(piece.param for each in touched for piece in each.pieces)
+        pieces = [*self._unchanged, *(piece for each in touched for piece in each.pieces)]
+        numbers = dict.fromkeys(piece.param for piece in pieces)
         params = [self._swapped.params[number] for number in numbers]
         return [param for param in params if self._has_gradient(param)]
 
@@ -348,6 +353,30 @@ class Step:
             if gradients.stands_in(param):
                 return False
         return param.number in self._grads
+
+    def _stays(self, piece: Piece) -> bool:
+        """Leave a piece alone whose step would change nothing but its count; True if it does.
+
+        The weights must be on the drive and nowhere else: others are copied there by each step.
+        """
+        swapped, given = self._swapped, self._grads.get(piece.param)
+        group = self._groups[swapped.param_of(piece).group]
+        if not piece.lent or not piece.begun or given is None or swapped.gradients is not None:
+            return False
+        if not self._stepper.leaves_zeros_alone(group, piece.step_dtype):
+            return False
+        finite = self._factor is None or bool(torch.isfinite(self._factor))
+        if not finite or devices.is_device(given) or not given.is_contiguous():
+            return False
+        gradient = part(local(given), piece.start, piece.stop, piece.shape)
+        # Its bits: a gradient of -0 makes +0 of weights of -0.
+        if bool(gradient.view(-1)[0]) or bool(gradient.view(_BITS[gradient.dtype]).any()):
+            return False
+        small = swapped.store.small[piece.number]
+        if "step" in small:
+            self.change.small[piece.number] = {**small, "step": small["step"] + 1}
+        self._unchanged.append(piece)
+        return True
 
     def _reads(self, subgroup: Subgroup, pieces: list[Piece]) -> list[FileSpan]:
         """The moves of state, weights that are stepped in the slot, and gradients on the drive."""

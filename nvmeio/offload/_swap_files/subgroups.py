@@ -20,6 +20,7 @@ from nvmeio._pages import PAGE_BYTES, round_down, round_up
 # Pieces from this size on begin on a page: their edges then go direct when they move alone.
 _PAGED_BYTES = 64 << 10
 _LINE_BYTES = 64
+_RUN_BYTES = 1 << 20  # a shorter transfer costs more than the bytes that it leaves out
 WEIGHTS = "weights"
 
 
@@ -147,6 +148,19 @@ def cut(numel: int, record_bytes_per_element: float, most_bytes: int) -> list[tu
     parts = max(1, math.ceil(numel * record_bytes_per_element / most_bytes))
     each = max(1024, round_up(math.ceil(numel / parts), 1024))
     return [(start, min(start + each, numel)) for start in range(0, numel, each)] or [(0, 0)]
+
+
+def cut_rows(
+    numel: int, rows: int, record_bytes_per_element: float, most_bytes: int
+) -> list[tuple[int, int]]:
+    """Runs of whole rows, as few as make 1 MiB; a row with more than `most_bytes` is `cut`."""
+    row = numel // rows
+    record = row * record_bytes_per_element
+    if record > most_bytes:
+        parts = cut(row, record_bytes_per_element, most_bytes)
+        return [(n * row + a, n * row + b) for n in range(rows) for a, b in parts]
+    each = max(1, int(min(most_bytes, _RUN_BYTES) // record))
+    return [(n * row, min(n + each, rows) * row) for n in range(0, rows, each)]
 
 
 def pack(pieces: Iterable[Piece], subgroup_bytes: int, gradients: bool = False) -> list[Subgroup]:
