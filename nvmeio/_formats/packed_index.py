@@ -2,8 +2,10 @@
 
 It is a text in the metadata of a safetensors file: how weights were quantised, and a CRC-32 of each
 tensor's bytes, or one for each of several shares of equal length (fused experts). Padding between
-tensors is zeros. The header's own CRC-32 stands beside the index, computed as if it were
-``00000000``, and the index says that it does. Files of before lack it, or all checksums.
+tensors is zeros. The fused experts of a module are one tensor of bytes, [experts, bytes of each]:
+what an expert has of each weight lies side by side, and the index says where. The header's own
+CRC-32 stands beside the index, computed as if it were ``00000000``, and the index says that it
+does. Files of before lack it, or all checksums.
 """
 
 from __future__ import annotations
@@ -23,6 +25,11 @@ KEY = "nvmeio.pack"
 VERSION = 1
 # Of files with weights in schemes of others (FP8, MXFP4), which earlier releases do not read.
 _WITH_SCHEMES = 2
+# Of files whose fused experts lie side by side, which releases up to then do not read.
+_WITH_EXPERTS = 3
+_VERSIONS = (VERSION, _WITH_SCHEMES, _WITH_EXPERTS)
+# The ends of the names of tensors that have the experts of a module.
+EXPERTS = ".nvmeio_experts"
 PADDING = "nvmeio.padding."
 SEAL = "nvmeio.pack.header"
 OPEN_SEAL = "00000000"
@@ -60,17 +67,40 @@ class Share(NamedTuple):
     sum: int
 
 
-def version_for(is_ours: bool) -> int:
-    """The version of an index; `is_ours`: nvmeio quantised all that is quantised."""
+def version_for(is_ours: bool, has_experts: bool) -> int:
+    """The version of an index.
+
+    `is_ours`: nvmeio quantised all that is quantised. `has_experts`: fused ones, side by side.
+    """
+    if has_experts:
+        return _WITH_EXPERTS
     return VERSION if is_ours else _WITH_SCHEMES
 
 
 def read(text: str) -> dict[str, Any]:
     """Parse the index; ValueError, KeyError or TypeError if it is none, or of a later version."""
     index: dict[str, Any] = json.loads(text)
-    if index["version"] not in (VERSION, _WITH_SCHEMES):
-        raise ValueError(f"it is of version {index['version']}, not {VERSION} or {_WITH_SCHEMES}")
+    if index["version"] not in _VERSIONS:
+        known = " or ".join(map(str, _VERSIONS))
+        raise ValueError(f"it is of version {index['version']}, not {known}")
     return index
+
+
+class ExpertsFacts(NamedTuple):
+    """The experts of a module in a packed file: how many, and bytes of each, in whole pages."""
+
+    module: str
+    number: int
+    nbytes: int
+
+
+def experts_of(metadata: Mapping[str, str]) -> list[ExpertsFacts]:
+    """The experts that lie side by side, in the order of the file; none if it says nothing."""
+    try:
+        told = read(metadata[KEY]).get("experts", {})
+        return [ExpertsFacts(m, int(of["number"]), int(of["nbytes"])) for m, of in told.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []
 
 
 def sums_in(

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from nvmeio._formats import packed_index
+from nvmeio._formats.packed_index import ExpertsFacts
 from nvmeio._formats.safetensors.open_set import header_of
 from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of, open_checkpoint
 from nvmeio._formats.torch_archives import pickle_calls, pickle_values
@@ -83,6 +84,7 @@ class Description(NamedTuple):
         forbidden: What its pickle would import or call that ``weights_only=True`` refuses.
         what: Of a rank's part on its own drive: which. It has no records and tensors of its own.
             Of a packed model in parts: which; it has the tensors of the whole. Of DCP: its objects.
+        experts: Of a packed mixture, those that lie side by side.
     """
 
     path: str
@@ -92,6 +94,7 @@ class Description(NamedTuple):
     tensors: list[TensorFacts]
     forbidden: list[str]
     what: str = ""
+    experts: list[ExpertsFacts] = []  # noqa: RUF012 - read only
 
 
 def describe(path: str | os.PathLike[str]) -> Description:
@@ -174,7 +177,8 @@ def _of_safetensors(file: File) -> Description:
         for name, entry in header.tensors.items()
     ]
     what = packed_index.part_in_words(header.metadata)
-    return Description(file.path, "safetensors", file.size(), [], tensors, [], what)
+    experts = packed_index.experts_of(header.metadata)
+    return Description(file.path, "safetensors", file.size(), [], tensors, [], what, experts)
 
 
 # The tensors of a scanned pickle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nvmeio import files
+from nvmeio._formats.packed_index import ExpertsFacts
 from nvmeio._formats.sniff import (
     DCP_DATA,
     DCP_METADATA,
@@ -23,6 +25,7 @@ from nvmeio._formats.sniff import (
     is_dcp_file,
     kind_of,
 )
+from nvmeio._pages import PAGE_BYTES
 from nvmeio.checkpoint import describing, verifying
 from nvmeio.checkpoint.describing import Description, alignment_of
 from nvmeio.checkpoint.verifying import Problem, Verdict
@@ -247,6 +250,7 @@ def _summary(description: Description) -> str:
     if description.what:
         rest = "" if description.kind == "dcp" else "; the rest of the file is holes"
         lines.append(description.what + rest)
+    lines += _experts_in_words(description.experts)
     if storages:
         least = min(map(alignment_of, storages.values()))
         lines.append(f"every storage begins at a multiple of {binary_size(least)}")
@@ -258,9 +262,20 @@ def _summary(description: Description) -> str:
     return "\n".join(lines)
 
 
+def _experts_in_words(experts: list[ExpertsFacts]) -> list[str]:
+    """One line for each kind of layer: how many experts, and how they lie."""
+    kinds = Counter((each.number, each.nbytes) for each in experts)
+    return [
+        f"{counted(layers, 'layer')} of {number} experts: {binary_size(nbytes)} each, side by side "
+        f"in pages of {binary_size(PAGE_BYTES)}, one read and one checksum an expert"
+        for (number, nbytes), layers in kinds.items()
+    ]
+
+
 def _description_as_json(description: Description) -> dict[str, Any]:
     return {
         **description._asdict(),
+        "experts": [each._asdict() for each in description.experts],
         "records": [
             {**record._asdict(), "alignment": alignment_of(record.offset)}
             for record in description.records

@@ -90,6 +90,13 @@ def pack(
             min=1,
         ),
     ] = 1,
+    keep_fused: Annotated[
+        bool,
+        typer.Option(
+            "--keep-fused",
+            help="Leave fused experts as the model has them, for transformers to load.",
+        ),
+    ] = False,
 ) -> None:
     """Writes a model in the order in which it is streamed, each layer as one aligned record.
 
@@ -117,6 +124,7 @@ def pack(
                     quant_group_size=quant_group_size,
                     modules_to_not_convert=modules_to_not_convert or (),
                     ranks=ranks,
+                    keep_fused=keep_fused,
                     progress=bar if errors.is_terminal else None,
                 )
             except (FileNotFoundError, FileExistsError, ValueError, TypeError) as wrong:

@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -34,10 +34,11 @@ from nvmeio._storage.untrusted import INDEX_BYTES, read_object
 from nvmeio.errors import nearest
 from nvmeio.handle import AioHandle
 from nvmeio.inference import hub
+from nvmeio.inference._experts.sets import ExpertModules, ExpertSet, find_sets
 from nvmeio.inference._plan import packed_format, transformers
 from nvmeio.inference._plan import units as plan_units
 from nvmeio.inference._plan.matching import match
-from nvmeio.inference._plan.packed_format import PackedWeight
+from nvmeio.inference._plan.packed_format import FusedWeight, PackedExperts, PackedWeight
 from nvmeio.inference._plan.quantization import (
     Quantised,
     can_quantise,
@@ -45,7 +46,7 @@ from nvmeio.inference._plan.quantization import (
     quantise,
     sizes_for,
 )
-from nvmeio.inference._plan.slot_layout import Weight, WeightPart
+from nvmeio.inference._plan.slot_layout import Weight, WeightPart, extents_within
 from nvmeio.inference._plan.units import Unit, partition
 from nvmeio.progress import Progress
 
@@ -55,6 +56,10 @@ _TEMPLATES = "additional_chat_templates"  # in which transformers keeps a tokeni
 _WEIGHTS = tuple(
     [".safetensors", ".part", ".index.json", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf"]
 )
+
+
+# Of experts that are read, converted and written at a time.
+_PIECE_BYTES = 32 << 20
 
 
 class PackReport(NamedTuple):
@@ -78,11 +83,46 @@ class PackReport(NamedTuple):
     relative_error: float
 
 
+_TensorOf = tuple[str, torch.dtype, tuple[int, ...], int]
+
+
+class _FusedExperts(NamedTuple):
+    """What fused experts have of all their weights, an expert's side by side in whole pages.
+
+    Attributes:
+        module: The name of their module.
+        weights: Of all experts.
+        places: Where they lie.
+    """
+
+    module: str
+    weights: list[Weight]
+    places: PackedExperts
+
+    @property
+    def tensor(self) -> str:
+        """The name of the tensor that holds them."""
+        return self.module + packed_index.EXPERTS
+
+
 class _UnitRecord(NamedTuple):
-    """The tensors of one unit, each with the number of the weight that it is made of."""
+    """The tensors of one unit, each with the number of the weight that it is made of.
+
+    Attributes:
+        unit: Which one.
+        runs: Of tensors, each of which begins on a page: what is always read; then experts that are
+            modules, one a run.
+        fused: Experts behind these.
+    """
 
     unit: Unit
-    tensors: list[tuple[str, torch.dtype, tuple[int, ...], int]]
+    runs: list[list[_TensorOf]]
+    fused: list[_FusedExperts]
+
+    @property
+    def tensors(self) -> list[_TensorOf]:
+        """Those of all runs."""
+        return [tensor for run in self.runs for tensor in run]
 
 
 def pack(
@@ -94,6 +134,7 @@ def pack(
     quant_group_size: int = 64,
     modules_to_not_convert: Sequence[str] = (),
     ranks: int = 1,
+    keep_fused: bool = False,
     handle: AioHandle | None = None,
     progress: Progress | None = None,
 ) -> PackReport:
@@ -103,10 +144,11 @@ def pack(
     they are widened, with `quant_bits` widened and quantised anew.
 
     The result is a model directory with one safetensors file: ``model.safetensors``, which
-    transformers loads too, or ``model-packed.safetensors`` if anything is quantised, which only
-    nvmeio reads. Its index has a CRC-32 of each tensor (of fused experts,
-    of each expert), which `stream_model` compares. The directory appears when it is complete and
-    durable.
+    transformers loads too, or ``model-packed.safetensors`` if anything is quantised or experts are
+    fused, which only nvmeio reads. Its index has a CRC-32 of each tensor (of fused experts, of each
+    expert), which `stream_model` compares. What an expert of a mixture has (gate, up and down, with
+    their biases and scales) lies side by side, in whole pages: it is read at once, and a layer's
+    experts are, too. The directory appears when it is complete and durable.
 
     Args:
         model_directory: As `save_pretrained` writes it, or a name on the hub (see `stream_model`).
@@ -127,6 +169,8 @@ def pack(
             a directory for each, ``rank-0`` and so on, with an equal part of every layer; small
             tensors and embeddings are in each as a whole. The files have the full size, and holes:
             copy them with what keeps holes (``cp``, ``rsync --sparse``).
+        keep_fused: Leave fused experts of a mixture as the model has them. Then transformers loads
+            the file, if nothing is quantised, and an expert is a read for each of its weights.
         handle: Moves the bytes and stays open; None makes one.
         progress: Told of each layer that was written: ``progress(name, done_bytes, total_bytes)``;
             see `nvmeio.progress`.
@@ -145,7 +189,8 @@ def pack(
     After an error or Ctrl-C: nothing is left of what was written, in none of the directories. Only
     a loss of power between two renames can leave some of them, which `stream_model` refuses.
 
-    Cost: each byte is read and written once; memory for two of the largest records.
+    Cost: each byte is read and written once; memory for two of the largest records, or of a mixture
+    without its experts, of which some 32 MiB are converted and written at a time.
     """
     dtype = _checks.dtype("dtype", dtype)
     targets = [Path(os.path.abspath(each)) for each in _checks.directory_paths("out", out)]
@@ -174,7 +219,8 @@ def pack(
             raise ValueError(f"{source} is packed already: pack what it was made from")
         model = transformers.empty_model(config, dtype, checkpoint)
         transformers.compute_buffers(model, torch.device("cpu"))
-        parts = partition(model, match(model, checkpoint, strict=True), None)
+        matched = match(model, checkpoint, strict=True)
+        parts = partition(model, matched, None)
         units = [unit for unit in (parts.fixed, *parts.units) if unit.weights]
         if ranks > 1 and any(unit.experts is not None for unit in units):
             raise ValueError(
@@ -193,8 +239,11 @@ def pack(
             for directory in directories:
                 directory.mkdir()
         left = _weights_in(model, units, modules_to_not_convert)
+        sets = find_sets(model, matched, packing=True) if ranks == 1 else []
+        if keep_fused:
+            sets = [each for each in sets if isinstance(each, ExpertModules)]
         contents = _Contents(
-            units, setting, ranks, weights_of(temporaries), left, widens=dtype is not None
+            units, sets, setting, ranks, weights_of(temporaries), left, widens=dtype is not None
         )
         if setting is not None and not contents.newly_quantised:
             raise ValueError(_nothing_quantised(units, setting, left))
@@ -268,6 +317,7 @@ class _Contents:
 
     Args:
         units: What is packed; a weight that several of them have goes to the first one.
+        sets: Experts that are to lie side by side.
         setting: How the matrices of layers are quantised, if they are.
         ranks: How many read a part each.
         weights: Of several drives, over which it is dealt.
@@ -280,12 +330,14 @@ class _Contents:
             known with the first header.
         part_sums: For each rank, the checksums of what it has of each record.
         quantised: The weights that are, and how.
+        experts: Those that lie side by side, by the names of their modules.
         sums: Each tensor's checksums; as many as there will be, so that the header has its length.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
+        sets: Sequence[ExpertSet],
         setting: Quantised | None,
         ranks: int,
         weights: Sequence[int],
@@ -298,38 +350,89 @@ class _Contents:
         self.piece_sums: list[int] = []  # of its pieces
         self.places: list[tuple[int, int, bool]] = []
         self.quantised: dict[str, PackedWeight] = {}
+        self.experts: dict[str, PackedExperts] = {}
         done: set[str] = set()
-        records = [self._record(unit, setting, done) for unit in units]
-        self.records = [record for record in records if record.tensors]
+        records = [self._record(unit, sets, setting, done) for unit in units]
+        self.records = [record for record in records if record.runs or record.fused]
         self.part_sums = [[0] * len(self.records) for _ in range(ranks)]
         self.sums = {
             name: [0] * _shares(record.unit, number)
             for record in self.records
             for name, _, _, number in record.tensors
         }
+        for record in self.records:
+            self.sums |= {fused.tensor: [0] * fused.places.number for fused in record.fused}
 
-    def _record(self, unit: Unit, setting: Quantised | None, done: set[str]) -> _UnitRecord:
-        tensors = []
+    def _record(
+        self,
+        unit: Unit,
+        sets: Sequence[ExpertSet],
+        setting: Quantised | None,
+        done: set[str],
+    ) -> _UnitRecord:
+        numbers = {weight.name: number for number, weight in enumerate(unit.weights)}
+        numbers = {name: number for name, number in numbers.items() if name not in done}
+        done.update(numbers)
+        of_unit = [each for each in sets if all(w.name in numbers for w in each.unit.weights)]
+        beside = {weight.name for each in of_unit for weight in each.unit.weights}
         experts = () if unit.experts is None else unit.experts.weights
         # Experts come last: what is always read of a layer is one read then.
-        for number in sorted(range(len(unit.weights)), key=lambda number: number in experts):
-            weight = unit.weights[number]
-            if weight.name in done:
+        always = [number for name, number in numbers.items() if name not in beside]
+        always.sort(key=lambda number: number in experts)
+        runs = [[stored for n in always for stored in self._stored(unit, n, setting)]]
+        fused = []
+        for each in of_unit:
+            if not isinstance(each, ExpertModules):
+                fused.append(self._fused(each, unit, setting))
                 continue
-            done.add(weight.name)
-            is_fixed = not unit.modules and not unit.row_modules  # small: norms, and the like
-            is_fixed = is_fixed or weight.name in self.left
-            scheme = None if self.widens else weight.quantised
-            if setting is not None and not is_fixed:
-                fits = can_quantise(weight.shape, weight.dtype, setting)
-                scheme = setting if fits else scheme
-            if scheme is None:
-                tensors.append((weight.name, weight.dtype, weight.shape, number))
-                continue
-            packed = PackedWeight(scheme, weight.dtype, weight.shape)
-            self.quantised[weight.name] = packed
-            tensors += [(*stored, number) for stored in packed.stored(weight.name)]
-        return _UnitRecord(unit, tensors)
+            first = len(runs)
+            for number in range(each.number):
+                own = [numbers[weight.name] for weight in each.weights_of(number)]
+                runs.append([stored for n in own for stored in self._stored(unit, n, setting)])
+            nbytes = max(map(_run_nbytes, runs[first:]))
+            self.experts[each.name] = PackedExperts(each.number, nbytes, {})
+        return _UnitRecord(unit, [run for run in runs if run], fused)
+
+    def _stored(self, unit: Unit, number: int, setting: Quantised | None) -> list[_TensorOf]:
+        """The tensors that hold a weight of a unit."""
+        weight = unit.weights[number]
+        packed = self._quantisation(unit, weight, setting)
+        if packed is None:
+            return [(weight.name, weight.dtype, weight.shape, number)]
+        return [(*stored, number) for stored in packed.stored(weight.name)]
+
+    def _quantisation(
+        self, unit: Unit, weight: Weight, setting: Quantised | None
+    ) -> PackedWeight | None:
+        """How a weight is quantised in the file, noted; None if it is not."""
+        is_fixed = not unit.modules and not unit.row_modules  # small: norms, and the like
+        is_fixed = is_fixed or weight.name in self.left
+        scheme = None if self.widens else weight.quantised
+        if setting is not None and not is_fixed:
+            fits = can_quantise(weight.shape, weight.dtype, setting)
+            scheme = setting if fits else scheme
+        if scheme is None:
+            return None
+        packed = self.quantised[weight.name] = PackedWeight(scheme, weight.dtype, weight.shape)
+        return packed
+
+    def _fused(self, experts: ExpertSet, unit: Unit, setting: Quantised | None) -> _FusedExperts:
+        """Lay out what an expert has of all weights."""
+        weights: dict[str, FusedWeight] = {}
+        end = 0
+        for weight in experts.unit.weights:
+            packed = self._quantisation(unit, weight, setting)
+            kinds = [(weight.dtype, weight.shape)]
+            if packed is not None:
+                kinds = packed.scheme.stored(weight.shape)
+            starts = []
+            for dtype, shape in kinds:
+                starts.append(round_up(end, TENSOR_ALIGNMENT))
+                end = starts[-1] + _nbytes(dtype, shape[1:])
+            weights[weight.name] = FusedWeight(weight.dtype, weight.shape, tuple(starts))
+        places = PackedExperts(experts.number, round_up(end, PAGE_BYTES), weights)
+        self.experts[experts.name] = places
+        return _FusedExperts(experts.name, experts.unit.weights, places)
 
     @property
     def newly_quantised(self) -> int:
@@ -370,10 +473,16 @@ class _Contents:
         for record in self.records:
             pad(PAGE_BYTES)
             start = position
-            for name, dtype, shape, _ in record.tensors:
-                pad(TENSOR_ALIGNMENT)
-                listed.append((name, dtype, shape))
-                position += _nbytes(dtype, shape)
+            for run in record.runs:
+                pad(PAGE_BYTES)
+                for name, dtype, shape, _ in run:
+                    pad(TENSOR_ALIGNMENT)
+                    listed.append((name, dtype, shape))
+                    position += _nbytes(dtype, shape)
+            for fused in record.fused:
+                pad(PAGE_BYTES)
+                listed.append((fused.tensor, torch.uint8, fused.places[:2]))
+                position += fused.places.number * fused.places.nbytes
             end = round_up(position, PAGE_BYTES)
             unit = record.unit
             # What is read by everybody, as small parts are, or by the rows of its tokens.
@@ -383,7 +492,7 @@ class _Contents:
         pad(PAGE_BYTES)
         metadata = {**of_source, "format": "pt"}
         metadata[packed_index.SEAL] = packed_index.OPEN_SEAL
-        metadata[packed_index.KEY] = packed_format.describe(self.quantised, self.sums)
+        metadata[packed_index.KEY] = packed_format.describe(self.quantised, self.sums, self.experts)
         if self.ranks > 1:
             metadata[packed_index.PART] = packed_index.describe_part(
                 number, self.ranks, self.places, self.part_sums[number]
@@ -422,6 +531,27 @@ def _shares(unit: Unit, number: int) -> int:
     return 1 if experts is None or number not in experts.weights else experts.number
 
 
+class _Change:
+    """How far quantising has moved the elements of a weight; some of them are added at a time."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._change = self._sum = self._squares = 0.0
+
+    def add(self, before: torch.Tensor, change: torch.Tensor) -> None:
+        self._number += before.numel()
+        self._change += float(change.square().sum(dtype=torch.float64))
+        self._sum += float(before.sum(dtype=torch.float64))
+        self._squares += float(before.square().sum(dtype=torch.float64))
+
+    @property
+    def relative(self) -> float:
+        """Its root mean square, divided by the standard deviation of the elements."""
+        mean = self._sum / self._number
+        spread = math.sqrt(max(self._squares / self._number - mean * mean, 0.0))
+        return math.sqrt(self._change / self._number) / (spread or 1.0)  # equal ones are exact
+
+
 class _StoredWeights:
     """Weights as they are stored: read, converted, quantised where they are to be.
 
@@ -433,11 +563,41 @@ class _StoredWeights:
     ) -> None:
         self._checkpoint, self._handle, self._quantised = checkpoint, handle, quantised
         self.read_bytes = 0
-        self.largest_error = self.relative_error = 0.0
+        self.largest_error = 0.0
+        self._changes: dict[str, _Change] = {}
+
+    @property
+    def relative_error(self) -> float:
+        return max((change.relative for change in self._changes.values()), default=0.0)
 
     def tensors_of(self, weight: Weight) -> list[torch.Tensor]:
         """A weight in the dtype that is wanted, or its quantised parts."""
-        stored = [self._read(part, weight.name) for part in weight.parts]
+        return self._converted(weight, [self._read(part, weight.name) for part in weight.parts])
+
+    def experts_of(self, weight: Weight, chosen: range) -> Iterator[list[torch.Tensor]]:
+        """The same of some experts of a weight that has all: of each by itself, [1, ...].
+
+        They are read together, and converted when they are asked for.
+        """
+        number = weight.shape[0]
+        stored = []
+        for part in weight.parts:
+            first, last = (part.nbytes // number * end for end in (chosen.start, chosen.stop))
+            extents = extents_within(part.extents, first, last)
+            stored.append(
+                self._read(
+                    part._replace(
+                        shape=(len(chosen), *part.shape[1:]),
+                        extents=tuple(each._replace(at=each.at - first) for each in extents),
+                    ),
+                    weight.name,
+                )
+            )
+        one = weight._replace(shape=(1, *weight.shape[1:]))
+        for at in range(len(chosen)):
+            yield self._converted(one, [part[at : at + 1] for part in stored])
+
+    def _converted(self, weight: Weight, stored: list[torch.Tensor]) -> list[torch.Tensor]:
         packed = self._quantised.get(weight.name)
         if packed is not None and packed.scheme == weight.quantised:
             return stored
@@ -455,10 +615,10 @@ class _StoredWeights:
             raise ValueError(f"{weight.name!r} cannot be quantised: {failed}") from None
         back = torch.empty_like(whole)
         packed.scheme.widen(parts, back)
-        change, spread = back.float() - whole.float(), float(whole.float().std(correction=0))
-        relative = float(change.square().mean().sqrt()) / (spread or 1.0)  # equal ones are exact
+        before = whole.float()
+        change = back.float() - before
+        self._changes.setdefault(weight.name, _Change()).add(before, change)
         self.largest_error = max(self.largest_error, float(change.abs_().max()))
-        self.relative_error = max(self.relative_error, relative)
         return list(parts)
 
     def _read(self, part: WeightPart, name: str) -> torch.Tensor:
@@ -488,26 +648,34 @@ def _write(
     spans = [part for number in range(len(contents.records)) for part in contents.parts(number)]
     written = len(prefix) * contents.files + sum(part.end - part.start for part in spans)
     call.expect(written)
-    name = packed_index.QUANTISED_NAME if contents.quantised else shards.DEFAULT_NAME
+    is_ours = contents.quantised or any(record.fused for record in contents.records)
+    name = packed_index.QUANTISED_NAME if is_ours else shards.DEFAULT_NAME
     name = packed_index.PART_NAME if in_parts else name
     with contextlib.ExitStack() as opened:
         out = [opened.enter_context(files.open(each / name, "x")) for each in directories]
         if in_parts:
             for directory in directories:
                 os.truncate(directory / name, total)  # what others have stays a hole
-        # Two records at most: one is written while the next is made.
+        # Two pieces at most: one is written while the next is made.
         with InFlight(0) as flight:
             for number, record in enumerate(contents.records):
-                memory = _filled(record, entries, source, contents.sums)
-                start = contents.places[number][0]
-                for part in contents.parts(number):
-                    room = memory[part.start - start : part.end - start]
-                    if in_parts:
-                        part.sums[part.at] = crc32.of_memory(room.data_ptr(), room.nbytes)
-                    place = len(prefix) + part.start
-                    begin = partial(handle.async_pwrite, room, out[part.file], place)
-                    wrote = partial(call.moved, room.nbytes, record.unit.name)
-                    flight.start(begin, room.nbytes, wrote)
+                at = contents.places[number][0]
+                for memory in _filled(record, entries, source, contents.sums):
+                    for part in contents.parts(number):
+                        start, end = max(part.start, at), min(part.end, at + memory.nbytes)
+                        if start >= end:
+                            continue
+                        room = memory[start - at : end - at]
+                        if in_parts:
+                            own = crc32.of_memory(room.data_ptr(), room.nbytes)
+                            before = part.sums[part.at]
+                            part.sums[part.at] = crc32.combine(before, own, room.nbytes)
+                        begin = partial(
+                            handle.async_pwrite, room, out[part.file], len(prefix) + start
+                        )
+                        wrote = partial(call.moved, room.nbytes, record.unit.name)
+                        flight.start(begin, room.nbytes, wrote)
+                    at += memory.nbytes
             for number, file in enumerate(out):
                 # With the checksums of what was written, and its own.
                 text = packed_index.sealed(contents.header(checkpoint.metadata, number)[0])
@@ -526,15 +694,56 @@ def _filled(
     entries: Mapping[str, TensorEntry],
     source: _StoredWeights,
     sums_of: Mapping[str, list[int]],
+) -> Iterator[torch.Tensor]:
+    """A record's bytes, in pieces of whole pages; its checksums are put into `sums_of`."""
+    waiting: list[_TensorOf] = []
+    for number, run in enumerate(record.runs):
+        waiting += run
+        is_last = number == len(record.runs) - 1
+        if number == 0 or is_last or _run_nbytes(waiting) >= _PIECE_BYTES:
+            yield _filled_run(waiting, record.unit, entries, source, sums_of)
+            waiting = []
+    for fused in record.fused:
+        # Of what is read and of what is written.
+        most = max(sum(weight.nbytes for weight in fused.weights), _nbytes_of(fused.places))
+        step = max(_PIECE_BYTES * fused.places.number // most, 1)
+        for first in range(0, fused.places.number, step):
+            chosen = range(first, min(first + step, fused.places.number))
+            yield _filled_experts(fused, chosen, source, sums_of[fused.tensor])
+
+
+def _filled_experts(
+    fused: _FusedExperts, chosen: range, source: _StoredWeights, sums: list[int]
 ) -> torch.Tensor:
-    """A record's bytes; its checksums are put into `sums_of`."""
-    start, last = entries[record.tensors[0][0]].start, entries[record.tensors[-1][0]]
+    """The bytes of some experts."""
+    nbytes = fused.places.nbytes
+    memory = buffers.empty_aligned(len(chosen) * nbytes, dtype=torch.uint8).zero_()
+    for weight in fused.weights:
+        starts = fused.places.fused[weight.name].starts
+        for number, parts in enumerate(source.experts_of(weight, chosen)):
+            for start, part in zip(starts, parts, strict=True):
+                at = number * nbytes + start
+                memory[at : at + part.nbytes].view(part.dtype).view(part.shape).copy_(part)
+    for number, expert in enumerate(chosen):
+        sums[expert] = crc32.of_memory(memory.data_ptr() + number * nbytes, nbytes)
+    return memory
+
+
+def _filled_run(
+    tensors: Sequence[_TensorOf],
+    unit: Unit,
+    entries: Mapping[str, TensorEntry],
+    source: _StoredWeights,
+    sums_of: Mapping[str, list[int]],
+) -> torch.Tensor:
+    """The bytes of some tensors, the first of which begins on a page."""
+    start, last = entries[tensors[0][0]].start, entries[tensors[-1][0]]
     nbytes = round_up(last.end - start, PAGE_BYTES)
     memory = buffers.empty_aligned(nbytes, dtype=torch.uint8).zero_()
     made: dict[int, list[torch.Tensor]] = {}
-    for name, dtype, shape, number in record.tensors:
+    for name, dtype, shape, number in tensors:
         if number not in made:
-            made[number] = source.tensors_of(record.unit.weights[number])
+            made[number] = source.tensors_of(unit.weights[number])
         entry = entries[name]
         if entry.nbytes:
             room = memory[entry.start - start : entry.end - start].view(dtype).view(shape)
@@ -547,6 +756,18 @@ def _filled(
 
 def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * dtype.itemsize
+
+
+def _run_nbytes(tensors: Sequence[_TensorOf]) -> int:
+    """Bytes of tensors one behind the other, up to the end of the last page."""
+    end = 0
+    for _, dtype, shape, _ in tensors:
+        end = round_up(end, TENSOR_ALIGNMENT) + _nbytes(dtype, shape)
+    return round_up(end, PAGE_BYTES)
+
+
+def _nbytes_of(experts: PackedExperts) -> int:
+    return experts.number * experts.nbytes
 
 
 def _copy_others(source: Path, target: Path, dtype: torch.dtype) -> None:

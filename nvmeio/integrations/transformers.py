@@ -124,10 +124,11 @@ def from_pretrained(
         with contextlib.closing(SafetensorsSet(folder)) as opened:
             options["dtype"] = model_directory.dtype_of(opened)
     state = load_safetensors(folder, handle=handle)
-    if any(name.endswith(packed_index.SUFFIXES) for name in state):
+    if any(name.endswith((*packed_index.SUFFIXES, packed_index.EXPERTS)) for name in state):
         raise ValueError(
-            f"{folder} holds weights that nvmeio pack quantised, which transformers "
-            "cannot compute with: use nvmeio.stream_model(directory), or load what it was made from"
+            f"{folder} holds weights that nvmeio pack quantised, or experts that it put side by "
+            "side, which transformers cannot compute with: use nvmeio.stream_model(directory), or "
+            "load what it was made from"
         )
     model = model_class.from_pretrained(None, config=config, state_dict=state, **options)
     if model.can_generate() and options.get("generation_config") is None:

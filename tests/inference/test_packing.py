@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -26,10 +27,12 @@ from inference._models import (
 from typer.testing import CliRunner
 
 from nvmeio._formats.packed_index import KEY, SEAL, SUFFIXES
+from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio.checkpoint.safetensors import read_header
 from nvmeio.cli import app
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.inference import pack
+from nvmeio.inference._plan import packed_format
 from nvmeio.inference._plan.quantization import (
     Quantised,
     can_quantise,
@@ -121,8 +124,10 @@ def test_a_quantised_model_computes_what_its_weights_say(
     assert report.quantised > 8
     whole = loaded(tmp_path / "m")
     setting = Quantised(bits, 32)
-    stored = read_header(weights_file(tmp_path / "p")).tensors
-    quantised = {n.removesuffix(SUFFIXES[0]) for n in stored if n.endswith(SUFFIXES[0])}
+    with contextlib.closing(SafetensorsSet(tmp_path / "p")) as opened:
+        index = packed_format.parse(opened)
+    assert index is not None
+    quantised = index.quantised
     with torch.no_grad():
         for parameter_name, parameter in whole.named_parameters():
             if parameter_name in quantised:

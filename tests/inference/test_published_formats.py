@@ -294,7 +294,8 @@ def test_pack_widens_where_a_dtype_is_asked_for(
 ) -> None:
     directory, expected = models(kind)
     pack(directory, tmp_path / "packed", dtype="bfloat16")
-    assert torch.equal(generated(loaded(tmp_path / "packed"), 20), expected[:20])
+    pack(directory, tmp_path / "fused", dtype="bfloat16", keep_fused=True)
+    assert torch.equal(generated(loaded(tmp_path / "fused"), 20), expected[:20])
     assert torch.equal(generated(stream(tmp_path / "packed"), 20), expected[:20])
 
 
@@ -331,11 +332,11 @@ def test_a_packed_expert_that_has_rotted_is_found(
     assert CliRunner().invoke(app, ["inspect", str(path)]).exit_code == 0
     content = bytearray(path.read_bytes())
     header = 8 + int.from_bytes(content[:8], "little")
-    entry = json.loads(content[8:header])["model.layers.1.mlp.experts.down_proj.nvmeio_scales"]
+    entry = json.loads(content[8:header])["model.layers.1.mlp.experts.nvmeio_experts"]
     content[header + entry["data_offsets"][1] - 1] ^= 1
     path.write_bytes(content)
     assert CliRunner().invoke(app, ["verify", str(path)]).exit_code == 1
-    with pytest.raises(nvmeio.IntegrityError, match=r"down_proj\.nvmeio_scales"), torch.no_grad():
+    with pytest.raises(nvmeio.IntegrityError, match=r"expert \d+ of .*experts"), torch.no_grad():
         stream(tmp_path / "packed")(torch.arange(64).reshape(1, 64))
 
 

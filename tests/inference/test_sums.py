@@ -146,21 +146,30 @@ def test_after_a_flipped_bit_the_same_call_fails_again_until_the_bytes_are_right
     assert logits(model, prompt()).equal(logits(loaded(tmp_path / "m"), prompt()))
 
 
+@pytest.mark.parametrize("kept", ["experts.gate_up", "experts.nvmeio_experts"])
 @pytest.mark.parametrize("length", [1, 12])  # experts on demand; all of them, read ahead
 @pytest.mark.parametrize(
     ("bits", "compute", "budget"),
     [(None, "auto", 600_000), (8, "auto", 300_000), (8, "widened", 600_000)],
 )
 def test_a_flipped_bit_is_found_in_experts(
-    bits: int | None, compute: str, budget: int, length: int, tmp_path: Path, stream: Make
+    bits: int | None,
+    compute: str,
+    budget: int,
+    length: int,
+    kept: str,
+    tmp_path: Path,
+    stream: Make,
 ) -> None:
-    directory = packed(mixtral, tmp_path, quant_bits=bits, quant_group_size=32)
+    """Side by side, and as the model has them."""
+    fused = "gate_up" in kept
+    directory = packed(mixtral, tmp_path, quant_bits=bits, quant_group_size=32, keep_fused=fused)
     file = weights_file(directory)
     ids = prompt(batch=1, length=length)
     name, entry = next(
         (name, entry)
         for name, entry in read_header(file).tensors.items()
-        if name.startswith("model.layers.2.") and "gate_up" in name
+        if name.startswith("model.layers.2.") and kept in name
     )
     share = entry.nbytes // 4
     model = stream(directory, resident_bytes=budget, compute=compute)
@@ -182,7 +191,7 @@ def test_experts_that_are_not_read_are_not_compared(tmp_path: Path, stream: Make
     file = weights_file(directory)
     ids = prompt(batch=1, length=1)
     whole = logits(loaded(tmp_path / "m"), ids)
-    entry = read_header(file).tensors["model.layers.1.mlp.experts.gate_up_proj"]
+    entry = read_header(file).tensors["model.layers.1.mlp.experts.nvmeio_experts"]
     share = entry.nbytes // 4
     right = wrong = 0
     for expert in range(4):

@@ -136,8 +136,10 @@ class Arrival:
         if stage is None:
             return
         region = self._places.region(self._expert)
-        for weight, parts, converted in self._places.experts.weights:
+        for weight, parts, converted, copied in self._places.experts.weights:
             if converted is None:
+                for part, target in zip(parts, copied, strict=bool(copied)):
+                    _over(region, target).copy_(_over(stage, part))
                 continue
             stored, out = [_over(stage, part) for part in parts], _over(region, converted)
             if weight.quantised is None:

@@ -3,11 +3,12 @@
 A set is the experts of one layer. They are fused, parameters [experts, ...] of one module that is
 called with the experts of each token; or modules of their own in a `ModuleList`, which are called
 one by one. What an expert has of all parameters lies side by side in a region of whole pages, so
-that it comes and goes as one.
+that it comes and goes as one. In a packed file it lies so as well: one read brings it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,10 +17,18 @@ import torch
 from torch import nn
 
 from nvmeio._formats.safetensors.open_set import SafetensorsSet
+from nvmeio._io.spans import read_to
 from nvmeio._pages import PAGE_BYTES, TENSOR_ALIGNMENT, round_up
 from nvmeio._residency.routing import LEAST_BYTES, fused_experts, is_list_of_experts
+from nvmeio._storage import crc32
 from nvmeio.inference._plan.checksums import ExpectedBytes
-from nvmeio.inference._plan.slot_layout import FileExtent, Read, Weight, WeightPart
+from nvmeio.inference._plan.slot_layout import (
+    ExpertRegion,
+    FileExtent,
+    Read,
+    Weight,
+    WeightPart,
+)
 from nvmeio.inference._plan.units import Target, Unit
 
 # Experts that are read at a time to be converted: what is read of them is memory of its own.
@@ -47,19 +56,21 @@ class PartPlace(NamedTuple):
 
 
 class WeightPlace(NamedTuple):
-    """What one expert has of a weight: its parts, and where its elements lie once converted.
+    """What one expert has of a weight: its parts as they are read, and where it is computed with.
 
-    `converted` is None where the parts themselves are computed with.
+    `converted` is where its elements lie once converted, None where the parts are computed with.
+    `copied` is where these go from memory that is converted, none if they were not read there.
     """
 
     weight: Weight
     parts: tuple[PartPlace, ...]
     converted: PartPlace | None
+    copied: tuple[PartPlace, ...] = ()
 
     @property
     def shown(self) -> tuple[PartPlace, ...]:
         """What is computed with: the parts, or what they are converted to."""
-        return self.parts if self.converted is None else (self.converted,)
+        return (self.copied or self.parts) if self.converted is None else (self.converted,)
 
 
 class ExpertReads(NamedTuple):
@@ -139,6 +150,11 @@ class ExpertSet:
         to one that torch's allocator would give it.
         """
         self.unit.own_alignment = own_alignment
+        shares = self._all_shares()
+        packed = _side_by_side(shares, self._region(), checkpoint)
+        if packed is not None:
+            self._plan_packed(packed, shares, checkpoint)
+            return
         region = _Room()
         stage = _Room()
         for weight, mapped in self._of_one():
@@ -156,10 +172,76 @@ class ExpertSet:
             self.weights.append(WeightPlace(weight, tuple(parts), converted))
         self.nbytes = round_up(region.end, PAGE_BYTES)
         self.stage_nbytes = stage.end
-        shares = self._all_shares()
         for expert in range(self.number):
             self.direct.append(self._reads(expert, shares, checkpoint, staged=False))
             self.staged.append(self._reads(expert, shares, checkpoint, staged=True))
+
+    def _plan_packed(
+        self,
+        packed: _Packed,
+        shares: Sequence[Sequence[_Shares]],
+        checkpoint: SafetensorsSet,
+    ) -> None:
+        """Lay a region out as the file has it: an expert is one read, and has one checksum."""
+        of_one = self._of_one()
+        staged = any(weight.converted_bytes for weight, _ in of_one)
+        region = _Room()
+        for (weight, _), starts in zip(of_one, packed.starts, strict=True):
+            parts = tuple(
+                PartPlace(part.dtype, part.shape, start, staged)
+                for part, start in zip(weight.parts, starts, strict=True)
+            )
+            converted = None
+            copied: tuple[PartPlace, ...] = ()
+            if weight.converted_bytes:
+                start = region.take(weight.converted_bytes, 0)
+                converted = PartPlace(weight.dtype, weight.shape, start, False)
+            elif staged:
+                copied = tuple(
+                    part._replace(start=region.take(part.nbytes, 0), staged=False) for part in parts
+                )
+            self.weights.append(WeightPlace(weight, parts, converted, copied))
+        self.nbytes = round_up(region.end if staged else packed.nbytes, PAGE_BYTES)
+        self.stage_nbytes = packed.nbytes if staged else 0
+        nothing = ExpertReads((), ())
+        for expert in range(self.number):
+            own = self._read_of(packed, expert, shares, checkpoint)
+            self.direct.append(nothing if staged else own)
+            self.staged.append(own if staged else nothing)
+
+    def _region(self) -> ExpertRegion | None:
+        """What has all that its experts have of all weights, if one does."""
+        regions = {part.region for weight in self.unit.weights for part in weight.parts}
+        return regions.pop() if len(regions) == 1 else None
+
+    def _read_of(
+        self,
+        packed: _Packed,
+        expert: int,
+        shares: Sequence[Sequence[_Shares]],
+        checkpoint: SafetensorsSet,
+    ) -> ExpertReads:
+        """The one read of an expert, and its one checksum where the file has what gives it."""
+        file, first = packed.firsts[expert]
+        reads = tuple(
+            Read(span.file, span.start, span.end, span.start - first)
+            for span in checkpoint.spans(file, first, first + packed.nbytes)
+        )
+        files = tuple(dict.fromkeys(read.file for read in reads))
+        region, name = self._region(), f"{self.name}.{expert}"
+        if region is not None:
+            name, total = region.name, region.sums[expert] if region.sums else None
+        else:
+            parts = [
+                (start, extents.extents[expert][0].nbytes, extents.sums[expert : expert + 1])
+                for of_weight, starts in zip(shares, packed.starts, strict=True)
+                for extents, start in zip(of_weight, starts, strict=True)
+            ]
+            total = _joined_sum(parts, packed.nbytes)
+        if total is None:
+            return ExpertReads(reads, ())
+        place = (files, first, 0, packed.nbytes)
+        return ExpertReads(reads, (ExpectedBytes(name, *place, total, range(0)),))
 
     def _reads(
         self,
@@ -215,6 +297,10 @@ class ExpertModules(ExpertSet):
         super().__init__(unit, module, len(module))
         self._each = len(unit.weights) // len(module)
 
+    def weights_of(self, expert: int) -> Sequence[Weight]:
+        """The weights of one of them."""
+        return self.unit.weights[expert * self._each : (expert + 1) * self._each]
+
     def targets_of(self, hit: Sequence[int]) -> Sequence[Target]:
         return [target for target in self.unit.targets if target.weight // self._each in hit]
 
@@ -244,6 +330,72 @@ class ExpertModules(ExpertSet):
                 ]
             )
         return shares
+
+
+class _Packed(NamedTuple):
+    """Experts that lie in whole pages, each with what it has of all weights side by side.
+
+    Attributes:
+        firsts: The file, and the first byte there, of each.
+        nbytes: Bytes of each, up to the end of its last page.
+        starts: Where the share of each part of each weight begins in an expert.
+    """
+
+    firsts: tuple[tuple[int, int], ...]
+    nbytes: int
+    starts: tuple[tuple[int, ...], ...]
+
+
+def _side_by_side(
+    shares: Sequence[Sequence[_Shares]], region: ExpertRegion | None, checkpoint: SafetensorsSet
+) -> _Packed | None:
+    """How experts lie where each is one run of pages in its file; None where they are not.
+
+    `region` has them all, where there is one.
+    """
+    firsts, found, nbytes = [], set(), 0
+    flat = [part.extents for of_weight in shares for part in of_weight]
+    for expert in range(len(flat[0])):
+        own = [extents[expert] for extents in flat]
+        if any(len(extents) != 1 for extents in own):
+            return None
+        placed = [extents[0] for extents in own]
+        first = min(extent.offset for extent in placed)
+        end = max(extent.offset + extent.nbytes for extent in placed)
+        nbytes = read_to(end, checkpoint.files[placed[0].file].size()) - first
+        if region is not None:
+            first, nbytes = region.start + expert * region.nbytes, region.nbytes
+        starts = tuple(extent.offset - first for extent in placed)
+        found.add((starts, nbytes))
+        firsts.append((placed[0].file, first))
+        room = sum(round_up(extent.nbytes, TENSOR_ALIGNMENT) for extent in placed)
+        aligned = first % PAGE_BYTES == 0 and not any(start % TENSOR_ALIGNMENT for start in starts)
+        one_file = len({extent.file for extent in placed}) == 1
+        dense = region is not None or nbytes <= round_up(room, PAGE_BYTES)
+        if not (one_file and aligned and dense) or len(found) > 1:
+            return None
+    (starts, nbytes), *_ = found
+    in_order = iter(starts)
+    return _Packed(
+        tuple(firsts),
+        nbytes,
+        tuple(tuple(itertools.islice(in_order, len(of_weight))) for of_weight in shares),
+    )
+
+
+def _joined_sum(parts: Sequence[tuple[int, int, tuple[int, ...]]], nbytes: int) -> int | None:
+    """The checksum of bytes from those of their parts, with zeros between; None if one is missing.
+
+    Each part is where it begins, its length and its checksum.
+    """
+    total, end = 0, 0
+    for start, length, sums in sorted(parts):
+        if not sums:
+            return None
+        total = crc32.combine(total, crc32.of_bytes(bytes(start - end)), start - end)
+        total = crc32.combine(total, sums[0], length)
+        end = start + length
+    return crc32.combine(total, crc32.of_bytes(bytes(nbytes - end)), nbytes - end)
 
 
 class _Room:
@@ -303,12 +455,16 @@ def _joined(reads: Sequence[Read]) -> tuple[Read, ...]:
     return tuple(joined)
 
 
-def find_sets(model: nn.Module, weights: dict[int, Weight]) -> list[ExpertSet]:
+def find_sets(
+    model: nn.Module, weights: dict[int, Weight], packing: bool = False
+) -> list[ExpertSet]:
     """The sets of experts of a model, in the order of its tree.
 
     Args:
         model: Its weights on the meta device.
         weights: By the id of the meta tensor that each is shown as.
+        packing: For experts that are to be written side by side, with all that they have, wherever
+            that lies now.
     """
     users: dict[int, set[nn.Module]] = {}
     names = {module: name for name, module in model.named_modules()}
@@ -319,7 +475,7 @@ def find_sets(model: nn.Module, weights: dict[int, Weight]) -> list[ExpertSet]:
     found: list[ExpertSet] = []
     for module, name in names.items():
         if is_list_of_experts(module, name):
-            modules = _modules_of(module, name, weights, users)
+            modules = _modules_of(module, name, weights, users, packing)
             found += () if modules is None else (modules,)
             continue
         number = fused_experts(module)
@@ -330,14 +486,12 @@ def find_sets(model: nn.Module, weights: dict[int, Weight]) -> list[ExpertSet]:
             weight = weights.get(id(parameter))
             if weight is None or parameter is None or users[id(parameter)] != {module}:
                 continue
-            if (
-                weight.order is None
-                and parameter.shape[:1] == (number,)
-                and _is_large(weight, number)
-            ):
+            is_alike = weight.order is None and parameter.shape[:1] == (number,)
+            if is_alike and _by_expert(weight, number) and (packing or _is_kept(weight, number)):
                 unit.targets.append(Target(module, attribute, False, len(unit.weights), parameter))
                 unit.weights.append(weight)
-        if unit.weights and len({id(target.empty) for target in unit.targets}) == len(unit.weights):
+        large = sum(weight.nbytes for weight in unit.weights) >= LEAST_BYTES * number
+        if large and len({id(target.empty) for target in unit.targets}) == len(unit.weights):
             found.append(ExpertSet(unit, module, number))
     return found
 
@@ -347,6 +501,7 @@ def _modules_of(
     name: str,
     weights: dict[int, Weight],
     users: dict[int, set[nn.Module]],
+    packing: bool,
 ) -> ExpertModules | None:
     """The set of a list of experts; None where they are not alike, or share something."""
     unit = Unit(name)
@@ -361,7 +516,7 @@ def _modules_of(
                 if weight is None or weight.order is not None or users[id(parameter)] != {part}:
                     return None
                 stored = [(p.dtype, p.shape, len(p.extents), len(p.sums)) for p in weight.parts]
-                shifts = [shift_of(p) for p in weight.parts]
+                shifts = [0 if packing else shift_of(p) for p in weight.parts]
                 how = (weight.dtype, weight.shape, weight.quantised, weight.compute)
                 kind.append((part_name, attribute, how, tuple(stored), tuple(shifts)))
                 unit.targets.append(Target(part, attribute, False, len(unit.weights), parameter))
@@ -375,6 +530,11 @@ def _modules_of(
     return ExpertModules(unit, module)
 
 
-def _is_large(weight: Weight, number: int) -> bool:
-    by_expert = all(part.shape[:1] == (number,) and part.extents for part in weight.parts)
-    return by_expert and weight.nbytes // number >= LEAST_BYTES
+def _by_expert(weight: Weight, number: int) -> bool:
+    return all(part.shape[:1] == (number,) and part.extents for part in weight.parts)
+
+
+def _is_kept(weight: Weight, number: int) -> bool:
+    """Whether an expert's share comes with the expert: it is large, or lies beside what is."""
+    packed = all(part.region is not None for part in weight.parts)
+    return packed or weight.nbytes // number >= LEAST_BYTES

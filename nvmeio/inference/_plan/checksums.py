@@ -1,8 +1,9 @@
 """The checksums of a packed model, compared as its bytes arrive.
 
 `pack` writes a CRC-32 of each tensor into the index of its file, of the experts of a layer one for
-each. The chunks of a unit arrive in any order (what the page cache holds comes past the queue), so
-each chunk is summed by itself, and a tensor's sums are joined when the last one is there.
+each expert. The chunks of a unit arrive in any order (what the page cache holds comes past the
+queue), so each chunk is summed by itself, and a tensor's sums are joined when the last one is
+there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from nvmeio._residency.reader import WantedBytes
 from nvmeio._storage import crc32
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
-from nvmeio.inference._plan.slot_layout import CutSums, Weight
+from nvmeio.inference._plan.slot_layout import CutSums, ExpertRegion, Weight
 
 
 class ExpectedBytes(NamedTuple):
@@ -60,8 +61,21 @@ def expected_of(
 
     found: list[ExpectedBytes] = []
     named = [(weight.sources, n, part) for weight in weights for n, part in enumerate(weight.parts)]
+    regions: set[ExpertRegion] = set()
     for (sources, number, part), start, mark in zip(named, starts, marks, strict=True):
         if not part.extents:
+            continue
+        region = part.region
+        if region is not None:
+            if region not in regions:
+                regions.add(region)
+                for expert, value in enumerate(region.sums):
+                    one = range(expert, expert + 1)
+                    read = region.read_of(one, start - part.start_in_region)
+                    among_files = files(read.file, read.start, read.nbytes)
+                    place = (among_files, read.start, read.at)
+                    of = one if mark else range(0)
+                    found.append(ExpectedBytes(region.name, *place, read.nbytes, value, of))
             continue
         extent, count = part.extents[0], len(part.sums)
         if part.cut is not None:

@@ -6,6 +6,11 @@ names and lie in the order in which they are streamed, a layer's one behind the 
 several tensors; its entry in the metadata says how to read them. The metadata has a CRC-32 of each
 tensor, too (of fused experts, one of each); files of before have none.
 
+Fused experts are an exception: the tensors that hold them have names of their own. One tensor of
+bytes [experts, bytes of each] has all that a module's experts have of its weights, an expert's side
+by side in whole pages, so that one read brings an expert and one checksum covers it. Experts that
+are modules have their own names, and each begins on a page likewise.
+
 A packed model may lie on several drives, each with a part of every layer: its files are opened as
 one.
 """
@@ -14,9 +19,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,11 +30,18 @@ from nvmeio._formats import packed_index
 from nvmeio._formats.packed_index import SUFFIXES, DrivePart
 from nvmeio._formats.safetensors import headers
 from nvmeio._formats.safetensors.open_set import FileBytes, SafetensorsSet, StoredTensor
+from nvmeio._pages import TENSOR_ALIGNMENT
 from nvmeio.errors import IntegrityError, counted
 from nvmeio.inference._plan import published
 from nvmeio.inference._plan.quantization import Quantised, can_quantise, check_setting
 from nvmeio.inference._plan.schemes import Scheme
-from nvmeio.inference._plan.slot_layout import FoundWeight, WeightPart, part_of
+from nvmeio.inference._plan.slot_layout import (
+    ExpertRegion,
+    FileExtent,
+    FoundWeight,
+    WeightPart,
+    part_of,
+)
 
 LAYOUT = "halves of groups"  # see `quantised`
 
@@ -48,22 +61,68 @@ class PackedWeight(NamedTuple):
         return [(name + own, *part) for own, part in zip(SUFFIXES, parts, strict=False)]
 
 
+class FusedWeight(NamedTuple):
+    """A weight of fused experts: its dtype and shape, and where its parts begin in an expert.
+
+    The parts are those of its scheme, or the weight itself.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    starts: tuple[int, ...]
+
+
+class PackedExperts(NamedTuple):
+    """The experts of a module, each in whole pages, one behind the other.
+
+    Attributes:
+        number: How many there are.
+        nbytes: Bytes of each.
+        fused: The weights that its tensor of bytes holds; none where experts are modules, whose
+            tensors have names of their own.
+    """
+
+    number: int
+    nbytes: int
+    fused: dict[str, FusedWeight]
+
+
 class Packed(NamedTuple):
-    """The index of a packed file: its quantised weights, and checksums by tensor.
+    """The index of a packed file: its quantised weights, checksums by tensor, and experts.
 
     `sums` are of each tensor's bytes, in shares of equal length; None where there are none.
+    `experts` are by the names of their modules.
     """
 
     quantised: dict[str, PackedWeight]
     sums: dict[str, tuple[int, ...]] | None
+    experts: dict[str, PackedExperts]
 
 
-def describe(quantised: Mapping[str, PackedWeight], sums: Mapping[str, Sequence[int]]) -> str:
+def describe(
+    quantised: Mapping[str, PackedWeight],
+    sums: Mapping[str, Sequence[int]],
+    experts: Mapping[str, PackedExperts],
+) -> str:
     """The metadata of a packed file; its length does not depend on the checksums."""
+    described: dict[str, Any] = {}
+    if experts:
+        described["experts"] = {
+            module: {
+                "number": of.number,
+                "nbytes": of.nbytes,
+                "weights": {
+                    name: [headers.NAMES[weight.dtype], weight.shape, weight.starts]
+                    for name, weight in of.fused.items()
+                },
+            }
+            for module, of in experts.items()
+        }
     return json.dumps(
         {
             "version": packed_index.version_for(
-                all(isinstance(weight.scheme, Quantised) for weight in quantised.values())
+                all(isinstance(weight.scheme, Quantised) for weight in quantised.values()),
+                any(of.fused for of in experts.values()),
             ),
             "layout": LAYOUT,
             "sealed": True,
@@ -75,6 +134,7 @@ def describe(quantised: Mapping[str, PackedWeight], sums: Mapping[str, Sequence[
                 }
                 for name, weight in quantised.items()
             },
+            **described,
             "crc32": {name: [f"{value:08x}" for value in of] for name, of in sums.items()},
         }
     )
@@ -109,8 +169,20 @@ def parse(checkpoint: SafetensorsSet, checksum: bool = True) -> Packed | None:
             ):
                 raise ValueError(f"{name!r} of shape {weight.shape} is not of whole groups")
             scheme.stored(weight.shape)
+        experts = {
+            module: PackedExperts(
+                int(of["number"]),
+                int(of["nbytes"]),
+                {
+                    name: FusedWeight(headers.DTYPES[dtype], tuple(shape), tuple(starts))
+                    for name, (dtype, shape, starts) in of["weights"].items()
+                },
+            )
+            for module, of in described.get("experts", {}).items()
+        }
         entries = {name: stored.entry for name, stored in checkpoint.tensors.items()}
-        return Packed(found, packed_index.sums_in(described, entries) if checksum else None)
+        sums = packed_index.sums_in(described, entries) if checksum else None
+        return Packed(found, sums, experts)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
         raise _bad(checkpoint, f"{type(failed).__name__}: {failed}") from None
 
@@ -162,14 +234,16 @@ def parts_of(checkpoint: SafetensorsSet, packed: Packed) -> dict[str, FoundWeigh
 
     IntegrityError if a part of a quantised weight is missing, or not what the setting says.
     """
-    found: dict[str, FoundWeight] = {}
-    taken: set[str] = set()
+    found = _fused_in(checkpoint, packed)
+    taken = {module + packed_index.EXPERTS for module, of in packed.experts.items() if of.fused}
 
     def part(stored: StoredTensor) -> WeightPart:
         sums = () if packed.sums is None else packed.sums[stored.name]
         return part_of(stored)._replace(sums=sums)
 
     for name, weight in packed.quantised.items():
+        if name in found:
+            continue
         parts = []
         for own, dtype, sizes in weight.stored(name):
             if own not in checkpoint.tensors:
@@ -185,6 +259,61 @@ def parts_of(checkpoint: SafetensorsSet, packed: Packed) -> dict[str, FoundWeigh
         if name not in taken and not name.startswith(packed_index.PADDING):
             found[name] = FoundWeight((part(stored),), (name,))
     return found
+
+
+def _fused_in(checkpoint: SafetensorsSet, packed: Packed) -> dict[str, FoundWeight]:
+    """The weights of fused experts that lie side by side; raises as `parts_of`."""
+    found: dict[str, FoundWeight] = {}
+    for module, experts in packed.experts.items():
+        if not experts.fused:
+            continue
+        tensor = module + packed_index.EXPERTS
+        stored = checkpoint.tensors.get(tensor)
+        if stored is None:
+            raise _bad(checkpoint, f"it lacks {tensor!r}")
+        shape = (experts.number, experts.nbytes)
+        if stored.entry.for_torch() != (torch.uint8, shape) or experts.nbytes % TENSOR_ALIGNMENT:
+            raise _bad(checkpoint, f"{tensor!r} is {stored.entry.shape}, not {shape}")
+        sums = () if packed.sums is None else packed.sums[tensor]
+        if len(sums) not in (0, experts.number):
+            raise _bad(checkpoint, f"{tensor!r} has {counted(len(sums), 'checksum')}")
+        region = ExpertRegion(tensor, stored.file, stored.entry.start, *shape, sums)
+        for name, weight in experts.fused.items():
+            quantised = packed.quantised.get(name)
+            kinds = [(weight.dtype, weight.shape)]
+            if quantised is not None:
+                kinds = quantised.scheme.stored(quantised.shape)
+            if len(kinds) != len(weight.starts):
+                raise _bad(checkpoint, f"{name!r} has {counted(len(weight.starts), 'place')}")
+            parts = tuple(
+                _part_in_region(checkpoint, name, region, *kind, start)
+                for kind, start in zip(kinds, weight.starts, strict=True)
+            )
+            sources = tuple(name for _ in parts)
+            scheme = None if quantised is None else quantised.scheme
+            found[name] = FoundWeight(parts, sources, scheme)
+    return found
+
+
+def _part_in_region(
+    checkpoint: SafetensorsSet,
+    name: str,
+    region: ExpertRegion,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    start: int,
+) -> WeightPart:
+    share = math.prod(shape[1:]) * dtype.itemsize
+    fits = shape[:1] == (region.number,) and 0 <= start <= start + share <= region.nbytes
+    if not fits or start % TENSOR_ALIGNMENT:
+        what = f"{dtype} {shape} of {name!r} cannot begin at byte {start} of an expert"
+        raise _bad(checkpoint, f"{what} of {region.nbytes} bytes")
+    first = region.start + start
+    extents = [
+        FileExtent(region.file, first + expert * region.nbytes, share, expert * share)
+        for expert in range(region.number if share else 0)
+    ]
+    return WeightPart(dtype, shape, tuple(extents), region=region)
 
 
 def _bad(checkpoint: SafetensorsSet, what: str) -> IntegrityError:

@@ -65,6 +65,10 @@ class Quantised(NamedTuple):
 
     def widen(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Steps, scales and minima may be rows or columns of larger matrices: of whole groups."""
+        if out.dim() > 2 and not all(part.is_contiguous() for part in parts):
+            for number in range(len(out)):  # experts with others' weights between them
+                self.widen([part[number] for part in parts], out[number])
+            return
         width = self.group_size * self.bits // 8
         if out.dtype in NATIVE_DTYPES and devices.device_of(out).type == "cpu":
             flat = [part.reshape(-1, part.shape[-1]) for part in parts]

@@ -7,7 +7,8 @@ page as within its file page, so that direct I/O needs no bounce, and at the ali
 memory-mapped file would have it. (Matrix kernels give other last bits at other alignments of 16
 bytes: the same alignment is part of "the same logits, bit for bit".) Neighbours in a file are one
 read. What is put together from several extents has an address of its own, aligned as torch's
-allocator aligns, and its extents are bounced.
+allocator aligns, and its extents are bounced. Experts that `pack` wrote side by side lie in the
+slot as in the file: all of a layer's are one read, and their weights have a stride.
 """
 
 from __future__ import annotations
@@ -84,7 +85,10 @@ def lay_out(
     plain = [
         index
         for index, part in enumerate(parts)
-        if len(part.extents) == 1 and not marks[index] and _may_stay(part, own_alignment)
+        if len(part.extents) == 1
+        and part.region is None
+        and not marks[index]
+        and _may_stay(part, own_alignment)
     ]
     plain.sort(key=lambda index: parts[index].extents[0][:2])
     for index in plain:
@@ -101,8 +105,22 @@ def lay_out(
         end = round_up(run.at + run.nbytes, PAGE_BYTES)
     by_expert: list[list[Read]] = [[] for _ in range(count)]
     together: list[Read] = []
+    region_starts: dict[ExpertRegion, int] = {}
     for index, part in enumerate(parts):
         if index in plain or not part.extents:
+            continue
+        region = part.region
+        if region is not None:
+            if region not in region_starts:
+                region_starts[region] = end
+                if marks[index]:
+                    together.append(region.read_of(range(region.number), end))
+                    for number in range(count):
+                        by_expert[number].append(region.read_of(range(number, number + 1), end))
+                else:
+                    reads.append(region.read_of(range(region.number), end))
+                end = round_up(end + region.number * region.nbytes, PAGE_BYTES)
+            starts[index] = region_starts[region] + part.start_in_region
             continue
         whole = len(part.extents) == 1 and _may_stay(part, own_alignment)
         shift = part.extents[0].offset % PAGE_BYTES if whole else 0
@@ -233,8 +251,33 @@ class CutSums:
         return self._right is not None
 
 
+class ExpertRegion(NamedTuple):
+    """The experts of a set, as `pack` writes them: each in whole pages, one behind the other.
+
+    Attributes:
+        name: Of the tensor in the file that holds them.
+        file: Index of the file.
+        start: First byte there.
+        number: How many experts there are.
+        nbytes: Bytes of each.
+        sums: The CRC-32 of each; none where they are not known.
+    """
+
+    name: str
+    file: int
+    start: int
+    number: int
+    nbytes: int
+    sums: tuple[int, ...] = ()
+
+    def read_of(self, experts: range, at: int) -> Read:
+        """The read of some experts into a slot that has the whole region from byte `at` on."""
+        first, last = experts.start * self.nbytes, experts.stop * self.nbytes
+        return Read(self.file, self.start + first, self.start + last, at + first)
+
+
 class WeightPart(NamedTuple):
-    """What is read for a weight, as one contiguous tensor.
+    """What is read for a weight, as one tensor: contiguous, or with a stride between experts.
 
     Attributes:
         dtype: As stored.
@@ -242,6 +285,7 @@ class WeightPart(NamedTuple):
         sums: CRC-32s of its bytes, in shares of equal length; none where they are not known. Only
             of a part of one extent.
         cut: For rows of another part: that part's checksums, and which of its tiles this is.
+        region: Where each expert's share lies beside what it has of other weights; an extent each.
     """
 
     dtype: torch.dtype
@@ -249,10 +293,32 @@ class WeightPart(NamedTuple):
     extents: tuple[FileExtent, ...]
     sums: tuple[int, ...] = ()
     cut: tuple[CutSums, int] | None = None
+    region: ExpertRegion | None = None
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes from its first to its last in a slot, with those of others between its experts."""
+        if self.region is None:
+            return self.nbytes
+        share = self.nbytes // self.region.number
+        return (self.region.number - 1) * self.region.nbytes + share
+
+    @property
+    def start_in_region(self) -> int:
+        """Where its share of the first expert begins in its region."""
+        return 0 if self.region is None else self.extents[0].offset - self.region.start
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of the tensor in its unit's slot, in elements; () for row-major order."""
+        if self.region is None:
+            return ()
+        within = [math.prod(self.shape[place + 1 :]) for place in range(1, len(self.shape))]
+        return (self.region.nbytes // self.dtype.itemsize, *within)
 
 
 class Weight(NamedTuple):

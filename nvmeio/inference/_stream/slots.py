@@ -484,8 +484,9 @@ def _weights_in(slot: WeightSlot) -> Iterator[tuple[Weight, list[torch.Tensor]]]
     """Each weight of a unit, with its parts as they lie in the slot."""
     unit = slot.unit
     parts = [part for weight in unit.weights for part in weight.parts]
-    places = zip(unit.layout.starts, parts, strict=True)
-    laid = iter(laid_over(slot.memory, ((start, p.dtype, p.shape, ()) for start, p in places)))
+    starts = zip(unit.layout.starts, parts, strict=True)
+    places = [(start, part.dtype, part.shape, part.strides) for start, part in starts]
+    laid = iter(laid_over(slot.memory, places))
     for weight in unit.weights:
         yield weight, list(itertools.islice(laid, len(weight.parts)))
 

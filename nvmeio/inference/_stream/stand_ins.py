@@ -609,7 +609,7 @@ def names_in(unit: Unit, at: int, nbytes: int) -> str:
         for part in weight.parts:
             start = unit.layout.starts[number]
             number += 1
-            if start < at + nbytes and at < start + part.nbytes and weight.name not in found:
+            if start < at + nbytes and at < start + part.slot_nbytes and weight.name not in found:
                 found.append(weight.name)
     named = ", ".join(repr(name) for name in found[:_NAMED])
     return named + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
