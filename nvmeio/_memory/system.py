@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from nvmeio import _torch_private
+
 # From here on a mapping is checked against MemAvailable before it is touched. Overcommit lets mmap
 # succeed for far more than there is, and the OOM killer would answer the touching. Below this size
 # reading /proc/meminfo (40 us) would cost more than it guards.
@@ -136,8 +138,8 @@ def cuda_device() -> int | None:
 
 def _has_context(device: int) -> bool:
     # torch's own page-locked memory asks the same (at::cuda::getDeviceIndexWithPrimaryContext).
-    its: Any = torch._C
-    return bool(its._cuda_hasPrimaryContext(device))
+    has_context = _torch_private.found("has_cuda_context")
+    return bool(has_context(device))
 
 
 def tolerate_captures() -> None:

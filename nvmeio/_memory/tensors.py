@@ -25,6 +25,7 @@ import torch
 from nvmeio._bindings import copy_foreign, ffi, memory_at
 from nvmeio._memory import devices, holds, mappings
 from nvmeio._memory.devices import Copier, Mark
+from nvmeio._torch_private import InferenceMode, is_wrapper_subclass
 from nvmeio.errors import an
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 Data: TypeAlias = "torch.Tensor | Buffer"
 
 # Entered and left by C alone: `torch.inference_mode` is Python, which Ctrl-C may cut in half.
-_inference_mode: Any = torch._C._InferenceMode
+_inference_mode: Any = InferenceMode
 _CPU = torch.device("cpu")
 _STRIDED = torch.strided
 LOOKED_UP_BYTES = 64 << 10
@@ -478,7 +479,7 @@ def _check(tensor: torch.Tensor) -> None:
         raise TypeError(
             "a meta tensor has no memory; make one with torch.empty_like(tensor, device='cpu')"
         )
-    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+    if is_wrapper_subclass(tensor):
         raise TypeError(
             f"{type(tensor).__name__} wraps other tensors and has no memory of its own; "
             "transfer the inner tensors (for a DTensor, its to_local())"

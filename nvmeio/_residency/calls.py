@@ -35,10 +35,14 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch
 import torch.utils.checkpoint
 
+from nvmeio import _torch_private
+
 Taken = ParamSpec("Taken")
 Value = TypeVar("Value")
 
 _CALL = "_call_impl"
+_TOP_SAVED_HOOKS: Any = _torch_private.found("top_saved_hooks")
+_GRAPH_TASK: Any = _torch_private.found("graph_task")
 
 
 def wrap(module: torch.nn.Module, around: Callable[..., Any]) -> None:
@@ -163,15 +167,15 @@ class Undone(list[Any]):
 
 
 class _PopsHooks(weakref.ref):  # type: ignore[type-arg]
-    undo = staticmethod(torch._C._autograd._pop_saved_tensors_default_hooks)
+    undo = staticmethod(_torch_private.pop_saved_hooks)
 
 
 class _EnablesGrad(weakref.ref):  # type: ignore[type-arg]
-    undo = staticmethod(functools.partial(torch._C._set_grad_enabled, True))
+    undo = staticmethod(functools.partial(_torch_private.set_grad_enabled, True))
 
 
 class _DisablesGrad(weakref.ref):  # type: ignore[type-arg]
-    undo = staticmethod(functools.partial(torch._C._set_grad_enabled, False))
+    undo = staticmethod(functools.partial(_torch_private.set_grad_enabled, False))
 
 
 _undo = operator.methodcaller("undo")
@@ -179,13 +183,13 @@ _undo = operator.methodcaller("undo")
 
 def saved_tensors_hooks(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Undone:
     """`torch.autograd.graph.saved_tensors_hooks`, in force while this object lives."""
-    push = torch._C._autograd._push_saved_tensors_default_hooks
+    push = _torch_private.push_saved_hooks
     return _done(functools.partial(push, pack, unpack), _PopsHooks)
 
 
 def saved_tensors_hooks_around() -> Any:
     """The hooks in force, or None. torch calls the innermost only, so ours call these."""
-    ask: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    ask = _TOP_SAVED_HOOKS
     return None if ask is None else ask(True)
 
 
@@ -193,14 +197,14 @@ def without_grad() -> Undone | None:
     """`torch.no_grad` while this object lives; None if autograd is off already."""
     if not torch.is_grad_enabled():
         return None
-    return _done(functools.partial(torch._C._set_grad_enabled, False), _EnablesGrad)
+    return _done(functools.partial(_torch_private.set_grad_enabled, False), _EnablesGrad)
 
 
 def with_grad() -> Undone | None:
     """`torch.enable_grad` while this object lives; None if autograd is on already."""
     if torch.is_grad_enabled():
         return None
-    return _done(functools.partial(torch._C._set_grad_enabled, True), _DisablesGrad)
+    return _done(functools.partial(_torch_private.set_grad_enabled, True), _DisablesGrad)
 
 
 def quietly(call: Callable[Taken, Value]) -> Callable[Taken, Value]:
@@ -376,5 +380,4 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 def in_backward() -> bool:
     """Whether this thread is in the middle of a backward pass."""
-    ask: Any = getattr(torch._C, "_current_graph_task_id", None)
-    return ask is not None and bool(ask() != -1)
+    return _GRAPH_TASK is not None and bool(_GRAPH_TASK() != -1)

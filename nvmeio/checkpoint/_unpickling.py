@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nvmeio import _torch_private
 from nvmeio._formats.torch_archives import torch_unpickler
 from nvmeio._formats.torch_archives.torch_file import (
     TorchFile,
@@ -91,7 +92,7 @@ class LoadOptions:
                 f"load() got an unexpected keyword argument {unknown[0]!r}"
                 + ("; where tensors go is map_location=" if unknown[0] == "device" else "")
             )
-        fake = torch._guards.detect_fake_mode(None) is not None
+        fake = _torch_private.detect_fake_mode(None) is not None
         return cls(
             map_location, pickle_module, weights_only, bool(mmap), pickle_load_args or {}, fake
         )
@@ -174,7 +175,7 @@ def unpickle(reader: MemoryReader, options: LoadOptions) -> Any:
             return _unpickle_plain(reader, options)
     arguments = {"encoding": "utf-8", **options.pickle_load_args}
     if options.weights_only:
-        module: Any = torch._weights_only_unpickler
+        module: Any = _torch_private.weights_only_unpickler
     else:
         module = pickle if options.pickle_module is None else options.pickle_module
     return seam()(reader, options.map_location, module, **arguments)
@@ -188,8 +189,8 @@ def is_usual(options: LoadOptions) -> bool:
 
 def _unpickle_plain(reader: MemoryReader, options: LoadOptions) -> Any:
     """Unpickle a plain pickle, faster than torch; UnknownTorchError if torch has to."""
-    settings = getattr(torch.serialization, "_serialization_tls", None)
-    restoring = getattr(torch.serialization, "_get_restore_location", None)
+    settings = _torch_private.found("serialization_settings")
+    restoring = _torch_private.found("restore_location")
     if restoring is None or getattr(settings, "skip_data", False):  # wants storages without bytes
         raise torch_unpickler.UnknownTorchError
     restore = restoring(options.map_location)
@@ -244,8 +245,8 @@ _SEAM = ["zip_file", "map_location", "pickle_module"]
 
 def seam() -> Any:
     """The function of torch that makes the object; None if it is not known here."""
-    unpickle = getattr(torch.serialization, "_load", None)
-    if unpickle is None or not hasattr(torch, "_weights_only_unpickler"):
+    unpickle = _torch_private.found("load")
+    if unpickle is None or _torch_private.found("weights_only_unpickler") is None:
         return None
     parameters = list(inspect.signature(unpickle).parameters)
     return unpickle if parameters[: len(_SEAM)] == _SEAM else None

@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
-from torch.utils import _pytree
 
 from nvmeio import _checks
 from nvmeio._formats.torch_archives.torch_layout import StorageRecord
@@ -22,6 +21,7 @@ from nvmeio._memory.mappings import Mapping
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._storage.replace import check_writable
 from nvmeio._threads.interruptible import begun, run_interruptible
+from nvmeio._torch_private import pytree
 from nvmeio.checkpoint._snapshot.copies import RecordSpan, tensor_of
 from nvmeio.checkpoint._snapshot.protected import AsideMemory, Protected, ProtectedBytes
 from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots, checked_way
@@ -233,7 +233,7 @@ def _protectable(
     `known`: what says itself how it is copied (`__deepcopy__`) may look at the bytes of its copies,
     which have to be there.
     """
-    leaves = _pytree.tree_leaves(state)
+    leaves = pytree.tree_leaves(state)
     known.update((id(leaf), _nested_copy(leaf)) for leaf in leaves if _is_nested(leaf))
     if not protects:
         leaves = []

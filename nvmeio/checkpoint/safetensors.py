@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio import files
+from nvmeio import _torch_private, files
 from nvmeio._files.descriptors import open_error
 from nvmeio._formats.safetensors import headers, shards
 from nvmeio._formats.safetensors.headers import Header
@@ -101,7 +101,7 @@ def save_safetensors(
 
 def _no_modes() -> bool:
     """Whether no mode of this thread (fake tensors, inference) would change what is done here."""
-    return not (torch._C._len_torch_dispatch_stack() or torch.is_inference_mode_enabled())
+    return not (_torch_private.dispatch_stack_depth() or torch.is_inference_mode_enabled())
 
 
 def _is_small(wanted: SaveRequest, handle: AioHandle | None) -> bool:

@@ -264,6 +264,7 @@ def find_problems(facts: machine.Facts) -> Iterator[Finding]:
     """Everything that is wrong, the gravest first."""
     found = [
         *(problem for directory in facts.directories for problem in _of_directory(directory)),
+        *_of_torch(facts.software),
         *_of_engine(facts.engine, facts.aio),
         *_of_memory(facts.memory),
         *_of_cufile(facts.cufile, facts.software.cuda_available, facts.software.torch_cuda),
@@ -284,6 +285,16 @@ def _of_directory(directory: machine.Directory) -> Iterator[Finding]:
             "warning",
             directory.tuned_problem,
             f"nvmeio tune --save {directory.path}  # once that file is deleted",
+        )
+
+
+def _of_torch(software: machine.Software) -> Iterator[Finding]:
+    if software.torch_lacks:
+        lacks = "; ".join(software.torch_lacks)
+        yield Finding(
+            "warning",
+            f"torch {software.torch} lacks names that nvmeio uses: {lacks}",
+            "pip install 'torch>=2.6,<2.14'  # the releases that nvmeio was tested with",
         )
 
 

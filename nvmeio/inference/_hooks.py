@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from nvmeio._residency import calls, routing, tiled_linear
+from nvmeio._torch_private import has_storage
 from nvmeio.errors import ClosedError, IntegrityError
 from nvmeio.inference._experts.sets import ExpertSet
 from nvmeio.inference._plan.slot_layout import CutSums
@@ -201,7 +202,7 @@ def _own(stream: WeightStream, unit: Unit, output: Any) -> Any:
     storages = {t.untyped_storage().data_ptr() for t in shown if not stand_ins.is_meta(t)}
 
     def is_view(tensor: torch.Tensor) -> bool:
-        kept = not tensor.is_meta and torch._C._has_storage(tensor)  # sparse ones have none
+        kept = not tensor.is_meta and has_storage(tensor)  # sparse ones have none
         return kept and tensor.untyped_storage().data_ptr() in storages
 
     def copied(value: Any) -> Any:

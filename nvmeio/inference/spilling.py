@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio import _checks, files
 from nvmeio._bindings import OwnFds
@@ -47,6 +46,7 @@ from nvmeio._storage.locks import hold, unlock
 from nvmeio._storage.untrusted import FILE_MODE, make_private_directory
 from nvmeio._threads.closing import Closing, opened
 from nvmeio._threads.interruptible import run_interruptible
+from nvmeio._torch_private import is_wrapper_subclass, make_subclass
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _hooks
 from nvmeio.inference._plan.budget import check_numbers, share_out
@@ -265,7 +265,7 @@ class Spiller(Closing):
         if name not in self._empties:
             kind = Elsewhere if type(parameter) is nn.Parameter else type(parameter)
             bare = torch.empty_like(parameter, device="meta")
-            empty: Any = torch.Tensor._make_subclass(kind, bare, parameter.requires_grad)
+            empty: Any = make_subclass(kind, bare, parameter.requires_grad)
             empty.__dict__.update(parameter.__dict__)
             self._empties[name] = empty
         return self._empties[name]
@@ -288,7 +288,7 @@ def _order_in_memory(name: str, parameter: torch.Tensor) -> tuple[int, ...] | No
 
     Quantised weights are often transposed: kernels want their columns one behind the other.
     """
-    if parameter.is_meta or is_traceable_wrapper_subclass(parameter):
+    if parameter.is_meta or is_wrapper_subclass(parameter):
         what = "has no memory" if parameter.is_meta else "is more than one tensor"
         raise ValueError(
             f"parameter {name!r} ({type(parameter).__name__}) {what}, and cannot be written: spill "

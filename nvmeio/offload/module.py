@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from nvmeio._checks import NotPickled, Paths
 from nvmeio._memory import devices
 from nvmeio._threads.closing import Closing
+from nvmeio._torch_private import IncompatibleKeys
 from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
 from nvmeio.offload._module import tiles
@@ -274,7 +275,7 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
         for unit in store.units:
             if any(id(p) in given for p in unit.parameters):
                 store.load(unit, given)
-        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+        return IncompatibleKeys(missing, unexpected)
 
     def evict(self) -> None:
         """Let go of all parameters in memory that are not in use."""

@@ -8,7 +8,6 @@ import inspect
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from nvmeio._checks import NotPickled, Paths, switch
 from nvmeio._io.long_call import profiled
@@ -16,6 +15,7 @@ from nvmeio._memory import devices
 from nvmeio._threads import shutdown
 from nvmeio._threads.closing import Closing, on_error
 from nvmeio._threads.shutdown import Ending
+from nvmeio._torch_private import global_optimizer_pre_hooks
 from nvmeio.errors import ClosedError, NvmeioError
 from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.transactions import Transaction, Transactions
@@ -313,7 +313,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
 
     def _is_hooked(self) -> bool:
         """Whether hooks of others have run, which may have changed gradients and options."""
-        hooks = [*_global_optimizer_pre_hooks.values(), *self._optimizer_step_pre_hooks.values()]
+        hooks = [*global_optimizer_pre_hooks.values(), *self._optimizer_step_pre_hooks.values()]
         return any(not str(getattr(h, "__module__", "")).startswith("nvmeio.") for h in hooks)
 
     def _step(self, inputs: StepInputs, transaction: Transaction) -> None:

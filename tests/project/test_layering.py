@@ -142,20 +142,20 @@ def test_none_of_the_systems_imports_another() -> None:
 # here.
 STANDS_ON = {
     "integrations": {
-        *("errors", "handle", "files", "buffers", "pool", "_checks", "_pages"),
+        *("errors", "handle", "files", "buffers", "pool", "_checks", "_pages", "_torch_private"),
         *("_core", "_files", "_memory", "_threads"),
         *("_io", "_distributed", "_storage", "_formats", "_residency", "_kv_blocks"),
         *SYSTEMS,
     },
     "cli": {
         *("errors", "handle", "files", "buffers", "tuned", "gds", "engines", "_checks"),
-        *("progress", "_pages", "_bindings"),
+        *("progress", "_pages", "_bindings", "_torch_private"),
         *("_files", "_memory", "_threads"),
         *("_io", "_storage", "_formats", "compat", "integrations"),
         *SYSTEMS,
     },
     "compat": {
-        *("errors", "handle", "buffers", "gds", "operation", "_checks", "_pages"),
+        *("errors", "handle", "buffers", "gds", "operation", "_checks", "_pages", "_torch_private"),
         *("_files", "_memory", "_threads", "_io"),
     },
 }

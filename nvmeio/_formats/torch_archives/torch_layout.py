@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from nvmeio import _torch_private
 from nvmeio._formats.torch_archives import torch_pickler, torch_zip
 from nvmeio._pages import PAGE_BYTES
 from nvmeio._storage import crc32
@@ -208,9 +209,7 @@ def pickled(
     nowhere: Any = io.BytesIO()
     try:
         if pickle_module is pickle and has_seam():
-            torch.serialization._save(  # type: ignore[no-untyped-call]
-                obj, nowhere, watching, pickle_protocol, False
-            )
+            _torch_private.save(obj, nowhere, watching, pickle_protocol, False)
         else:
             torch.save(obj, nowhere, watching, pickle_protocol)
     except torch_pickler.Pickled as ended:
@@ -290,8 +289,8 @@ def unknown_torch(reason: str) -> UnknownWriterError:
 @functools.cache
 def has_seam() -> bool:
     """Whether torch tells a writer of ours its records, and can write them afterwards."""
-    save = getattr(torch.serialization, "_save", None)
-    if save is None or not hasattr(torch.serialization, "_open_zipfile_writer_buffer"):
+    save = _torch_private.found("save")
+    if save is None or _torch_private.found("open_zip_writer") is None:
         return False
     return list(inspect.signature(save).parameters) == _SEAM
 
@@ -419,7 +418,7 @@ class TorchRecords:
     def written(self) -> Skeleton:
         """All of them, by torch's own writer: 15 us a record."""
         sink = Sink()
-        opener: Any = torch.serialization._open_zipfile_writer_buffer
+        opener: Any = _torch_private.open_zip_writer
         with torch_pickler.aligned_storages(self.alignment), opener(sink) as writer:
             for name, nbytes in self.sizes:
                 own = self.own.get(name)
@@ -438,9 +437,7 @@ def _own_records(alignment: int) -> dict[str, bytes]:
     replay: Any = torch_pickler.Replay(b"")
     storages = {"0": torch.empty(5, dtype=torch.uint8, device="cpu").untyped_storage()}
     with torch_pickler.aligned_storages(alignment), torch.serialization.skip_data():
-        torch.serialization._save(  # type: ignore[no-untyped-call]
-            storages, told, replay, DEFAULT_PROTOCOL, False
-        )
+        _torch_private.save(storages, told, replay, DEFAULT_PROTOCOL, False)
     if told.own.get(_PICKLE) != b"" or told.sizes[len(told.own) :] != [("data/0", 5)]:
         raise unknown_torch(f"its records are {told.sizes}")
     own: dict[str, bytes] = told.own
@@ -557,12 +554,12 @@ _VERSION = b"3\n"  # of torch's format
 def _number_of_names(names: tuple[str, ...]) -> bytes:
     """The digits that torch makes of all names, by C++'s hash of strings."""
     archive = io.BytesIO()
-    opener: Any = torch.serialization._open_zipfile_writer_buffer
+    opener: Any = _torch_private.open_zip_writer
     with torch_pickler.aligned_storages(_LEAST_ALIGNMENT), opener(archive) as writer:
         for name in names:
             writer.write_record(name, b"", 0)
     archive.seek(0)
-    record: bytes = torch._C.PyTorchFileReader(archive).get_record(_NUMBER)
+    record: bytes = _torch_private.FileReader(archive).get_record(_NUMBER)
     return record[:_DIGITS]
 
 

@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio import _torch_private
+
 Storages = dict[str, torch.UntypedStorage]
 """Storages by the key of their record."""
 
@@ -174,16 +176,12 @@ def _watching(base: Any, seen: Seen, ends: bool) -> Any:
 # The shorter way
 
 
-_C: Any = torch._C
-
-
 def _kinds() -> dict[torch.dtype, str]:
     """The name that torch has for storages of each dtype that `_quick` answers for; {} of none."""
     try:
-        names: dict[torch.dtype, str] = torch.storage._dtype_to_storage_type_map()
-        newer = set(torch.storage._new_dtypes())
+        names: dict[torch.dtype, str] = _torch_private.storage_names()
+        newer = set(_torch_private.new_dtypes())
         quantized = {dtype for dtype in names if "int" in str(dtype) and str(dtype)[6] == "q"}
-        _ = _C._get_tensor_metadata, _C._len_torch_function_stack, _C._len_torch_dispatch_stack
         return {dtype: names[dtype] for dtype in names if dtype not in newer | quantized}
     except Exception:  # private to torch, all of it
         return {}
@@ -220,9 +218,9 @@ class Typed(torch.storage.TypedStorage):
 def _quick() -> Any:
     """A Pickler that answers for plain tensors itself."""
     tensor_type, parameter_type, strided = torch.Tensor, torch.nn.Parameter, torch.strided
-    rebuild = torch._utils._rebuild_tensor_v2
-    rebuild_parameter = torch._utils._rebuild_parameter
-    kinds, metadata = _KINDS, _C._get_tensor_metadata
+    rebuild = _torch_private.rebuild_tensor
+    rebuild_parameter = _torch_private.rebuild_parameter
+    kinds, metadata = _KINDS, _torch_private.tensor_metadata
     no_hooks = (OrderedDict, ())
 
     class Quick(pickle.Pickler):
@@ -263,14 +261,14 @@ def _quick() -> Any:
 
 def _nobody_has_a_say() -> bool:
     """Whether tensors are pickled as torch does by itself, in this thread and moment."""
-    settings = getattr(torch.serialization, "_serialization_tls", None)
-    taggers = torch.serialization._package_registry
+    settings = _torch_private.found("serialization_settings")
+    taggers = _torch_private.found("location_taggers")
     return (
-        _C._len_torch_function_stack() == 0
-        and _C._len_torch_dispatch_stack() == 0
+        _torch_private.function_stack_depth() == 0
+        and _torch_private.dispatch_stack_depth() == 0
         and (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__) == _REDUCE
         and copyreg.dispatch_table.keys().isdisjoint(_TENSORS)
-        and taggers[0][1] is torch.serialization._cpu_tag
+        and taggers[0][1] is _torch_private.cpu_tag
         and not getattr(settings, "skip_data", False)
         and not getattr(settings, "materialize_fake_tensors", False)
     )
@@ -304,7 +302,7 @@ def _pickle_of(module: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(_some_tensors(), buffer, module)
     buffer.seek(0)
-    record: bytes = torch._C.PyTorchFileReader(buffer).get_record("data.pkl")
+    record: bytes = _torch_private.FileReader(buffer).get_record("data.pkl")
     return record
 
 

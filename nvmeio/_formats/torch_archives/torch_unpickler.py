@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from nvmeio import _torch_private
 from nvmeio._formats.torch_archives import pickle_values
 from nvmeio._formats.torch_archives.pickle_values import (
     COMMON_GLOBALS,
@@ -310,17 +311,16 @@ def _rebuilt(
     if requires_grad:
         tensor.requires_grad = True
     if metadata:
-        set_metadata: Any = torch._utils.set_tensor_metadata
-        set_metadata(tensor, metadata)
+        _torch_private.set_tensor_metadata(tensor, metadata)
     tensor._backward_hooks = hooks
     return tensor
 
 
 def _allowed() -> Mapping[str, Any]:
     """What torch's own unpickler makes of the names that it allows."""
-    unpickler: Any = getattr(torch, "_weights_only_unpickler", None)
+    unpickler = _torch_private.found("weights_only_unpickler")
     ask = getattr(unpickler, "_get_allowed_globals", None)
-    if ask is None or not hasattr(torch._utils, "set_tensor_metadata"):
+    if ask is None or _torch_private.found("set_tensor_metadata") is None:
         raise UnknownTorchError("no table of allowed globals")
     found: Mapping[str, Any] = ask()
     return found

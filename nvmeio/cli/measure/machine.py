@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 import nvmeio
-from nvmeio import engines, tuned
+from nvmeio import _torch_private, engines, tuned
 from nvmeio._bindings import kernel_aio
 from nvmeio._files.descriptors import Descriptors
 from nvmeio._files.system import find_mount
@@ -58,6 +58,7 @@ class Software:
     cuda_available: bool
     cuda_detail: str
     uvloop: str | None
+    torch_lacks: list[str]  # private names of torch, each with what happens without it
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,7 @@ def software() -> Software:
         cuda_available=available,
         cuda_detail=detail,
         uvloop=_installed_version("uvloop"),
+        torch_lacks=_torch_private.missing(),
     )
 
 

@@ -28,6 +28,7 @@ from nvmeio import _checks, buffers
 from nvmeio._memory import mappings
 from nvmeio._memory.tensors import cast_to_byte_tensor as cast_to_byte_tensor
 from nvmeio._pages import PAGE_BYTES, round_up
+from nvmeio._torch_private import InferenceMode
 from nvmeio.errors import BackendUnavailableError, NvmeioError, TransferError
 from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle, DeepSpeedWords, parallelism
@@ -241,7 +242,7 @@ class _Handle:
         if transfer == "pread" and isinstance(buffer, torch.Tensor):
             buffer = buffer.detach()
             if buffer.is_inference() and not torch.is_inference_mode_enabled():
-                mode = torch._C._InferenceMode(True)  # of C alone: see `_memory.tensors`
+                mode = InferenceMode(True)  # of C alone: see `_memory.tensors`
         with mode:
             begun = getattr(self._io, transfer)(buffer, file, bool(validate), True, file_offset)
         assert isinstance(begun, Operation)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nvmeio._threads.owner import OwnerThread
+from nvmeio._torch_private import DisableTorchFunctionSubclass, make_subclass
 from nvmeio.inference._experts.arrivals import Arrival
 from nvmeio.inference._experts.sets import STAGES
 from nvmeio.inference._plan.units import Target
@@ -68,7 +69,7 @@ class ArrivingWeight(Shown):
     @classmethod
     def over(cls, shown: torch.Tensor, arriving: Arriving) -> ArrivingWeight:
         """The same parameter, with experts that are waited for when they are looked at."""
-        made: Any = torch.Tensor._make_subclass(cls, shown.data, shown.requires_grad)
+        made: Any = make_subclass(cls, shown.data, shown.requires_grad)
         made.__dict__.update(shown.__dict__)
         made.arriving = arriving
         return made  # type: ignore[no-any-return]
@@ -79,7 +80,7 @@ class ArrivingWeight(Shown):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if name in _LOOKS_AT_NONE:
                 answer = func(*args, **kwargs)
                 if not isinstance(answer, torch.Tensor):

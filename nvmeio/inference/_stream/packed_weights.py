@@ -22,7 +22,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from nvmeio import _torch_private
 from nvmeio._memory import devices
+from nvmeio._torch_private import DisableTorchFunctionSubclass, make_subclass
 from nvmeio.inference._plan.quantization import Compute, Quantised, dequantise, in_halves, multiply
 from nvmeio.inference._plan.schemes import Scheme
 from nvmeio.inference._plan.slot_layout import Weight
@@ -108,11 +110,11 @@ class PackedParameter(FrozenElsewhere):
     @classmethod
     def over(cls, empty: Any, packed: Packed) -> nn.Parameter:
         """A packed weight, of the shape of what stands for it."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             shape = empty.detach().as_subclass(torch.Tensor)
             if packed.turned:
                 shape = shape.transpose(-2, -1)
-            made = torch.Tensor._make_subclass(cls, shape, empty.requires_grad)
+            made: PackedParameter = make_subclass(cls, shape, empty.requires_grad)
         made.__dict__.update(empty.__dict__)
         made.empty, made.packed = empty, packed
         made.on_device = devices.device_of(packed.parts[0])
@@ -129,7 +131,7 @@ class PackedParameter(FrozenElsewhere):
         turns = func == _MT or (func == _T and args[0].dim() == 2)
         special = _transpose if turns else _SPECIAL.get(getattr(func, "__name__", ""))
         if special is not None:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 found = special(*args, **kwargs)
             if found is not NotImplemented:
                 return found
@@ -331,10 +333,10 @@ def _by_kernel(inputs: torch.Tensor, what: Packed, bias: torch.Tensor | None) ->
     rows, groups = scales.shape
     halves = steps.reshape(rows, groups, -1)
     row = torch.cat((halves & 15, halves >> 4), -1).view(rows, -1)
-    tiles = torch.ops.aten._convert_weight_to_int4pack(row[:, ::2] << 4 | row[:, 1::2], 8)
+    tiles = _torch_private.pack_int4(row[:, ::2] << 4 | row[:, 1::2], 8)
     pairs = torch.stack((scales, minima + 8 * scales), -1).transpose(0, 1).to(what.dtype)
     size = what.setting.group_size
-    made: torch.Tensor = torch.ops.aten._weight_int4pack_mm(
+    made: torch.Tensor = _torch_private.int4_product(
         inputs.contiguous(), tiles, size, pairs.contiguous()
     )
     return made if bias is None else made + bias

@@ -22,11 +22,16 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from nvmeio._distributed import rank_store
 from nvmeio._residency.calls import Origin, saving, version_of
 from nvmeio._threads.closing import on_error
+from nvmeio._torch_private import (
+    DisableTorchFunctionSubclass,
+    disabled_torch_function,
+    make_subclass,
+    pytree,
+)
 from nvmeio.errors import an
 from nvmeio.inference._plan.units import Target, Unit
 
@@ -120,15 +125,15 @@ class Absent(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        leaves = tree_leaves([args, kwargs])
-        with torch._C.DisableTorchFunctionSubclass():
+        leaves = pytree.tree_leaves([args, kwargs])
+        with DisableTorchFunctionSubclass():
             if func is torch.result_type:
                 return func(*args, **kwargs)
             changed = _changed_by(func, args, kwargs)
             if any(map(on_disk, changed)):
                 if not _is_harmless(func) and any(map(_is_kept, changed)):
                     refuse_change()
-                return tree_map(_absent, func(*args, **kwargs))
+                return pytree.tree_map(_absent, func(*args, **kwargs))
             if not any(isinstance(leaf, torch.Tensor) and not is_meta(leaf) for leaf in leaves):
                 found = _of_shapes(func, args, kwargs, leaves)
                 if found is not _NEEDS_ELEMENTS:
@@ -136,9 +141,11 @@ class Absent(torch.Tensor):
             around = _around(leaves)
         if around is not None:
             return around(_with_shown, func, tuple(args), kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             copies = {id(leaf): _read(leaf) for leaf in leaves if on_disk(leaf)}
-        args, kwargs = tree_map(lambda leaf: copies.get(id(leaf), leaf), (tuple(args), kwargs))
+        args, kwargs = pytree.tree_map(
+            lambda leaf: copies.get(id(leaf), leaf), (tuple(args), kwargs)
+        )
         return func(*args, **kwargs)
 
     @property
@@ -244,11 +251,11 @@ class _Unchanged(torch.Tensor):
             isinstance(t, _Unchanged) for t in _changed_by(func, args, kwargs)
         ):
             refuse_change()
-        leaves = tree_leaves([args, kwargs])
+        leaves = pytree.tree_leaves([args, kwargs])
         if any(map(on_disk, leaves)):  # this comes first where it is the first argument
             return Absent.__torch_function__(func, types, args, kwargs)
         leaves = [leaf for leaf in leaves if isinstance(leaf, _Unchanged)]
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             by_address = {leaf.untyped_storage().data_ptr(): leaf for leaf in leaves}
             kept = _saving(by_address)
             try:
@@ -262,8 +269,8 @@ class _Unchanged(torch.Tensor):
             of = None if value.is_meta else by_address.get(value.untyped_storage().data_ptr())
             return value if of is None or not value.nbytes else _look_at(value, of.source)
 
-        with torch._C.DisableTorchFunctionSubclass():
-            return tree_map(marked, found)
+        with DisableTorchFunctionSubclass():
+            return pytree.tree_map(marked, found)
 
     data: Any = property(torch.Tensor.detach, _refuse)
 
@@ -286,9 +293,9 @@ def _absent(value: Any) -> Any:
 
 def _changed_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors that a function changes in place, or would."""
-    changed = tree_leaves(kwargs.get("out"))
+    changed: list[Any] = pytree.tree_leaves(kwargs.get("out"))
     if _changes(getattr(func, "__name__", "")):
-        changed += tree_leaves(args[0] if args else next(iter(kwargs.values()), None))
+        changed += pytree.tree_leaves(args[0] if args else next(iter(kwargs.values()), None))
     return changed
 
 
@@ -301,7 +308,7 @@ def _of_shapes(func: Any, args: Sequence[Any], kwargs: Any, leaves: Sequence[Any
     name = getattr(func, "__name__", "")
     weight = next((leaf for leaf in leaves if on_disk(leaf) and leaf.source is not None), None)
     if weight is None:
-        return tree_map(_absent, func(*args, **kwargs))
+        return pytree.tree_map(_absent, func(*args, **kwargs))
     if name == "detach":
         found = func(*args, **kwargs).as_subclass(Absent)
         found.source, found.on_device = weight.source, weight.on_device
@@ -313,7 +320,7 @@ def _of_shapes(func: Any, args: Sequence[Any], kwargs: Any, leaves: Sequence[Any
         found = func(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError):  # there is nothing to copy
         return _NEEDS_ELEMENTS
-    has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(found))
+    has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(found))
     return _NEEDS_ELEMENTS if has_tensors else found
 
 
@@ -340,7 +347,7 @@ def _with_shown(func: Any, args: Any, kwargs: Any) -> Any:
             raise RuntimeError(ABSENT_WITHIN)
         return now
 
-    args, kwargs = tree_map(shown, (args, kwargs))
+    args, kwargs = pytree.tree_map(shown, (args, kwargs))
     return func(*args, **kwargs)
 
 
@@ -367,7 +374,7 @@ def _saving(by_address: dict[int, Any]) -> object:
 
 
 def _remember(memo: dict[int, Any], weight: nn.Parameter, now: torch.Tensor) -> nn.Parameter:
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         made = nn.Parameter(now.detach().clone().as_subclass(torch.Tensor), weight.requires_grad)
     memo[id(weight)] = made
     return made
@@ -376,7 +383,7 @@ def _remember(memo: dict[int, Any], weight: nn.Parameter, now: torch.Tensor) -> 
 class WeightOnDisk(torch.Tensor):
     """Shape and dtype of a weight, on the meta device; refuses to be saved or sent."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(NOT_HERE)
@@ -392,7 +399,7 @@ def mark_absent(
     for name in names:
         found = state_dict.get(prefix + name)
         if isinstance(found, torch.Tensor) and found.is_meta:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 state_dict[prefix + name] = found.detach().as_subclass(WeightOnDisk)
 
 
@@ -492,7 +499,7 @@ def check_absent(targets: Sequence[Target]) -> None:
     Such a change (`copy_`, an initialisation, adapters that are merged) would be lost.
     """
     check(targets, [target.empty for target in targets])
-    with torch._C.DisableTorchFunctionSubclass():  # else each look goes through Python
+    with DisableTorchFunctionSubclass():  # else each look goes through Python
         for module, attribute, _, _, empty, version in targets:
             if version is not None and (not is_meta(empty) or version_of(empty) != version):
                 if rank_store.several():
@@ -516,7 +523,7 @@ def install(
     check_absent(targets)
     parameters: dict[int, nn.Parameter] = {}
     shown: list[torch.Tensor] = []
-    with on_error(uninstall, targets), torch._C.DisableTorchFunctionSubclass():  # as above
+    with on_error(uninstall, targets), DisableTorchFunctionSubclass():  # as above
         for module, attribute, is_buffer, number, empty, _ in targets:
             if is_buffer:
                 shown.append(tensors[number].data)
@@ -539,7 +546,7 @@ def shown_as(parameter: torch.Tensor, data: Any) -> nn.Parameter:
     own = type(parameter) if isinstance(parameter, nn.Parameter) else nn.Parameter
     kind = getattr(own, "shown", own)  # not what stands for it
     # With a version of its own, as autograd looks at it.
-    made: nn.Parameter = torch.Tensor._make_subclass(kind, data.data, parameter.requires_grad)
+    made: nn.Parameter = make_subclass(kind, data.data, parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     return made
 

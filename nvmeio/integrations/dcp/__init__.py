@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -54,6 +54,7 @@ from nvmeio._storage.durable import make_directory
 from nvmeio._storage.replace import replace_file
 from nvmeio._storage.untrusted import read_small
 from nvmeio._threads.interruptible import run_interruptible
+from nvmeio._torch_private import StorageInfo, StoragePrefix
 from nvmeio.errors import IntegrityError, naming
 from nvmeio.handle import AioHandle
 from nvmeio.integrations.dcp import metadata as stored
@@ -349,7 +350,7 @@ class NvmeStorageReader(_InDirectory, StorageReader):
         self.use_collectives = True
         self._extension_registry = _extension_registry
         self._handle = handle
-        self.storage_data: dict[MetadataIndex, _StorageInfo] = {}
+        self.storage_data: dict[MetadataIndex, StorageInfo] = {}
         self._folder, self._version = self.path, 0
         self.load_id = str(uuid.uuid4())
 
@@ -446,7 +447,7 @@ class NvmeStorageReader(_InDirectory, StorageReader):
         done.set_result(None)
         return done
 
-    def _found(self, index: MetadataIndex) -> _StorageInfo:
+    def _found(self, index: MetadataIndex) -> StorageInfo:
         info = self.storage_data.get(index)
         if info is None:
             raise IntegrityError(
@@ -469,7 +470,7 @@ def _as_here(work: Callable[[], Value]) -> Callable[[], Value]:
 
 
 def _with_prefix(plan: SavePlan, rank: int) -> SavePlan:
-    return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
+    return dataclasses.replace(plan, storage_data=StoragePrefix(f"__{rank}_"))
 
 
 def _nbytes(item: WriteItem) -> int:

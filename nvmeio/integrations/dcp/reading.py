@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
@@ -29,6 +28,7 @@ from nvmeio._io.spans import Span
 from nvmeio._io.spans import read as read_spans
 from nvmeio._memory.tensors import extent
 from nvmeio._pages import round_up
+from nvmeio._torch_private import narrow_tensor
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File, read_buffered
 from nvmeio.handle import AioHandle
@@ -327,9 +327,7 @@ class _Reader:
 def _narrowed(tensor: torch.Tensor, request: ReadItem, item: Item) -> torch.Tensor:
     """The part of an item's tensor that a request wants."""
     try:
-        narrow: torch.Tensor = narrow_tensor_by_index(
-            tensor, request.storage_offsets, request.lengths
-        )
+        narrow: torch.Tensor = narrow_tensor(tensor, request.storage_offsets, request.lengths)
     except (RuntimeError, IndexError) as wrong:
         raise _too_small(tensor, request, item) from wrong
     if narrow.shape != torch.Size(request.lengths):

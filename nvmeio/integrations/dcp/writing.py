@@ -19,11 +19,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio._checks import NotPickled
 from nvmeio._formats.torch_archives.torch_layout import (
@@ -42,6 +40,7 @@ from nvmeio._memory import tensors
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads.interruptible import run_interruptible
+from nvmeio._torch_private import StorageInfo, is_wrapper_subclass
 from nvmeio.checkpoint.frozen import CopyMemory, FrozenState, HowToFreeze
 from nvmeio.errors import BackendUnavailableError
 
@@ -127,7 +126,7 @@ class DataFile:
         self._records += records
         self._group_bytes += layout.nbytes
         self._position = offset + layout.nbytes
-        info = _StorageInfo(self._path.name, offset, layout.nbytes, **descriptors)
+        info = StorageInfo(self._path.name, offset, layout.nbytes, **descriptors)
         return WriteResult(item.index, layout.nbytes, info)
 
     def _flush(self, handle: CallHandle, replacement: Replacement, checksum: bool) -> None:
@@ -277,7 +276,7 @@ def _saved_layout(tensor: torch.Tensor) -> FileLayout:
 
 def own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """A copy where the storage has more than the tensor shows, for all of it would be saved."""
-    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+    if tensor.layout is not torch.strided or is_wrapper_subclass(tensor):
         return tensor
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._residency import calls, routing
+from nvmeio._torch_private import is_tracing
 from nvmeio.errors import ClosedError
 from nvmeio.offload._module.param_store import ParamStore, store_of
 from nvmeio.offload._module.stages import ParamUnit, Stage
@@ -192,7 +193,7 @@ def attach(store: ParamStore, stage: Stage) -> None:
     def take() -> object:
         store.check_open()
         exports = getattr(torch.compiler, "is_exporting", bool)  # torch 2.7 and newer
-        if torch._C._is_tracing() or exports():
+        if is_tracing() or exports():
             raise RuntimeError(
                 "a swapped module cannot be traced or exported, its parameters would be NaN there: "
                 "load its state_dict() into a module in memory, and export that"

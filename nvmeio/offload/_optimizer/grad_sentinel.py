@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from nvmeio._torch_private import find_non_finite
 from nvmeio.offload._optimizer.params import SwappedParam
 from nvmeio.offload._swap_files.tensors import local
 
@@ -139,5 +140,5 @@ class GradSentinel:
 def _versions_of_a_look() -> int:
     """By how much a GradScaler's look raises a tensor's version."""
     probe = torch.ones(1)
-    torch._amp_foreach_non_finite_check_and_unscale_([probe], torch.zeros(1), torch.ones(1))
+    find_non_finite([probe], torch.zeros(1), torch.ones(1))
     return int(probe._version)

@@ -21,6 +21,7 @@ from nvmeio._io.drives import DriveHandles, ScratchFile
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._residency.window import Keeper, LentPool, Slot, Window
 from nvmeio._storage import crc32
+from nvmeio._torch_private import storage_of_weak_pointer, storage_use_count
 from nvmeio.errors import IntegrityError
 from nvmeio.operation import Operation
 
@@ -180,7 +181,7 @@ class SavedStorage:
         storage = self.storage
         if storage is None:
             return False
-        tensors: int = torch._C._storage_Use_Count(storage._cdata)
+        tensors: int = storage_use_count(storage._cdata)
         return tensors == 1 and sys.getrefcount(storage) == _ALONE
 
 
@@ -215,5 +216,5 @@ mark_of: Any = StorageWeakRef  # has no types
 
 def locked(mark: Any) -> torch.UntypedStorage | None:
     """The storage, if anybody still has it."""
-    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(mark.cdata)
+    found: torch.UntypedStorage | None = storage_of_weak_pointer(mark.cdata)
     return found
