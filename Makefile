@@ -103,13 +103,14 @@ coverage: $(STAMP) ## the lines and branches that the tests run, with a floor; t
 	@$(BIN)/python -m coverage combine --quiet
 	@$(BIN)/python -m coverage report --skip-covered
 
-lint: $(STAMP) ## ruff (rules and format) and mypy --strict
+lint: $(STAMP) ## ruff (rules and format), mypy --strict, and the calls that hot ways take
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini
 	$(BIN)/python .ci/parts
 	$(BIN)/python benchmarks/figures.py --check
+	$(BIN)/python benchmarks/calls.py --check
 
 type: $(STAMP) ## mypy --strict on nvmeio
 	$(BIN)/mypy
