@@ -8,7 +8,7 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from nvmeio._checks import NotPickled
@@ -17,6 +17,8 @@ from nvmeio._files.system import file_system_of
 from nvmeio._pages import PAGE_BYTES
 from nvmeio._threads.closing import Closing
 from nvmeio.errors import ClosedError, transfer_error
+
+_IOV_MAX = 1024  # man 2 readv
 
 _MODES = {
     "r": os.O_RDONLY,
@@ -190,20 +192,29 @@ def read_buffered(file: File, offset: int, nbytes: int) -> bytes:
         if len(data) == nbytes:
             return data
     parts = bytearray(nbytes)  # more than 2 GiB, or a signal
-    read_into(file, offset, memoryview(parts))
+    read_into(file, offset, [memoryview(parts)])
     return bytes(parts)
 
 
-def read_into(file: File, offset: int, memory: memoryview) -> None:
-    """Fill memory with bytes of a file, through the page cache; errors as `read_buffered`."""
-    done, nbytes = 0, memory.nbytes
+def read_into(file: File, offset: int, memories: Sequence[memoryview]) -> None:
+    """Fill memories with the bytes that follow one another in a file, through the page cache.
+
+    Errors as of `read_buffered`. Cost: a preadv(2) for 1024 memories.
+    """
+    left = [memory for memory in memories if memory.nbytes]
+    nbytes = sum(memory.nbytes for memory in left)
+    at = offset
     with in_use(file) as opened:
         try:
-            while done < nbytes:
-                count = os.preadv(opened.buffered_fd(), [memory[done:]], offset + done)
+            while left:
+                count = os.preadv(opened.buffered_fd(), left[:_IOV_MAX], at)
                 if not count:
                     raise OSError(errno.ENODATA, "the file was cut")
-                done += count
+                at += count
+                while left and count >= left[0].nbytes:
+                    count -= left.pop(0).nbytes
+                if count:
+                    left[0] = left[0][count:]
         except OSError as failed:
             span: Any = {"file_offset": offset, "nbytes": nbytes}
             raise transfer_error(failed, "pread", file.path, **span) from failed

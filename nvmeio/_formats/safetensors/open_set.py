@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -104,7 +105,7 @@ class SafetensorsSet:
             for name, file, entry in stored
         ]
         if handle is None:
-            memories = [_through_cache(span, device) for span in spans]
+            memories = _through_cache(spans, device)
         else:
             memories = load.run(handle, spans, device)
         return {
@@ -195,15 +196,41 @@ def _header_text(file: File) -> bytes:
     return prefix[headers.LENGTH_BYTES : end]
 
 
-def _through_cache(span: Span, device: torch.device) -> torch.Tensor:
-    if not span.nbytes or device.type == "meta":
-        return torch.empty(span.nbytes, dtype=torch.uint8, device=device)
-    memory = aligned_as(span.offset, span.nbytes)
-    try:
-        files.read_into(cast(File, span.file), span.offset, memory)
-    except TransferError as failed:
-        raise with_context(failed, f"read for {span.name}") from failed
-    return torch.frombuffer(memory, dtype=torch.uint8)  # its storage cannot grow
+def _through_cache(spans: Sequence[Span], device: torch.device) -> list[torch.Tensor]:
+    """The bytes of each span, through the page cache; spans that adjoin are read with one call."""
+    if device.type == "meta":
+        return [torch.empty(span.nbytes, dtype=torch.uint8, device=device) for span in spans]
+    memories = [aligned_as(span.offset, span.nbytes) for span in spans]
+    first = 0
+    for last in range(1, len(spans) + 1):
+        if last < len(spans) and _adjoin(spans[last - 1], spans[last]):
+            continue
+        _read_run(spans[first:last], memories[first:last])
+        first = last
+    # What lies over a buffer cannot grow.
+    return [
+        torch.frombuffer(memory, dtype=torch.uint8)
+        if memory.nbytes
+        else torch.empty(0, dtype=torch.uint8)
+        for memory in memories
+    ]
+
+
+def _adjoin(span: Span, following: Span) -> bool:
+    return following.file is span.file and following.offset == span.offset + span.nbytes
+
+
+def _read_run(spans: Sequence[Span], memories: Sequence[memoryview]) -> None:
+    """Read spans that adjoin; where that fails, one by one, so that the error names a tensor."""
+    file = cast(File, spans[0].file)
+    with contextlib.suppress(TransferError):
+        return files.read_into(file, spans[0].offset, memories)
+    for span, memory in zip(spans, memories, strict=True):
+        try:
+            files.read_into(file, span.offset, [memory])
+        except TransferError as failed:
+            raise with_context(failed, f"read for {span.name}") from failed
+    return None
 
 
 def tensor_on(memory: torch.Tensor, entry: TensorEntry) -> torch.Tensor:

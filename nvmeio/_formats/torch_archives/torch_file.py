@@ -129,7 +129,7 @@ class TorchFile:
 
     def _read_apart(self, offset: int, nbytes: int) -> memoryview:
         memory = aligned_as(offset, nbytes)
-        read_into(self._file, offset, memory)
+        read_into(self._file, offset, [memory])
         return memory
 
     def _read_many(self, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
