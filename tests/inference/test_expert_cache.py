@@ -351,6 +351,45 @@ def test_what_a_hook_keeps_of_an_expert_stays_as_it_was(tmp_path: Path, stream: 
     assert torch.equal(kept[number], whole.model.layers[1].mlp.experts.down_proj[number])
 
 
+@pytest.mark.parametrize("share", [0.26, 0.6])
+def test_what_a_hook_keeps_stays_without_more_address_space(
+    tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """There was no other place for its set: the pages under the tensor went to other experts."""
+    saved(many_experts, tmp_path)
+    model, whole = with_share(stream, tmp_path, share), loaded(tmp_path)
+
+    def refuse(places: places_module.Places, experts: Any) -> None:
+        raise MemoryError("no address space")
+
+    monkeypatch.setattr(places_module.Places, "__init__", refuse)
+    kept: list[torch.Tensor] = []
+    experts = model.model.layers[1].mlp.experts
+
+    def keep(*_: Any) -> None:
+        routed = [e for e in range(16) if bool(experts.down_proj[e].ne(0).any())]
+        kept.append(experts.down_proj.detach()[routed[0]])
+
+    hook = experts.act_fn.register_forward_hook(keep)
+    logits(model, prompt(batch=1, length=1))
+    hook.remove()
+    del kept[1:]
+    expected = kept[0].clone()
+    refused = 0
+    for token in range(3, 60):
+        ids = torch.tensor([[token]])
+        try:
+            assert logits(model, ids).equal(logits(whole, ids))
+        except MemoryError as no_room:
+            assert "keeps tensors over weights of model.layers.1.mlp.experts" in str(no_room)
+            refused += 1
+        assert kept[0].equal(expected)
+    assert not refused or share < 0.5
+    kept.clear()
+    ids = prompt(batch=1, length=6)
+    assert tokens(model, ids, 30).equal(tokens(whole, ids, 30))
+
+
 def test_several_threads_get_the_tokens_of_the_model_in_memory(
     tmp_path: Path, stream: Make
 ) -> None:

@@ -67,15 +67,22 @@ def test_experts_that_change_their_weights_are_refused(tmp_path: Path, stream: M
     model = stream(tmp_path, resident_bytes=least(stream, tmp_path), window=1)
     experts = model.model.layers[1].mlp.experts
 
+    kept: list[torch.Tensor] = []
+
     def change(*_: Any) -> None:
         with torch.no_grad():
             experts.down_proj.mul_(2.0)
+        kept[:] = [experts.down_proj.detach()]
 
     hook = experts.act_fn.register_forward_hook(change)
     with pytest.raises(RuntimeError, match="changed by its layer's own call"):
         logits(model, prompt())
     hook.remove()
     assert logits(model, prompt()).equal(logits(loaded(tmp_path), prompt()))
+    # What the hook keeps stays: it became zeros, when the set was dropped.
+    whole = loaded(tmp_path).model.layers[1].mlp.experts.down_proj
+    expert = next(e for e in range(len(whole)) if bool(kept[0][e].ne(0).any()))
+    assert kept[0][expert].equal(whole[expert] * 2.0)
 
 
 def test_shared_experts_that_are_stored_with_other_values_are_refused(tmp_path: Path) -> None:

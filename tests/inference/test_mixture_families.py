@@ -11,6 +11,7 @@ from inference import _tiny
 from inference._models import transformers
 
 import nvmeio
+from nvmeio.inference import pack
 from nvmeio.inference._plan import units
 
 pytestmark = pytest.mark.timeout(300)
@@ -71,3 +72,13 @@ def test_tokens_at_the_smallest_budget_are_those_of_the_loaded_model(
             assert bool(model.weight_stream.experts) == (name not in BY_LAYER)
             if model.weight_stream.experts:
                 assert model.weight_stream.stats.experts.evictions
+        pack(tmp_path, tmp_path / "packed")
+        model = nvmeio.stream_model(
+            tmp_path / "packed", handle=one_handle, resident_bytes=2 * least
+        )
+        with model, torch.no_grad():
+            few = {**options, "max_new_tokens": 40, "min_new_tokens": 40}
+            assert model.generate(ids, **few).equal(whole.generate(ids, **few))
+            for experts in model.weight_stream.experts:
+                pairs = zip(experts.direct, experts.staged, strict=True)
+                assert {len(own.reads) + len(staged.reads) for own, staged in pairs} == {1}

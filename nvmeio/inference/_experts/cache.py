@@ -12,9 +12,10 @@ that goes (`places`, `recency`).
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Hashable, Sequence, Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -104,6 +105,8 @@ class ExpertCache:
         self._recency: Recency[_Key] = Recency()  # all that have pages
         self._ahead: dict[_Key, Arrival] = {}  # reads that no call has needed yet
         self._held: set[_Key] = set()  # of the call under way
+        # Of sets with no other address space: dead once nobody has a tensor over their experts.
+        self._kept_by_others: dict[int, list[weakref.ref[Any]]] = {}
         self._counts: list[Counter[str]] = [Counter() for _ in sets]
         self._computing: _Computing | None = None
         self._last: int | None = None
@@ -180,7 +183,7 @@ class ExpertCache:
             use.shown.clear()
             use.lent.tensors.clear()
             if use.lent.mark() is not None:
-                self._leave_to_others(use.number)
+                self._leave_to_others(use.number, use.lent.mark)
         finally:
             if caller is not None:
                 self.turns.end(caller)
@@ -244,12 +247,9 @@ class ExpertCache:
         """Have pages for an expert: new ones, or those of another one that goes."""
         places = self._places[key[0]]
         while self._in_use + places.nbytes > self._budget:
-            victim = next(self._recency.victims(held), None)
+            victim = self._victim(held)
             if victim is None:
-                raise MemoryError(
-                    f"{places.experts.name} needs {len(held)} experts at once, and "
-                    f"{self._budget} bytes of resident_bytes are for experts: raise it"
-                )
+                raise MemoryError(self._no_room_for(places, held))
             source = self._places[victim[0]]
             self._evict(victim)
             if source.nbytes == places.nbytes and places.take_pages(key[1], source, victim[1]):
@@ -257,6 +257,36 @@ class ExpertCache:
             source.release(victim[1])
             self._in_use -= source.nbytes
         self._in_use += places.nbytes
+
+    def _victim(self, held: Set[_Key], passing_only: bool = False) -> _Key | None:
+        """What goes next, of what may go; None if nothing may."""
+        victims = self._recency.victims(held, passing_only)
+        return next((key for key in victims if not self._must_stay(key[0])), None)
+
+    def _must_stay(self, number: int) -> bool:
+        """Whether somebody has tensors over a set, whose pages are the only ones it can have."""
+        marks = self._kept_by_others.get(number)
+        if marks is None:
+            return False
+        marks[:] = [mark for mark in marks if mark() is not None]
+        if not marks:
+            del self._kept_by_others[number]
+        return bool(marks)
+
+    def _no_room_for(self, places: Places, held: Set[_Key]) -> str:
+        kept = [number for number in list(self._kept_by_others) if self._must_stay(number)]
+        if kept:
+            names = ", ".join(self._places[number].experts.name for number in kept)
+            return (
+                f"{places.experts.name} gets no memory: somebody, a hook or a traceback, keeps "
+                f"tensors over weights of {names}, and there is no address space for others in "
+                "their place. Let go of them, keep copies (weight.clone()), or raise the limit of "
+                "address space (ulimit -v)"
+            )
+        return (
+            f"{places.experts.name} needs {len(held)} experts at once, and {self._budget} bytes of "
+            "resident_bytes are for experts: raise it"
+        )
 
     def _evict(self, victim: _Key) -> None:
         counted = self._counts[victim[0]]
@@ -288,13 +318,26 @@ class ExpertCache:
             self._in_use -= places.nbytes
 
     def _purge(self, number: int) -> None:
-        """Drop all of a set: its bytes are not those of the file."""
-        for expert in range(self._places[number].experts.number):
-            self._drop((number, expert))
+        """Drop all of a set: its bytes are not those of the file. Tensors over them stay."""
+        if not self._move_elsewhere(number):
+            for expert in range(self._places[number].experts.number):
+                self._drop((number, expert))
 
-    def _leave_to_others(self, number: int) -> None:
+    def _leave_to_others(self, number: int, mark: weakref.ref[Any]) -> None:
         """Somebody keeps tensors over a set: what lies there must not move from now on."""
-        old, self._places[number] = self._places[number], Places(self._places[number].experts)
+        if not self._move_elsewhere(number):  # it stays where it is, until they are gone
+            self._kept_by_others.setdefault(number, []).append(mark)
+
+    def _move_elsewhere(self, number: int) -> bool:
+        """Begin a set anew in other address space; False if there is none.
+
+        The old one goes with the last tensor over it.
+        """
+        old = self._places[number]
+        try:
+            self._places[number] = Places(old.experts)
+        except MemoryError:
+            return False
         for expert in range(old.experts.number):
             key = (number, expert)
             if key in self._ahead:
@@ -302,6 +345,7 @@ class ExpertCache:
             if key in self._recency:
                 self._recency.forget(key)
                 self._in_use -= old.nbytes
+        return True
 
     # --- ahead ----------------------------------------------------------------------------------
 
@@ -331,7 +375,7 @@ class ExpertCache:
                 continue
             if self._in_use + experts.nbytes > self._budget:
                 spare = self._recency.used > experts.number
-                if next(self._recency.victims(held, passing_only=not spare), None) is None:
+                if self._victim(held, passing_only=not spare) is None:
                     return
             try:
                 self._ahead[key] = self._begin(key, held)
