@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -161,6 +162,9 @@ def parse(text: bytes, file_bytes: int, where: str) -> Header:
     Raises IntegrityError, which names `where`, if it is malformed, or does not describe exactly the
     bytes that follow in a file of this size.
     """
+    as_written = _parse_as_written(text, file_bytes)
+    if as_written is not None:
+        return as_written
     found = _json(text, where)
     if type(found) is not dict:
         raise _bad(where, "its header is no JSON object", "an object", type(found).__name__)
@@ -241,6 +245,80 @@ def build(
 def package_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors in the order in which the package writes them."""
     return dict(sorted(tensors.items(), key=lambda item: (-_RANKS[item[1].dtype], item[0])))
+
+
+# A header as writers leave it: a fifth of the time for hundreds of thousands of tensors
+
+_NUMBER = "(?:0|[1-9][0-9]{0,17})"
+_TEXT = r'"[^"\\\x00-\x1f]*"'  # without escapes
+_WRITTEN_METADATA = re.compile(
+    rf'\{{"{_METADATA}":(\{{(?:{_TEXT}:{_TEXT}(?:,{_TEXT}:{_TEXT})*)?\}})(?=[,}}])'
+)
+_WRITTEN_ENTRY = re.compile(
+    rf'([{{,])({_TEXT}):\{{"dtype":"([A-Z0-9_]+)","shape":\[((?:{_NUMBER}(?:,{_NUMBER})*)?)\],'
+    rf'"data_offsets":\[({_NUMBER}),({_NUMBER})\]\}}'
+)
+# What a match has beside the groups that are counted.
+_ENTRY_EXTRA = len(',:{"dtype":"","shape":[],"data_offsets":[,]}')
+
+
+def _parse_as_written(text: bytes, file_bytes: int) -> Header | None:
+    """The header if it is right and in the form that all known writers use, else None.
+
+    That form is the package's: no spaces but at the end, no escapes, and the three fields in its
+    order. One pass of a regular expression, which takes every byte, stands for the JSON parser.
+    """
+    try:
+        written = text.decode("utf-8").rstrip(" ")
+    except UnicodeDecodeError:
+        return None
+    metadata: dict[str, str] = {}
+    if (match := _WRITTEN_METADATA.match(written)) is not None:
+        metadata = json.loads(match[1])
+        if len(metadata) * 4 != match[1].count('"'):  # a key twice
+            return None
+        rest = written[match.end() :]
+        if rest.startswith(",}"):
+            return None
+        written = "{" + rest.removeprefix(",")
+    if not (written.startswith("{") and written.endswith("}")):
+        return None
+    written = written[:-1]
+    base = LENGTH_BYTES + len(text)
+    entries: dict[str, TensorEntry] = {}
+    sizes: dict[tuple[str, str], tuple[str, tuple[int, ...], int]] = {}
+    before, position, is_sorted, taken, count = "{", 0, True, 0, 0
+    for match in _WRITTEN_ENTRY.finditer(written):
+        lead, quoted, dtype, shape, start, end = match.groups()
+        known = sizes.get((dtype, shape))
+        if known is None:
+            bits = BITS.get(dtype, 0)
+            sizes_of = tuple(map(int, shape.split(","))) if shape else ()
+            bits *= math.prod(sizes_of)
+            if dtype not in BITS or bits % 8 or math.prod(filter(None, sizes_of)) > _MAX_SIZE >> 8:
+                return None
+            known = sizes[dtype, shape] = (dtype, sizes_of, bits // 8)
+        first, last = int(start), int(end)
+        if lead != before or last - first != known[2]:
+            return None
+        is_sorted = is_sorted and first == position
+        before, position = ",", last
+        taken += len(quoted) + len(dtype) + len(shape) + len(start) + len(end)
+        count += 1
+        entries[quoted[1:-1]] = TensorEntry(known[0], known[1], base + first, base + last)
+    if taken + count * _ENTRY_EXTRA != len(written) - (not count):
+        return None  # something lies between them
+    if len(entries) != count or _METADATA in entries:
+        return None
+    if not is_sorted:
+        entries = dict(sorted(entries.items(), key=lambda item: item[1][2:]))
+        position = base
+        for entry in entries.values():
+            if entry.start != position:
+                return None
+            position = entry.end
+        position -= base
+    return Header(entries, metadata) if base + position == file_bytes else None
 
 
 # Parts of a header

@@ -77,7 +77,12 @@ class SafetensorsSet:
             _check_length(text, file)
             raise
         self.metadata.update(header.metadata)
-        for name in header.tensors if names is None else names:
+        if names is None:
+            self.tensors |= {
+                name: StoredTensor(name, index, entry) for name, entry in header.tensors.items()
+            }
+            return
+        for name in names:
             if name not in header.tensors:
                 raise as_package(IntegrityError)(
                     f"{self.path} says that tensor {name!r} is in {file.path}, which lacks it",
