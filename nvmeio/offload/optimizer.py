@@ -98,7 +98,8 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
 
     Raises:
         TypeError: The class cannot be swapped (LBFGS, SparseAdam, one that needs a closure, that
-            changes its own options, or steps parameters by each other's).
+            changes its own options, draws from a generator of its own, or steps parameters by
+            each other's).
         ValueError: A parameter is out of range; a directory is named twice; the buffers
             are too small for one parameter; a parameter is not on the device that steps; torch's
             fused step of it leaves its weights as they are (SGD in bfloat16 on the CPU).

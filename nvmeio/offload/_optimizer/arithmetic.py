@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -289,7 +290,7 @@ def _check_steps_alone(optimizer_class: Any, arguments: dict[str, Any]) -> None:
                 param.grad = torch.linspace(-1, 1, 64).view(8, 8) * 10**number
             made.step()
             values = [*made.param_groups[0].items(), *vars(made).items()]
-            seen.append([each for each in values if isinstance(each[1], (int, float, str))])
+            seen.append([(name, _counted(value)) for name, value in values])
         return [param.detach() for param in params], seen[0] == seen[1]
 
     with torch.random.fork_rng(devices=[]):
@@ -301,9 +302,22 @@ def _check_steps_alone(optimizer_class: Any, arguments: dict[str, Any]) -> None:
     is_random = not all(map(torch.equal, both, again))
     if not counts_nothing or not (is_random or all(map(torch.equal, both, alone))):
         raise TypeError(
-            f"{optimizer_class.__name__} changes its own options in a step, or steps a parameter "
-            "otherwise if it has others: its state cannot be swapped"
+            f"{optimizer_class.__name__} changes its own options or draws from a generator of its "
+            "own in a step, or steps a parameter otherwise if it has others: its state cannot be "
+            "swapped"
         )
+
+
+def _counted(value: Any) -> Any:
+    """What changes of an attribute where steps are counted, or random numbers drawn; else None."""
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    numpy_bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
+    if numpy_bits is not None:  # of a Generator, of a RandomState
+        return repr(numpy_bits.state)
+    return value if isinstance(value, (int, float, str)) else None
 
 
 @functools.cache
