@@ -74,7 +74,7 @@ class PinnedPool(NotPickled, Closing):
     def __init__(self, budget_bytes: int | str) -> None:
         self._budget = round_up(_checks.size("budget_bytes", budget_bytes, 1), PAGE_BYTES)
         arena = Mapping(self._budget)
-        self._locked = _lock_if_allowed(arena)
+        self._locked = arena.lock_if_allowed()
         self._queue = LeaseQueue(arena, self._budget)
         self._collected_s = 0.0
         self._pid = os.getpid()
@@ -341,17 +341,3 @@ class _Patience:
 def _wake(reached: weakref.ref[asyncio.Future[None]]) -> bool:
     served = reached()
     return served is not None and resolve(served.get_loop(), served)
-
-
-def _lock_if_allowed(arena: Mapping) -> bool:
-    try:
-        arena.lock()
-    except OSError:
-        arena.populate()
-        return False
-    arena.populate()
-    try:
-        arena.register_with_cuda()
-    except OSError:
-        return False
-    return True

@@ -347,6 +347,23 @@ class Mapping(mmap.mmap):
                 errno.EIO, system.cuda_refusal(runtime, "cudaHostRegister", self.nbytes, error)
             )
 
+    def lock_if_allowed(self) -> bool:
+        """Page-lock it where the process may, and have its pages; whether it is locked.
+
+        CUDA knows a locked one, if it was used before.
+        """
+        try:
+            self.lock()
+        except OSError:
+            self.populate()
+            return False
+        self.populate()
+        try:
+            self.register_with_cuda()
+        except OSError:
+            return False
+        return True
+
     def tensor(self, offset: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor from byte `offset` on, with a storage of exactly its size.
 

@@ -17,14 +17,16 @@ import time
 import weakref
 from collections.abc import Hashable, Iterable
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from nvmeio._bindings import memory_at
+from nvmeio._memory.leases import FreeBlocks
+from nvmeio._memory.mappings import Mapping
+from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._residency.order import Order
 from nvmeio._residency.reader import Fill, Reader
-from nvmeio._threads.closing import on_error
 from nvmeio.buffers import empty_aligned
 from nvmeio.errors import ClosedError
 from nvmeio.pool import Lease, PinnedPool
@@ -163,11 +165,14 @@ class Window(Generic[Unit, SomeSlot]):
     ) -> list[SomeSlot]:
         """`need` of several units, which stay until `let_go`."""
         held: list[SomeSlot] = []
-        with on_error(self.let_go, held):
+        try:
             for unit in units:
                 slot = self.need(unit, computing, backward)
                 slot.holds += 1
                 held.append(slot)
+        except BaseException:
+            self.let_go(held)
+            raise
         return held
 
     def let_go(self, slots: Iterable[SomeSlot]) -> None:
@@ -263,9 +268,12 @@ class Window(Generic[Unit, SomeSlot]):
 
     def _begin(self, unit: Unit, slot: SomeSlot) -> SomeSlot:
         self._slots[unit] = slot
-        with on_error(self.drop, unit):
+        try:
             slot.fill = self._fill(slot)
             self.reader.submit(slot.fill)
+        except BaseException:
+            self.drop(unit)
+            raise
         self.units_read += 1
         self.bytes_read += slot.fill.nbytes
         return slot
@@ -278,8 +286,11 @@ class Window(Generic[Unit, SomeSlot]):
             began = time.perf_counter()
             self.reader.wait(slot.fill)
             self.waited_s += time.perf_counter() - began
-            with on_error(self.drop, slot.unit):
+            try:
                 self._check(slot)
+            except BaseException:
+                self.drop(slot.unit)
+                raise
         if not slot.bound:
             self._bind(slot)
 
@@ -319,8 +330,11 @@ class Window(Generic[Unit, SomeSlot]):
 
     def _bind(self, slot: SomeSlot) -> None:
         slot.bound = True
-        with on_error(self.drop, slot.unit):
+        try:
             self._keeper.bind(slot)
+        except BaseException:
+            self.drop(slot.unit)
+            raise
 
     # Going
 
@@ -373,29 +387,63 @@ class Window(Generic[Unit, SomeSlot]):
             self.drop(unit)
 
 
+class _Lent(NamedTuple):
+    """Memory that is out.
+
+    Attributes:
+        mark: Tells its end; kept for that.
+        start: Where it lies in the arena; None for memory of its own.
+        nbytes: What the budget counts.
+    """
+
+    mark: weakref.ref[Any]
+    start: int | None
+    nbytes: int
+
+
 class LentPool:
-    """A `PinnedPool` that lends storages: free again with the last tensor over `Slot.memory`.
+    """Memory of a fixed budget that is lent: free again with the last tensor over `Slot.memory`.
+
+    Page-locked where the process may lock that much. For owners of their own threads: one thread
+    takes, or several in turn, and no interrupt comes there; others lease from a `PinnedPool`.
 
     Nothing is taken from under a tensor: autograd, a user, an error's traceback may still have one.
     The end of a storage is told by a weak reference whose callback is `SimpleQueue.put` itself, a C
-    function, so no interrupt loses it; what came back is looked at before memory is given. One
-    thread takes, or several in turn.
+    function, so no interrupt loses it; what came back is looked at before memory is given.
+
+    Attributes:
+        budget_bytes: Size of the arena, in whole pages.
+        locked: Whether it is page-locked (and known to CUDA, if CUDA was used before).
     """
 
     def __init__(self, budget_bytes: int) -> None:
-        self._pool = PinnedPool(budget_bytes)
+        self.budget_bytes = round_up(budget_bytes, PAGE_BYTES)
+        arena = Mapping(self.budget_bytes)
+        self.locked = arena.lock_if_allowed()
+        self._arena: Mapping | None = arena
+        self._free = FreeBlocks(self.budget_bytes)
         self._ended: SimpleQueue[weakref.ref[Any]] = SimpleQueue()
-        # By the id of the reference; without a lease where it is memory of its own.
-        self._out: dict[int, tuple[weakref.ref[Any], Lease | None, int]] = {}
+        self._out: dict[int, _Lent] = {}  # by the id of the mark
         self._apart_bytes = 0
 
     def take(self, unit: Unit, nbytes: int) -> Slot[Unit] | None:
         """Memory for a unit, page-aligned; None if none is free now."""
         self._take_back()
+        arena = self._arena
+        if arena is None:
+            raise ClosedError("the pool is closed: make a new one")
         if self._apart_bytes and self.in_use_bytes + nbytes > self.budget_bytes:
             return None
-        lease, lent = lease_now(self._pool, nbytes) or (None, None)
-        return None if lease is None or lent is None else self._lend(unit, lent, lease, 0)
+        charged = round_up(nbytes, PAGE_BYTES)
+        start = self._free.take(charged)
+        if start is None:
+            return None
+        try:
+            # The arena stays mapped for as long as the storage lives, whatever is closed.
+            return self._lend(unit, arena.tensor(start, (nbytes,), torch.uint8), start, charged)
+        except BaseException:
+            self._free.put(start, charged)
+            raise
 
     def take_apart(self, unit: Unit, nbytes: int) -> Slot[Unit] | None:
         """Memory outside of the pool, for a unit that finds enough free bytes only in pieces.
@@ -404,45 +452,37 @@ class LentPool:
         """
         if self.in_use_bytes + nbytes > self.budget_bytes:
             return None
+        memory = empty_aligned(nbytes, dtype=torch.uint8)
         self._apart_bytes += nbytes
-        return self._lend(unit, empty_aligned(nbytes, dtype=torch.uint8), None, nbytes)
+        return self._lend(unit, memory, None, nbytes)
 
     def take_beyond(self, unit: Unit, nbytes: int) -> Slot[Unit]:
         """Memory that no budget counts, where tensors that somebody keeps have the pool's."""
         return self._lend(unit, empty_aligned(nbytes, dtype=torch.uint8), None, 0)
 
-    def _lend(self, unit: Unit, lent: torch.Tensor, lease: Lease | None, apart: int) -> Slot[Unit]:
+    def _lend(self, unit: Unit, lent: torch.Tensor, start: int | None, nbytes: int) -> Slot[Unit]:
         room = memory_at(lent.data_ptr(), lent.nbytes, lent)
-        # The arena stays mapped for as long as the storage lives, whatever is closed
         mark = weakref.ref(room, self._ended.put)
-        self._out[id(mark)] = mark, lease, apart
+        self._out[id(mark)] = _Lent(mark, start, nbytes)
         return Slot(unit, lent, torch.frombuffer(room, dtype=torch.uint8))
 
     def _take_back(self) -> None:
         while not self._ended.empty():
-            _, lease, nbytes = self._out.pop(id(self._ended.get()))
-            if lease is None:
+            _, start, nbytes = self._out.pop(id(self._ended.get()))
+            if start is None:
                 self._apart_bytes -= nbytes
             else:
-                lease.__exit__(None, None, None)
+                self._free.put(start, nbytes)
 
     def close(self) -> None:
-        """Take no more requests; tensors that are out stay valid."""
-        self._take_back()
-        self._pool.close()
-
-    @property
-    def budget_bytes(self) -> int:
-        return self._pool.budget_bytes
+        """Take no more requests; tensors that are out stay valid, and their memory mapped."""
+        self._arena = None
 
     @property
     def in_use_bytes(self) -> int:
+        """Bytes of the budget that are out, in whole pages."""
         self._take_back()
-        return self._pool.in_use_bytes + self._apart_bytes
-
-    @property
-    def locked(self) -> bool:
-        return self._pool.locked
+        return self.budget_bytes - self._free.nbytes + self._apart_bytes
 
 
 def lease_now(pool: PinnedPool, nbytes: int) -> tuple[Lease, torch.Tensor] | None:

@@ -327,7 +327,7 @@ def test_pinning_that_is_not_allowed_is_refused(
             "offload_param": dict(nvme),
         }
         config[section]["pin_memory"] = True
-        monkeypatch.setattr("nvmeio.pool._lock_if_allowed", lambda arena: False)
+        monkeypatch.setattr("nvmeio._memory.mappings.Mapping.lock_if_allowed", lambda arena: False)
         config["offload_param"]["max_in_cpu"] = 1e6
         with pytest.raises(OSError, match=f"{section}: pin_memory"):
             offload(gpt(), torch.optim.Adam, config)
