@@ -58,7 +58,7 @@ def wrap(module: torch.nn.Module, around: Callable[..., Any]) -> None:
 
 def taking(
     take: Callable[[], object],
-    origin_of: Callable[[int, int], Origin | None],
+    origin_of: Callable[[int, int, int], Origin | None],
     finished: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """Make what calls functions with something taken, of which autograd keeps places.
@@ -341,11 +341,11 @@ def check_unchanged(tensor: torch.Tensor, version: int, shape: tuple[int, ...]) 
         )
 
 
-def saving(origin_of: Callable[[int, int], Origin | None]) -> Undone:
+def saving(origin_of: Callable[[int, int, int], Origin | None]) -> Undone:
     """Have autograd keep places instead of memory, for as long as the result lives.
 
-    `origin_of` is called for each tensor with the address of its storage and its byte offset there;
-    for None the tensor is kept as it is.
+    `origin_of` is called for each tensor with the address of its storage, its byte offset there,
+    and the bytes from its first element to its last; for None the tensor is kept as it is.
     """
     around = saved_tensors_hooks_around()
 
@@ -353,12 +353,21 @@ def saving(origin_of: Callable[[int, int], Origin | None]) -> Undone:
         if has_memory(tensor):
             offset = int(tensor.storage_offset())
             address = tensor.untyped_storage().data_ptr()
-            origin = origin_of(address, offset * tensor.dtype.itemsize)
+            itemsize = tensor.dtype.itemsize
+            origin = origin_of(address, offset * itemsize, _extent(tensor) * itemsize)
             if origin is not None:
                 return _Elsewhere(origin, tensor)
         return kept(tensor, around)
 
     return saved_tensors_hooks(pack, unpack)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """How many elements lie from its first to its last."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((int(size) - 1) * int(stride) for size, stride in steps)
 
 
 def unpack(saved: Any) -> torch.Tensor:

@@ -380,9 +380,12 @@ def _with_kept_experts(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    _check_grad(repr(experts.name), args, kwargs)
+    if not stream.trainable:
+        _check_grad(repr(experts.name), args, kwargs)
     if hasattr(experts.module, "parametrizations"):  # adapters compute with copies of all experts
         return call(*args, **kwargs)
+    if stream.trainable:
+        return _with_trained_on_experts(stream, experts, routing, call, args, kwargs)
     use = stream.use_experts(experts, routing)
     try:
         output = calls.quietly(call)(*args, **kwargs)
@@ -393,6 +396,31 @@ def _with_kept_experts(
         raise
     finally:
         del use
+
+
+def _with_trained_on_experts(
+    stream: WeightStream,
+    experts: ExpertSet,
+    routing: torch.Tensor,
+    call: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Call experts of which autograd keeps places: backward has them from the cache again."""
+    take = functools.partial(stream.use_experts, experts, routing)
+    hit = [e for e in torch.unique(routing).tolist() if 0 <= e < experts.number]
+    origin_of = functools.partial(stream.origin_of_experts, experts, hit)
+
+    def finished(output: Any) -> Any:
+        stream.experts_used()
+        return output
+
+    try:
+        return calls.taking(take, origin_of, finished)(True, call, *args, **kwargs)
+    except BaseException:
+        if not calls.in_backward():  # where a region that runs again ends with an exception
+            stream.spoil()
+        raise
 
 
 def _leave_out(module: nn.Module, names: Set[str]) -> None:

@@ -137,9 +137,9 @@ def _expert_sets(
 ) -> list[ExpertSet]:
     """The experts that are kept one by one; none where they are read with their layers.
 
-    A device's kernels want them there, and backward would have to know those of each token.
+    A device's kernels want them there.
     """
-    if asked.trainable or asked.device.type != "cpu":
+    if asked.device.type != "cpu":
         return []
     sets = find_sets(model, matched)
     for each in sets:

@@ -106,6 +106,17 @@ class _Origin(NamedTuple):
         return self.stream.memory_of(self.unit, self.converted)
 
 
+class _ExpertOrigin(NamedTuple):
+    """The memory of experts that a call has computed with."""
+
+    stream: WeightStream
+    experts: ExpertSet
+    hit: tuple[int, ...]
+
+    def memory(self) -> torch.Tensor:
+        return self.stream.memory_of_experts(self.experts, self.hit)
+
+
 def _caller(lockstep: Lockstep[Any] | None) -> Any:
     """Whose turn it is: a thread's, or that of micro-batches."""
     return threading.get_ident() if lockstep is None else lockstep
@@ -238,7 +249,7 @@ class WeightStream(NotPickled, Closing):
             return GradMode(False, False)
         return GradMode(torch.is_grad_enabled(), in_backward())
 
-    def origin_of(self, address: int, offset: int) -> Origin | None:
+    def origin_of(self, address: int, offset: int, _: int) -> Origin | None:
         """The owner of the weights under a tensor that autograd keeps; see `_residency.calls`."""
         uses = self._uses
         found = None if uses is None else uses.place_at(address)
@@ -314,9 +325,8 @@ class WeightStream(NotPickled, Closing):
         entered: Any = None
         try:
             with profiled("wait", experts.name):
-                entered = in_turn(
-                    owner, cache.enter, experts, hit, counts, _caller(lockstep_here())
-                )
+                caller = _caller(lockstep_here())
+                entered = in_turn(owner, cache.enter, experts, hit, counts, caller, self._trainable)
                 if entered.waits:
                     entered.arriving.wait()
             return entered  # type: ignore[no-any-return]
@@ -326,9 +336,52 @@ class WeightStream(NotPickled, Closing):
         finally:
             del entered  # the traceback of an interrupt must not keep the turn
 
-    def experts_used(self, use: Use) -> None:
+    def origin_of_experts(
+        self, experts: ExpertSet, hit: Sequence[int], address: int, offset: int, nbytes: int
+    ) -> Origin | None:
+        """The owner of experts under a tensor that autograd keeps; see `_residency.calls`.
+
+        Args:
+            experts: The set that is called.
+            hit: Those that it computes with.
+            address: Of the tensor's storage.
+            offset: In that.
+            nbytes: From its first byte to its last.
+        """
+        cache = self._cache
+        if cache is None or address != cache.address_of(experts):
+            return None
+        first, last = offset // experts.nbytes, (offset + max(nbytes, 1) - 1) // experts.nbytes
+        return _ExpertOrigin(self, experts, tuple(e for e in hit if first <= e <= last))
+
+    def memory_of_experts(self, experts: ExpertSet, hit: Sequence[int]) -> torch.Tensor:
+        """The memory of a set, with those experts that backward needs again; blocks until then.
+
+        Raises:
+            TransferError, IntegrityError: As for `use`; names the expert.
+            ClosedError: The stream was closed since the forward pass.
+        """
+        owner, _ = self._check()
+        cache = self._cache
+        if cache is None:
+            raise ClosedError(CLOSED)
+        entered: Any = None
+        use: Any = None
+        try:
+            with profiled("wait", experts.name):
+                caller = _caller(lockstep_here())
+                entered = in_turn(owner, cache.enter_backward, experts, hit, caller)
+                use, memory = entered
+                use.arriving.wait()
+                self._experts_waited_s += use.arriving.waited_s
+            return memory  # type: ignore[no-any-return]
+        finally:
+            del entered, use  # the traceback of an interrupt must not keep the turn
+
+    def experts_used(self, use: Use | None = None) -> None:
         """Take experts whose call has ended away; RuntimeError if the call has changed them."""
-        self._experts_waited_s += use.arriving.waited_s
+        if use is not None:
+            self._experts_waited_s += use.arriving.waited_s
         if self._cache is not None:
             self._cache.check_as_read()
 

@@ -182,7 +182,7 @@ class Generate(Scenario):
 class GenerateWithExperts(Scenario):
     """A cache of experts that holds a little more than one layer of four needs."""
 
-    modes = ("timer", "opcodes", "twice")
+    modes: tuple[str, ...] = ("timer", "opcodes", "twice")
     dtype: torch.dtype | None = None
 
     def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
@@ -212,6 +212,34 @@ class GenerateWithConvertedExperts(GenerateWithExperts):
     """Their reads begin while the call computes."""
 
     dtype = torch.bfloat16
+
+
+class TrainOverExperts(GenerateWithExperts):
+    """Gradients of what is below the experts, which backward has from the cache again."""
+
+    def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
+        Scenario.__init__(self, folder, handle)
+        path = folder / "model"
+        self.models = saved_model(path, "mixtral", experts=8, width=32, intermediate_size=256)
+        self.ids = self.models.prompt(batch=1, length=2)
+        self.inputs = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(0))
+        whole = self.models.loaded(path).requires_grad_(False)
+        self.wanted = self._gradient(whole)
+        self.model = nvmeio.stream_model(path, resident_bytes="900K", trainable=True, handle=handle)
+        assert self.model.weight_stream.experts
+        for layer in self.model.model.layers:
+            layer.mlp.experts.act_fn.register_forward_hook(lambda *_: self.poke())
+
+    modes = ("timer", "opcodes", "hooks", "twice")
+
+    def _gradient(self, model: Any) -> torch.Tensor:
+        inputs = self.inputs.clone().requires_grad_(True)
+        model(inputs_embeds=inputs).logits.square().mean().backward()
+        assert inputs.grad is not None
+        return inputs.grad
+
+    def work(self) -> Any:
+        return self._gradient(self.model)
 
 
 class Pack(Scenario):
@@ -253,5 +281,6 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "stream-generate": Generate,
     "stream-experts": GenerateWithExperts,
     "stream-converted-experts": GenerateWithConvertedExperts,
+    "stream-trained-experts": TrainOverExperts,
     "packing": Pack,
 }

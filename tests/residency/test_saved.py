@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nvmeio._residency.calls import saving
 
 
-def nothing_of_ours(address: int, offset: int) -> None:
+def nothing_of_ours(address: int, offset: int, nbytes: int) -> None:
     return None
 
 

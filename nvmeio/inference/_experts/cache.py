@@ -57,6 +57,8 @@ class ExpertStats(NamedTuple):
 class Use(NamedTuple):
     """A caller's right to compute with some experts; ends with the last reference to it.
 
+    What somebody has tensors over by then stays for as long as these.
+
     Attributes:
         claim: That right.
         arriving: Those that are still read.
@@ -69,6 +71,9 @@ class Use(NamedTuple):
     waits: bool
 
 
+_Key = tuple[int, int]  # the number of a set, and of its expert
+
+
 class _Computing(NamedTuple):
     """The use under way, as the owner knows it."""
 
@@ -78,9 +83,15 @@ class _Computing(NamedTuple):
     arriving: dict[int, Arrival]
     lent: Lent
     shown: list[torch.Tensor]
+    backward: frozenset[_Key] = frozenset()  # what it computes with, where no module shows it
 
 
-_Key = tuple[int, int]  # the number of a set, and of its expert
+class _Loan(NamedTuple):
+    """Experts that somebody has tensors over after their call, for as long as the mark lives."""
+
+    mark: weakref.ref[Any]
+    number: int
+    keys: frozenset[_Key]
 
 
 class ExpertCache:
@@ -109,6 +120,7 @@ class ExpertCache:
         self._kept_by_others: dict[int, list[weakref.ref[Any]]] = {}
         self._counts: list[Counter[str]] = [Counter() for _ in sets]
         self._computing: _Computing | None = None
+        self._loans: list[_Loan] = []
         self._last: int | None = None
         self._in_a_row: set[int] = set()  # experts that calls of the same set have needed
         self._follows: dict[int, int] = {}  # the set that came after a set the last time
@@ -123,6 +135,7 @@ class ExpertCache:
         hit: Sequence[int],
         counts: Sequence[int],
         caller: Hashable,
+        frozen: bool = False,
     ) -> Use | Waiting:
         """Have experts in memory or on their way, and let their module show them.
 
@@ -132,6 +145,7 @@ class ExpertCache:
             hit: Its experts that tokens are routed to, ascending.
             counts: How many tokens each of them has.
             caller: A thread, or micro-batches in lockstep.
+            frozen: Raise (RuntimeError) where somebody wants gradients of them.
 
         Raises:
             ClosedError: The stream is closed.
@@ -145,15 +159,45 @@ class ExpertCache:
         with on_error(self.turns.end, caller), on_error(self._drop_late, number, arriving):
             self._leave(self._computing, None)  # of this caller, who was interrupted
             self._note_order(number)
+            targets = experts.targets_of(hit)
+            if frozen:
+                stand_ins.check_frozen(targets)
             self._bring(number, hit, counts, arriving)
             places = self._places[number]
-            targets, lent = experts.targets_of(hit), places.lend(hit)
+            lent = places.lend(hit)
             shown = stand_ins.install(targets, lent.tensors)
             awaited = Arriving(arriving, self._owner)
             waits = bool(arriving) and not show_arriving(targets, shown, awaited)
             use = self._computing = _Computing(number, places, targets, arriving, lent, shown)
         self._read_ahead(number, len(hit))
         return Use(self._owner.claim(self._leave, use, caller), awaited, waits)
+
+    def enter_backward(
+        self, waited: Waiting | None, experts: ExpertSet, hit: Sequence[int], caller: Hashable
+    ) -> tuple[Use, torch.Tensor] | Waiting:
+        """`enter`, for backward: all are to be waited for, and no module shows them.
+
+        Returns the bytes of the set as well.
+        """
+        queued = self.turns.take(caller, waited)
+        if queued is not None:
+            return queued
+        number = self._numbers[experts]
+        arriving: dict[int, Arrival] = {}
+        with on_error(self.turns.end, caller), on_error(self._drop_late, number, arriving):
+            self._leave(self._computing, None)
+            self._bring(number, hit, [0] * len(hit), arriving)
+            places = self._places[number]
+            memory, mark = places.view()
+            lent = Lent({}, mark)
+            keys = frozenset((number, expert) for expert in hit)
+            use = self._computing = _Computing(number, places, (), arriving, lent, [], keys)
+        claim = self._owner.claim(self._leave, use, caller)
+        return Use(claim, Arriving(arriving, self._owner), True), memory
+
+    def address_of(self, experts: ExpertSet) -> int:
+        """Where the memory of a set begins. From any thread, during a call of the set."""
+        return self._places[self._numbers[experts]].address
 
     def check_as_read(self) -> None:
         """Take the weights away from the module that was called; raises if the call changed them.
@@ -182,8 +226,11 @@ class ExpertCache:
             self._drop_late(use.number, use.arriving)
             use.shown.clear()
             use.lent.tensors.clear()
-            if use.lent.mark() is not None:
-                self._leave_to_others(use.number, use.lent.mark)
+            if use.lent.mark() is not None:  # backward, a hook, or an error's traceback keeps some
+                everything = range(use.places.experts.number)
+                keys = use.backward or {(use.number, expert) for expert in everything}
+                kept = frozenset(key for key in keys if key in self._recency)
+                self._loans.append(_Loan(use.lent.mark, use.number, kept))
         finally:
             if caller is not None:
                 self.turns.end(caller)
@@ -194,6 +241,7 @@ class ExpertCache:
         for arrival in self._ahead.values():
             arrival.cancel()
         self._ahead.clear()
+        self._loans.clear()
         self._places.clear()
         self.turns.close()
 
@@ -208,6 +256,7 @@ class ExpertCache:
     ) -> None:
         keys = [(number, expert) for expert in hit]
         self._held.update(keys)
+        self._hold_loans(len(hit) * self._places[number].nbytes)
         counted = self._counts[number]
         for key in keys:
             if key not in self._recency:
@@ -226,6 +275,20 @@ class ExpertCache:
             self._recency.pass_by(key)
         for _, key in by_count[:share][::-1]:
             self._recency.use(key)
+
+    def _hold_loans(self, nbytes: int) -> None:
+        """Keep what others have tensors over; it is left to them where a call has no room beside.
+
+        Tensors [experts, ...] look at places of all experts of a set, so none of them moves.
+        """
+        self._loans = [loan for loan in self._loans if loan.mark() is not None]
+        lent = {key for loan in self._loans for key in loan.keys}
+        if nbytes + sum(self._places[number].nbytes for number, _ in lent) > self._budget:
+            loans, self._loans = self._loans, []
+            for loan in loans:
+                self._leave_to_others(loan.number, loan.mark)
+        else:
+            self._held.update(lent)
 
     def _begin(self, key: _Key, held: Set[_Key]) -> Arrival:
         """Begin the read of an expert that has no pages; those that convert begin in turn.
@@ -345,6 +408,7 @@ class ExpertCache:
             if key in self._recency:
                 self._recency.forget(key)
                 self._in_use -= old.nbytes
+        self._loans = [loan for loan in self._loans if loan.number != number]
         return True
 
     # --- ahead ----------------------------------------------------------------------------------

@@ -101,11 +101,14 @@ class Places:
         moved = _mremap(source, self.nbytes, self.nbytes, _MAYMOVE_FIXED_DONTUNMAP, target)
         return bool(moved == target)
 
+    def view(self) -> tuple[torch.Tensor, weakref.ref[Any]]:
+        """All bytes, and a mark that is dead once nobody has a tensor over them."""
+        view = memory_at(self.address, len(self._mapping), self._mapping)
+        return torch.frombuffer(view, dtype=torch.uint8), weakref.ref(view)
+
     def lend(self, hit: Sequence[int]) -> Lent:
         """Tensors for a call of some experts, as the model wants them or packed."""
-        view = memory_at(self.address, len(self._mapping), self._mapping)
-        mark = weakref.ref(view)
-        memory = torch.frombuffer(view, dtype=torch.uint8)
+        memory, mark = self.view()
         weights = self.experts.unit.weights
         tensors: dict[int, Any] = {}
         laid = self.experts.tensors_over(hit, partial(self._over, memory))

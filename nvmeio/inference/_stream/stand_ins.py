@@ -164,6 +164,10 @@ def _set_to_itself(weight: torch.Tensor, source: Any = None, *_: Any) -> torch.T
     here = isinstance(source, torch.Tensor) and not is_meta(weight) and not is_meta(source)
     if here and (source.data_ptr(), source.shape) == (weight.data_ptr(), weight.shape):
         return weight
+    if on_disk(weight) and on_disk(source) and weight.shape == getattr(source, "shape", None):
+        origin = getattr(weight, "source", None)
+        if origin is not None and origin is getattr(source, "source", None):
+            return weight
     refuse_change()
 
 
@@ -370,7 +374,7 @@ def _saving(by_address: dict[int, Any]) -> object:
     if not torch.is_grad_enabled():
         return None
     sources = {address: leaf.source for address, leaf in by_address.items() if leaf.source}
-    return saving(lambda address, _: sources.get(address)) if sources else None
+    return saving(lambda address, *_: sources.get(address)) if sources else None
 
 
 def _remember(memo: dict[int, Any], weight: nn.Parameter, now: torch.Tensor) -> nn.Parameter:

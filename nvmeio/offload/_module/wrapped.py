@@ -182,7 +182,7 @@ def attach(store: ParamStore, stage: Stage) -> None:
     """Bring a stage's parameters before its call, and release them after it."""
     units = [unit for unit in store.units if stage in unit.stages]
 
-    def origin_of(address: int, offset: int) -> _SavedParameter | None:
+    def origin_of(address: int, offset: int, _: int) -> _SavedParameter | None:
         unit = store.by_address.get(address)
         if unit is None:
             return None
