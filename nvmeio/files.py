@@ -8,7 +8,7 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from nvmeio._checks import NotPickled
@@ -218,6 +218,19 @@ def read_into(file: File, offset: int, memories: Sequence[memoryview]) -> None:
         except OSError as failed:
             span: Any = {"file_offset": offset, "nbytes": nbytes}
             raise transfer_error(failed, "pread", file.path, **span) from failed
+
+
+def read_each(file: File, parts: Iterable[tuple[int, memoryview]]) -> None:
+    """`read_into` of many parts, each at an offset of its own, with one preadv(2) for each."""
+    with in_use(file) as opened:
+        fd = opened.buffered_fd()
+        for offset, memory in parts:
+            try:
+                if os.preadv(fd, [memory], offset) == memory.nbytes:
+                    continue
+            except OSError:  # met again and named below
+                pass
+            read_into(file, offset, [memory])
 
 
 def checked_path(path: str | os.PathLike[str]) -> str:

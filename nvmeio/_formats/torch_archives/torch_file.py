@@ -19,7 +19,7 @@ from nvmeio._memory import system
 from nvmeio._memory.tensors import aligned_as
 from nvmeio._pages import PAGE_BYTES, round_down
 from nvmeio.errors import IntegrityError
-from nvmeio.files import File, read_buffered, read_into
+from nvmeio.files import File, read_buffered, read_each, read_into
 
 if TYPE_CHECKING:
     from nvmeio._io.spans import Load, Span
@@ -137,7 +137,8 @@ class TorchFile:
             # The headers, in the file's order. The kernel reads ahead of who reads from header to
             # header, twice as fast as all of it at once (large folios), and not of who skips.
             for (start, _), (stop, _) in itertools.pairwise(wanted):
-                self._read[start] = self._read_apart(start, stop - start)
+                self._read[start] = aligned_as(start, stop - start)
+            read_each(self._file, self._read.items())
             found = [bytes(self._read[start][:nbytes]) for start, nbytes in wanted[:-1]]
             return [*found, read_buffered(self._file, *wanted[-1])]
         read: list[bytes] = []
