@@ -60,7 +60,29 @@ class Quantisation(NamedTuple):
     @property
     def is_read(self) -> bool:
         """Whether nvmeio reads what is quantised so."""
+        if self.method == "compressed-tensors":
+            return self._is_read_compressed
         return self.method in _READ
+
+    @property
+    def _is_read_compressed(self) -> bool:
+        """Whether all groups are FP8 or whole integers by themselves, and nothing else changes."""
+        about = self.config
+        groups = about.get("config_groups")
+        plain = not any(about.get(key) for key in ("sparsity_config", "transform_config"))
+        compressed = about.get("quantization_status") == "compressed"
+        if not (isinstance(groups, dict) and groups and plain and compressed):
+            return False
+        return about.get("kv_cache_scheme") is None and all(
+            _is_read_group(group, about.get("format")) for group in groups.values()
+        )
+
+    @property
+    def integers(self) -> list[tuple[int, int]]:
+        """Bits and group size (0: a row) of each of its groups that is of integers."""
+        groups = (self.config.get("config_groups") or {}).values()
+        of_weights = [group["weights"] for group in groups if group["weights"]["type"] == "int"]
+        return [(weights["num_bits"], weights.get("group_size") or 0) for weights in of_weights]
 
     @property
     def block(self) -> tuple[int, int] | None:
@@ -71,6 +93,22 @@ class Quantisation(NamedTuple):
         if not all(isinstance(size, int) and size > 0 for size in sizes):
             return None
         return sizes[0], sizes[1]
+
+
+def _is_read_group(group: Any, common: Any) -> bool:
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict) or weights.get("actorder"):
+        return False
+    form, strategy = group.get("format") or common, weights.get("strategy")
+    kind, bits = weights.get("type"), weights.get("num_bits")
+    if not weights.get("symmetric", True):
+        return False
+    if kind == "float":
+        known = strategy in ("tensor", "channel", "block", "group")
+        return bits == 8 and form == "float-quantized" and known
+    size = weights.get("group_size") or 0
+    known = strategy == "channel" or (strategy == "group" and type(size) is int and size > 0)
+    return kind == "int" and bits in (4, 8) and form == "pack-quantized" and known
 
 
 def refuse_adapter(directory: str | os.PathLike[str]) -> None:
@@ -146,8 +184,9 @@ def refuse_quantised(named: Quantisation, where: str | os.PathLike[str]) -> NoRe
     raise ValueError(
         f"{os.fspath(where)} is quantised by {named.method}, which nvmeio does not read in this "
         "form: its tensors are steps and scales, not weights. nvmeio reads FP8 with scales of "
-        "blocks (weight_scale_inv) and MXFP4 (_blocks, _scales). Use the checkpoint that this one "
-        "was made from; nvmeio pack --quant-bits makes it small again"
+        "blocks (weight_scale_inv), MXFP4 (_blocks, _scales) and compressed-tensors' "
+        "float-quantized FP8 and pack-quantized integers, symmetric ones of 4 and 8 bits. Use the "
+        "checkpoint that this one was made from; nvmeio pack --quant-bits makes it small again"
     )
 
 

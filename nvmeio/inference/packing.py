@@ -157,7 +157,7 @@ def pack(
             equally where it did not measure all. `stream_model` takes that list and reads from all
             of them at once. As for `ranks` the files have holes.
         dtype: Of the weights in the file, or its name ("bfloat16"); by default the model's, and
-            FP8 and MXFP4 stay as they are.
+            FP8, MXFP4 and packed integers stay as they are.
         quant_bits: 4 or 8 to quantise the matrices of layers, and embeddings and heads that take
             more than 1 MiB in `model_directory`, in groups of a row; see `stream_model` for how it
             computes with them. None quantises nothing.

@@ -59,6 +59,64 @@ def in_fp8(
     configure(directory, quantization_config={**about, "weight_block_size": list(block)})
 
 
+# How compressed-tensors describes the weights of a group.
+FP8_WEIGHTS: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def ints_of(weight: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps packed into int32, and a scale for each group of a row, in the weight's dtype."""
+    most = (1 << (bits - 1)) - 1
+    groups = weight.float().view(len(weight), -1, group)
+    scales = (groups.abs().amax(-1) / most).to(weight.dtype)
+    steps = (groups / scales.float().unsqueeze(-1)).round().clamp(-most - 1, most)
+    fields = steps.view(len(weight), -1, 32 // bits).long() + (1 << (bits - 1))
+    words = (fields << (torch.arange(32 // bits) * bits)).sum(-1)
+    return (words - ((words >> 31) << 32)).to(torch.int32), scales
+
+
+def in_compressed(directory: Path, way: str) -> None:
+    """Store the projections of a saved model as compressed-tensors does.
+
+    `way`: "channel", "tensor" or "block" of FP8, or "int4", "int8" and "int4-channel".
+    """
+    is_int = way.startswith("int")
+    about: dict[str, Any] = dict(FP8_WEIGHTS, strategy=way)
+    if is_int:
+        bits = int(way[3])
+        about = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group"}
+        about |= {"strategy": "channel"} if "channel" in way else {"group_size": 32}
+    if way == "block":
+        about["block_structure"] = [16, 32]
+
+    def change(weights: Weights) -> Weights:
+        stored = dict(weights)
+        for name, weight in weights.items():
+            if weight.dim() != 2 or "proj" not in name:
+                continue
+            if is_int:
+                group = weight.shape[1] if "channel" in way else 32
+                stem = name.removesuffix(".weight")
+                words, scales = ints_of(stored.pop(name), bits, group)
+                stored |= {f"{stem}.weight_packed": words, f"{stem}.weight_scale": scales}
+                stored[f"{stem}.weight_shape"] = torch.tensor(weight.shape)
+                continue
+            blocks = {"channel": (1, weight.shape[1]), "tensor": tuple(weight.shape)}
+            stored[name], scales = fp8_of(weight, blocks.get(way, (16, 32)))
+            stored[f"{name}_scale"] = scales.view(1) if way == "tensor" else scales
+        return stored
+
+    rewrite(directory, change)
+    form = "pack-quantized" if is_int else "float-quantized"
+    group_0 = {"targets": ["Linear"], "weights": about, "input_activations": None, "format": form}
+    config: dict[str, Any] = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "ignore": ["lm_head"],
+    }
+    config |= {"config_groups": {"group_0": group_0}, "quantization_status": "compressed"}
+    configure(directory, quantization_config=config)
+
+
 def in_mxfp4(directory: Path) -> None:
     """Store the experts of a saved gpt-oss as it is published."""
 

@@ -1,8 +1,10 @@
-"""The formats in which models are published: FP8 with scales of blocks, and MXFP4.
+"""The formats in which models are published: FP8 with scales, MXFP4, and packed integers.
 
 The elements are those that transformers' `from_pretrained` makes of them on a CPU, bit for bit:
 products in float32 and one rounding. On a CPU torch computes them once for each step and scale that
-there may be, and native_shim/packed/lookup.c chooses from that table. Source: `Fp8Dequantize` in
+there may be, and native_shim/packed/lookup.c chooses from that table. Those of compressed-tensors
+are what `CompressedTensorsConfig(dequantize=True)` gives (0.20, quantization/lifecycle/forward.py).
+Source: `Fp8Dequantize` in
 transformers/integrations/finegrained_fp8.py, `convert_moe_packed_tensors` in integrations/mxfp4.py
 (5.24).
 """
@@ -26,8 +28,9 @@ from nvmeio.inference._plan.schemes import Scheme, Shape
 _STEPS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, headers.DTYPES.get("F8_E8M0"))
 # Ends of a scale's name, in the place of a weight's ".weight" (DeepSeek, Qwen; others).
-_SCALE_NAMES = (".weight_scale_inv", ".scale", ".qscale_weight")
+_SCALE_NAMES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
 _BLOCKS, _BLOCK_SCALES = "_blocks", "_scales"
+_WORDS = ".weight_packed"
 # Of float32 elements that are made at a time: they stay in a core's second-level cache.
 _CHUNK_BYTES = 1 << 20
 # Elements of a block from which on a table of its 256 elements costs next to nothing.
@@ -189,12 +192,71 @@ class Mxfp4(NamedTuple):
         return {"scheme": "mxfp4"}
 
 
+class PackedInts(NamedTuple):
+    """Signed integers of 4 or 8 bits in words of 32, and a scale for each group of a row.
+
+    The first element of a word is in its lowest bits, as its distance from the least integer.
+
+    Attributes:
+        bits: Of an element.
+        group_size: Elements of a row that share a scale; 0 for a whole row.
+        scales: The dtype of scales; an element is rounded to it first.
+    """
+
+    bits: int
+    group_size: int
+    scales: torch.dtype
+
+    @property
+    def multiplies(self) -> bool:
+        return False
+
+    def stored(self, shape: Shape) -> list[tuple[torch.dtype, Shape]]:
+        width = shape[-1] if shape else 0
+        group = self.group_size or width
+        if len(shape) < 2 or not width or width % (32 // self.bits) or width % group:
+            raise ValueError(f"rows of shape {shape} are not whole words and groups of {group}")
+        words = (*shape[:-1], width * self.bits // 32)
+        return [(torch.int32, words), (self.scales, (*shape[:-1], width // group))]
+
+    def shape_of(self, shapes: Sequence[Shape]) -> Shape:
+        return (*shapes[0][:-1], shapes[0][-1] * 32 // self.bits)
+
+    def widen(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        width, half = out.shape[-1], 1 << (self.bits - 1)
+        target = out.view(-1, *out.shape[-2:])
+        words = parts[0].reshape(-1, *parts[0].shape[-2:])
+        scales = parts[1].reshape(-1, *parts[1].shape[-2:])
+        step = max(_CHUNK_BYTES // (4 * width), 1)
+        for matrix, its_scales, rows in zip(words, scales, target, strict=True):
+            for first in range(0, len(rows), step):
+                own = slice(first, first + step)
+                fields = matrix[own].contiguous().view(torch.uint8)
+                if self.bits == 4:
+                    fields = torch.stack((fields & 15, fields >> 4), -1)
+                values = fields.view(-1, its_scales.shape[1], width // its_scales.shape[1]).float()
+                values.sub_(half).mul_(its_scales[own].float().unsqueeze(-1))
+                rows[own].copy_(values.to(self.scales).view(-1, width))
+
+    def described(self) -> dict[str, Any]:
+        about = {"bits": self.bits, "group": self.group_size}
+        return {"scheme": "int", **about, "scales": headers.NAMES[self.scales]}
+
+
 def described_as(entry: Mapping[str, Any]) -> Scheme:
     """The scheme of an entry in the index of a packed file; ValueError if it is not known."""
     if entry["scheme"] == "mxfp4":
         return Mxfp4()
+    if entry["scheme"] == "int":
+        ints = PackedInts(entry["bits"], entry["group"], headers.DTYPES[entry["scales"]])
+        floats = ints.scales.is_floating_point and ints.scales.itemsize > 1
+        if ints.bits not in (4, 8) or type(ints.group_size) is not int or ints.group_size < 0:
+            raise ValueError(f"integers must have 4 or 8 bits and groups, not {ints}")
+        if not floats:
+            raise ValueError(f"scales of integers must be floating-point, not {ints.scales}")
+        return ints
     if entry["scheme"] != "fp8":
-        raise ValueError(f"a scheme must be 'fp8' or 'mxfp4', not {entry['scheme']!r}")
+        raise ValueError(f"a scheme must be 'fp8', 'mxfp4' or 'int', not {entry['scheme']!r}")
     rows, columns = (int(size) for size in entry["block"])
     steps, scales = headers.DTYPES[entry["steps"]], headers.DTYPES[entry["scales"]]
     if min(rows, columns) < 1 or steps not in _STEPS or scales not in _SCALES:
@@ -243,7 +305,15 @@ def weights_in(checkpoint: SafetensorsSet, named: Quantisation | None) -> dict[s
             if scale is not None:
                 held[name] = _in_fp8(tensor, scale, block, checkpoint)
                 # Inputs are not quantised where weights are widened.
-                parts |= {scale.name, f"{stem}.activation_scale"}
+                parts |= {scale.name, f"{stem}.activation_scale", f"{stem}.input_scale"}
+        elif name.endswith(_WORDS) and dtype is torch.int32:
+            stem = name.removesuffix(_WORDS)
+            scale = stored.get(f"{stem}.weight_scale")
+            if scale is not None and named is not None:
+                held[f"{stem}.weight"] = _in_ints(
+                    f"{stem}.weight", tensor, scale, named, checkpoint
+                )
+                parts |= {name, scale.name, f"{stem}.weight_shape"}
         elif name.endswith(_BLOCKS) and dtype is torch.uint8:
             stem = name.removesuffix(_BLOCKS)
             scale = stored.get(stem + _BLOCK_SCALES)
@@ -295,6 +365,35 @@ def _in_mxfp4(
     return HeldWeight(name, (blocks, scale), Mxfp4())
 
 
+def _in_ints(
+    name: str,
+    words: StoredTensor,
+    scale: StoredTensor,
+    named: Quantisation,
+    checkpoint: SafetensorsSet,
+) -> HeldWeight:
+    """A weight of integers; of how many bits, and in which groups, the sizes of its parts tell."""
+    shape, scales = words.entry.shape, scale.entry.shape
+    dtype = headers.DTYPES.get(scale.entry.dtype)
+    if dtype in (torch.float32, torch.bfloat16, torch.float16) and len(shape) == len(scales) == 2:
+        for bits, group in named.integers:
+            width = shape[1] * 32 // bits
+            if scales == (shape[0], width // (group or width)):
+                scheme = PackedInts(bits, group, dtype)
+                try:
+                    fits = scheme.stored((shape[0], width)) == [
+                        (torch.int32, shape),
+                        (dtype, scales),
+                    ]
+                except ValueError:
+                    continue
+                if fits:
+                    return HeldWeight(name, (words, scale), scheme)
+    raise _unfit(
+        words, scale, checkpoint, "words of integers, and a scale for each of their groups"
+    )
+
+
 def _unfit(
     steps: StoredTensor, scale: StoredTensor, checkpoint: SafetensorsSet, wanted: str
 ) -> IntegrityError:
@@ -317,7 +416,7 @@ def check_fused(
     """
     schemes = {weight.scheme for weight in weights}
     scheme = weights[0].scheme
-    fits = len(schemes) == 1 and (scheme is None or isinstance(scheme, BlockFp8))
+    fits = len(schemes) == 1 and (scheme is None or isinstance(scheme, (BlockFp8, PackedInts)))
     if fits and in_rows and isinstance(scheme, BlockFp8):
         fits = all(weight.tensors[0].entry.shape[0] % scheme.block[0] == 0 for weight in weights)
     if not fits:
