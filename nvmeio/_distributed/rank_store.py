@@ -80,18 +80,26 @@ class RankStore:
         self.operation = operation
 
     @classmethod
-    def of_group(cls, group: Any, name: str, path: str, operation: str) -> RankStore:
+    def of_group(
+        cls,
+        group: Any,
+        name: str,
+        path: str,
+        operation: str,
+        limit_s: float = DEFAULT_TIMEOUT_S,
+    ) -> RankStore:
         """The store of a group that has this process, on a connection of its own if torch has that.
 
-        `name` is the same on all ranks, and used once.
+        `name` is the same on all ranks, and used once. TransferError (ETIMEDOUT) if the store does
+        not answer within `limit_s`.
         """
         import torch.distributed as dist
 
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         shared: Any = dist.distributed_c10d._get_default_store()
-        with contextlib.suppress(AttributeError, RuntimeError):
-            shared = shared.clone()  # from torch 2.9 on
-        return cls(_prefixed(f"nvmeio/{name}", shared), rank, size, path, operation)
+        store = cls(shared, rank, size, path, operation).limited(limit_s)
+        store._store = _prefixed(f"nvmeio/{name}", store._connection())
+        return store
 
     @classmethod
     def of_one(cls, path: str, operation: str) -> RankStore:
@@ -122,10 +130,24 @@ class RankStore:
         torch waits within the store, which holds the connection: nothing could be asked meanwhile.
         So it has one of its own, if torch can make another (from 2.9 on).
         """
-        store = self._store
-        with contextlib.suppress(AttributeError, RuntimeError):
-            store = store.clone()
-        return _prefixed(name, store)
+        return _prefixed(name, self._connection())
+
+    def _connection(self) -> Any:
+        """Another connection to the store, if torch can make one (from 2.9 on); else this one.
+
+        To make one waits for the rank that serves the store, without a limit of its own.
+        """
+        clone = getattr(self._store, "clone", None)
+        if clone is None:
+            return self._store
+
+        def connected() -> Any:
+            try:
+                return clone()
+            except (AttributeError, RuntimeError):
+                return self._store
+
+        return self._ask(connected)
 
     @property
     def timeout_s(self) -> float:
@@ -222,12 +244,13 @@ class Calls:
             raise
 
     def begin(
-        self, group: Any, otherwise: str, path: str, of: str = ""
+        self, group: Any, otherwise: str, path: str, limit_s: float, of: str = ""
     ) -> tuple[RankStore, int] | None:
         """Begin one more call of all ranks; what can refuse it before is within `asked`.
 
         `group` is None for a process alone, `otherwise` what a process does that is no member. What
-        is `of` something is counted by itself. Returns the store that all calls of the group share,
+        is `of` something is counted by itself. Each question to the store may take `limit_s`.
+        Returns the store that all calls of the group share,
         and the number of this one, from 1; None if there is no other rank.
         """
         alone = self._alone[1] if self._alone[0] == path else 0
@@ -240,7 +263,8 @@ class Calls:
             if size == 1:
                 return None
             digest = sha256(f"{members} {of}".encode()).hexdigest()[:16]
-            store = RankStore.of_group(group, f"{self._operation}/{digest}", path, self._operation)
+            name = f"{self._operation}/{digest}"
+            store = RankStore.of_group(group, name, path, self._operation, limit_s)
             number = self._counts.get(digest, 0) + 1
             for _ in range(self._refused + alone):
                 if not self._given_up(store, number):

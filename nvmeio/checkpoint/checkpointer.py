@@ -169,7 +169,7 @@ class Checkpointer(NotPickled, ClosingWork):
                 raise TypeError(f"handle must be an nvmeio.AioHandle, not {handle!r:.80}")
             writers = checked_writers(writers, layout, ranks_of(process_group))
             way = checked_way(snapshot)
-            self._store = store_of(process_group, path)
+            self._store = store_of(process_group, path, timeout_s)
         self._keep = keep
         self._layout = layout
         self._training: Training | None = None

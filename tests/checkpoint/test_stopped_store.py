@@ -64,6 +64,31 @@ def test_a_store_that_does_not_answer_is_given_up(server: Any) -> None:
     assert messages.get("said", 1) == b"something"
 
 
+def test_another_connection_to_a_store_that_does_not_answer_is_given_up(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Checkpointer that was made meanwhile waited without end, for torch connects without one."""
+    port = int(server.stdout.readline())
+    patience = timedelta(seconds=PATIENCE_S)
+    client = dist.TCPStore("localhost", port, is_master=False, timeout=patience)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
+    monkeypatch.setattr(dist, "get_rank", lambda _: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    store = RankStore.of_group(None, "before", "path", "save", LIMIT_S)
+    store.set("said", b"something")
+    server.send_signal(signal.SIGSTOP)
+    for ask in (
+        lambda: RankStore.of_group(None, "made", "path", "save", LIMIT_S),
+        lambda: store.for_torch("gloo"),
+    ):
+        with pytest.raises(nvmeio.TransferError, match=r"did not answer for 0\.5 s") as raised:
+            ask()
+        assert raised.value.errno == errno.ETIMEDOUT
+    server.send_signal(signal.SIGCONT)
+    spin_until(lambda: answers(store))
+    assert store.get("said") == b"something"
+
+
 def answers(store: RankStore) -> bool:
     try:
         store.limited(LIMIT_S).check(["any"])

@@ -41,13 +41,13 @@ def ranks_of(group: Any) -> int:
     return 1 if group is None else checked_group(group, _NO_MEMBER)[1]
 
 
-def store_of(group: Any, directory: str) -> RankStore:
+def store_of(group: Any, directory: str, limit_s: float) -> RankStore:
     """The store of the ranks that save into a directory; `group` None is a process alone.
 
     The directory is not part of the keys' names: ranks that take directories of their own for a
     shared one are to find that out from each other. Raises as `checked_group`.
     """
-    found = _made.begin(group, _NO_MEMBER, directory)
+    found = _made.begin(group, _NO_MEMBER, directory, limit_s)
     if found is None:
         return RankStore.of_one(directory, "save")
     store, number = found

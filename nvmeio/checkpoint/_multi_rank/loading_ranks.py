@@ -66,7 +66,7 @@ class LoadingRanks:
     @classmethod
     def of_group(cls, group: Any, timeout_s: float, path: Any) -> LoadingRanks:
         """The ranks of a process group; `ALONE` for a process alone. Raises as `checked_group`."""
-        found = _loads.begin(group, "call load without it", str(path))
+        found = _loads.begin(group, "call load without it", str(path), timeout_s)
         return ALONE if found is None else cls(*found, timeout_s)
 
     @property

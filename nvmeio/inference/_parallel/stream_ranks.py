@@ -54,7 +54,7 @@ class Ranks:
 
         TypeError if `group` is none, ValueError if this process is no member of it.
         """
-        found = _streams.begin(group, "call stream_model without it", path)
+        found = _streams.begin(group, "call stream_model without it", path, timeout_s)
         if found is None:
             return None
         store, number = found
