@@ -25,6 +25,9 @@ from typing import Any
 
 import torch
 
+from nvmeio._distributed import DEFAULT_TIMEOUT_S
+from nvmeio._distributed.messages import Messages
+from nvmeio._distributed.rank_store import RankStore
 from nvmeio._formats import model_directory, packed_index
 from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio._storage.durable import remove_directory, sync_directory
@@ -32,7 +35,7 @@ from nvmeio._threads.closing import do_all, on_error, opened
 from nvmeio.checkpoint import load, save
 from nvmeio.checkpoint.background import BackgroundSaver
 from nvmeio.checkpoint.safetensors import load_safetensors, save_safetensors
-from nvmeio.errors import BackendUnavailableError
+from nvmeio.errors import BackendUnavailableError, IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.integrations._clients import joined, on_demand
 
@@ -248,6 +251,23 @@ class NvmeTrainerMixin:
         trainer.optimizer.load_state_dict(load(names[0], to, handle=self.nvme_handle))
         trainer.lr_scheduler.load_state_dict(load(names[1], handle=self.nvme_handle))
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        try:
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        except Exception as failed:  # whatever a damaged file makes torch and random stumble over
+            args: Any = self.args  # type: ignore[attr-defined]
+            of_rank = f"_{args.process_index}" if args.world_size > 1 else ""
+            path = os.path.join(checkpoint or "", f"rng_state{of_rank}.pth")
+            if os.path.isfile(path):
+                raise IntegrityError(
+                    f"{path} cannot be read as random states ({failed}): resume from an earlier "
+                    "checkpoint, or remove this file, and training goes on with other random "
+                    "numbers",
+                    expected="what a Trainer saved",
+                    found=str(failed),
+                ) from failed
+            raise
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         trainer: Any = self
         model = trainer.model if model is None else model
@@ -335,35 +355,49 @@ _HIDDEN = ".nvmeio-saving-"
 def _made_whole(trainer: Any, run: str) -> Iterator[str]:
     """A directory for a checkpoint that all processes save; behind the block it gets its name.
 
-    If the block raises, it is removed.
+    If the block raises in a process, it is removed, and all others raise a TransferError.
     """
     args, state = trainer.args, trainer.state
     # Each machine has a first process: they need not see the same files.
     is_first = args.local_process_index == 0
-    hidden = os.path.join(run, _HIDDEN + _agreed_token(args.world_size))
+    token = _agreed_token(args.world_size)
+    hidden = os.path.join(run, _HIDDEN + token)
+    messages = _messages(token, run, args)
     if is_first:
         _remove_unfinished(run, os.path.basename(hidden))
         os.makedirs(hidden, exist_ok=True)
-    try:
-        yield hidden
-        if _correct_best(state, hidden, run) and args.should_save:
-            made = os.path.join(hidden, f"checkpoint-{state.global_step}")
-            state.save_to_json(os.path.join(made, "trainer_state.json"))
-    except BaseException:
-        if is_first:
-            remove_directory(hidden)  # it may be a full disk that it takes
-        raise
-    trainer.accelerator.wait_for_everyone()
-    if args.process_index == 0:
-        _put_in_place(hidden, run)
-    trainer.accelerator.wait_for_everyone()
-    # What is left is on a machine with files of its own. Two at a time in one directory would each
-    # take the other's for the older checkpoint of that name.
-    if is_first and args.process_index != 0 and os.path.isdir(hidden):
-        _put_in_place(hidden, run)
-    trainer.accelerator.wait_for_everyone()
+    with messages.telling():  # or the others waited for as long as their process group lets them
+        try:
+            yield hidden
+            if _correct_best(state, hidden, run) and args.should_save:
+                made = os.path.join(hidden, f"checkpoint-{state.global_step}")
+                state.save_to_json(os.path.join(made, "trainer_state.json"))
+            messages.agree("saved", True)
+        except BaseException:
+            if is_first:
+                remove_directory(hidden)  # it may be a full disk that it takes
+            raise
+        if args.process_index == 0:
+            _put_in_place(hidden, run)
+        messages.agree("placed", True)
+        # What is left is on a machine with files of its own. Two at a time in one directory would
+        # each take the other's for the older checkpoint of that name.
+        if is_first and args.process_index != 0 and os.path.isdir(hidden):
+            _put_in_place(hidden, run)
+        messages.agree("settled", True)
+    messages.forget(["saved", "placed"])
     if args.should_save:
         _rotate(run, args.save_total_limit, state.best_model_checkpoint)
+
+
+def _messages(token: str, run: str, args: Any) -> Messages:
+    """What the processes of a training tell each other in one save."""
+    if args.world_size == 1:
+        return Messages(RankStore.of_one(run, "save"), 1, DEFAULT_TIMEOUT_S)
+    limit_s = float(args.ddp_timeout)
+    group = torch.distributed.group.WORLD
+    store = RankStore.of_group(group, f"trainer/{token}", run, "save", limit_s)
+    return Messages(store, 1, limit_s)
 
 
 def _agreed_token(world_size: int) -> str:

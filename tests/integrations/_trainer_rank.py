@@ -1,10 +1,12 @@
 """One rank of a training that saves through `NvmeTrainer`.
 
-`_trainer_rank.py RANK WORLD FOLDER`, and "machines" where each rank is the first of a machine.
+`_trainer_rank.py RANK WORLD FOLDER`, and "machines" where each rank is the first of a machine,
+"fails" where rank 1 fails in the second save.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -58,9 +60,19 @@ def main() -> None:
     arguments = TrainingArguments(
         str(folder), max_steps=4, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True
     )
-    trainer = NvmeTrainer(LlamaForCausalLM(config), arguments, train_dataset=texts)
+
+    class Trainer(NvmeTrainer):  # type: ignore[misc,valid-type]
+        def _save_rng_state(self, output_dir: str) -> None:
+            if rank == 1 and self.state.global_step == 4 and sys.argv[4:] == ["fails"]:
+                raise OSError(errno.ENOSPC, "the drive is full")
+            super()._save_rng_state(output_dir)
+
+    trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=texts)
     assert arguments.world_size == world
-    trainer.train()
+    try:
+        trainer.train()
+    except OSError as failed:
+        print(f"{type(failed).__name__} of rank {rank}: {failed}")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # gloo's threads abort a busy process at its very end now and then

@@ -446,6 +446,33 @@ def test_several_processes_save_into_one(tmp_path: Path, where: str) -> None:
         assert {"rng_state_0.pth", "rng_state_1.pth", "trainer_state.json"} <= set(files)
 
 
+def test_a_process_that_fails_in_a_save_is_told_to_all(tmp_path: Path) -> None:
+    """The others waited for half an hour, the timeout of their process group."""
+    script = Path(__file__).parent / "_trainer_rank.py"
+    ended = run_ranks(script, 2, tmp_path, "fails")
+    (first, said), (second, failed) = ended
+    assert (first, second) == (0, 0), f"{said}\n{failed}"
+    assert "TransferError of rank 0: [Errno 28] ENOSPC: rank 1 of 2 could not save" in said
+    assert "OSError of rank 1: [Errno 28] the drive is full" in failed
+    assert os.listdir(tmp_path) == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "other"])
+def test_damaged_random_states_are_named(damage: str, tmp_path: Path) -> None:
+    """A bare "Invalid argument" of torch's loader, and of no file."""
+    train(NvmeTrainer, tmp_path, 2)
+    path = tmp_path / "checkpoint-2" / "rng_state.pth"
+    if damage == "other":
+        torch.save({"python": 3}, path)
+    else:
+        os.truncate(path, path.stat().st_size // 2 if damage == "cut" else 0)
+    with pytest.raises(nvmeio.IntegrityError, match=r"rng_state\.pth cannot be read"):
+        train(NvmeTrainer, tmp_path, 4, path.parent)
+    path.unlink()
+    seen, _ = train(NvmeTrainer, tmp_path, 4, path.parent)
+    assert list(seen) == [3, 4]
+
+
 def test_a_trainer_of_ones_own_takes_the_mixin(tmp_path: Path, counting: nvmeio.AioHandle) -> None:
     class Own(NvmeTrainerMixin, transformers.Trainer):  # type: ignore[name-defined,misc]
         nvme_handle = counting
