@@ -3,8 +3,8 @@
 A torch archive is read from its first byte to its last, as one stream of large direct reads in a
 ring of buffers, and each byte is looked at once: a header is compared with the directory's entry, a
 record's bytes go into its CRC-32, its descriptor must say what the directory says. Of a safetensors
-file, which has no checksums, the structure is checked; of one that `nvmeio pack` wrote, which has
-them in its index, every byte.
+file, which has no checksums, the structure is checked, and of an index that its files are there; of
+one that `nvmeio pack` wrote, which has checksums in its index, every byte.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from nvmeio._formats import packed_index
 from nvmeio._formats.packed_index import Share
+from nvmeio._formats.safetensors import shards
 from nvmeio._formats.safetensors.headers import Header
 from nvmeio._formats.safetensors.open_set import header_of
 from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of, open_checkpoint
@@ -33,8 +35,9 @@ from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.spans import Load
 from nvmeio._threads.interruptible import run_interruptible
-from nvmeio.errors import IntegrityError
+from nvmeio.errors import IntegrityError, TransferError, counted, naming
 from nvmeio.files import File, read_buffered
+from nvmeio.files import open as open_file
 from nvmeio.handle import AioHandle
 
 
@@ -71,8 +74,10 @@ def verify(
     """Check every byte of a checkpoint that can be checked; blocks.
 
     Args:
-        path: A torch archive, of nvmeio.save or torch.save, a safetensors file, or what a
-            Checkpointer with ``shared=False`` wrote on the drive of one rank.
+        path: A torch archive, of nvmeio.save or torch.save, a safetensors file, an index of
+            several (``*.safetensors.index.json``: whether all files are there, with the tensors
+            that it says are in them), or what a Checkpointer with ``shared=False`` wrote on the
+            drive of one rank.
         handle: Moves the bytes, and stays open; None makes one for this call.
         progress: Called with the number of bytes done since the last call.
 
@@ -98,6 +103,8 @@ def _verify(
     progress: Callable[[int], None],
     flight: InFlight,
 ) -> Verdict:
+    if os.fspath(path).endswith(shards.INDEX_SUFFIX):
+        return _verify_index(Path(path))
     kinds = {"safetensors": _verify_safetensors, "part": _verify_part, "torch": _verify_archive}
     with open_checkpoint(path) as file, CallHandle(handle, path) as call_handle:
         kind = kind_of(file)
@@ -106,6 +113,33 @@ def _verify(
                 f"{path} is in torch's format from before its zip files, which has no checksums"
             )
         return kinds[kind](file, call_handle, partial(stream, file, call_handle, progress, flight))
+
+
+def _verify_index(path: Path) -> Verdict:
+    """Check that all files of an index are there, and each tensor is in its file."""
+    with naming("open", path):
+        nbytes = path.stat().st_size
+    try:
+        named = shards.read_index(path)
+    except IntegrityError as wrong:
+        return Verdict(str(path), "safetensors", nbytes, 0, 0, [Problem("", str(wrong))])
+    problems: list[Problem] = []
+    for shard, names in named.items():
+        try:
+            with open_file(shard) as file:
+                held = header_of(file).tensors
+        except (IntegrityError, TransferError) as failed:
+            why = "is not there" if isinstance(failed, FileNotFoundError) else str(failed)
+            told = f"holds {counted(len(names), 'tensor')} of the index, and {why}"
+            problems.append(Problem(shard.name, told))
+            continue
+        lacking = [name for name in names if name not in held]
+        if lacking:
+            told = f"lacks {counted(len(lacking), 'tensor')} that the index says is in it"
+            problems.append(Problem(shard.name, f"{told}: {', '.join(map(repr, lacking[:3]))}"))
+    count = sum(map(len, named.values()))
+    what = f"an index of {counted(len(named), 'file')}"
+    return Verdict(str(path), "safetensors", nbytes, count, 0, problems, what)
 
 
 def _verify_safetensors(file: File, handle: CallHandle, stream: Stream) -> Verdict:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from nvmeio import files
 from nvmeio._formats.packed_index import ExpertsFacts
+from nvmeio._formats.safetensors.shards import INDEX_SUFFIX
 from nvmeio._formats.sniff import (
     DCP_DATA,
     DCP_METADATA,
@@ -110,6 +111,8 @@ def _below(directory: Path, top: str, seen: set[str]) -> Iterator[Path]:
 
 
 def _may_be_one(path: Path) -> bool:
+    if path.name.endswith(INDEX_SUFFIX):
+        return True
     try:
         with files.open(path) as file:
             kind_of(file)
@@ -176,6 +179,8 @@ def _describe_all(paths: list[Path], errors: Console) -> tuple[list[Description]
     found: list[Description] = []
     files, status = checkpoints_in_all(paths, errors)
     for file in files:
+        if file.name.endswith(INDEX_SUFFIX) and file not in paths:
+            continue  # its files are shown
         try:
             found.append(_describe(file))
         except (NoCheckpointError, FileNotFoundError) as none:

@@ -484,3 +484,47 @@ def test_help_has_an_example_and_the_statuses(command: str) -> None:
     done = run(command, "--help")
     assert done.exit_code == 0
     assert f"nvmeio {command}" in done.stdout and "Exit status" in done.stdout
+
+
+# An index of safetensors files
+
+
+def sharded(directory: Path) -> Path:
+    """Three files of a tensor each, and their index."""
+    state = {name: noise(300) for name in "abc"}
+    nvmeio.save_safetensors(state, directory / "model.safetensors", max_shard_size=1300)
+    (index,) = directory.glob("*.index.json")
+    assert len([*directory.glob("*.safetensors")]) == 3
+    return index
+
+
+def test_the_files_of_an_index_are_there_with_its_tensors(tmp_path: Path) -> None:
+    """A missing file, or one of another save, was no damage to verify, which looked at no index."""
+    index = sharded(tmp_path)
+    for path in (index, tmp_path):
+        done = run("verify", path)
+        assert done.exit_code == 0, done.output
+        assert f"{index}: whole, an index of 3 files, 3 tensors" in done.stdout
+    assert len(json.loads(run("inspect", "--json", tmp_path).stdout)["files"]) == 3
+    first, second, third = sorted(tmp_path.glob("*.safetensors"))
+    held = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    third.unlink()
+    done = run("verify", tmp_path)
+    assert done.exit_code == 1
+    assert f"{index}: DAMAGED" in done.stdout
+    assert f"{first.name}: lacks 1 tensor that the index says is in it: 'a'" in done.stdout
+    assert f"{third.name}: holds 1 tensor of the index, and is not there" in done.stdout
+    first.write_bytes(held[:20])
+    (problem, _) = verify(index).problems
+    assert problem.record == first.name and "no valid safetensors file" in problem.what
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"weight_map": {"a": "../b.safetensors"}}'])
+def test_an_index_that_is_none_is_damaged(text: str, tmp_path: Path) -> None:
+    index = sharded(tmp_path)
+    index.write_text(text)
+    assert verify(index).problems
+    index.unlink()
+    with pytest.raises(FileNotFoundError):
+        verify(index)

@@ -366,3 +366,10 @@ def test_load_of_a_dcp_file_names_what_loads_it(tmp_path: Path) -> None:
             nvmeio.load(tmp_path / name)
     with pytest.raises(IsADirectoryError, match=r"a DCP checkpoint: .*NvmeStorageReader\("):
         nvmeio.load(tmp_path)
+
+
+def test_a_data_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """Its directory was listed first, with an error that named nothing of ours."""
+    with pytest.raises(nvmeio.TransferError, match=r"open .*__0_0\.distcp") as raised:
+        verify(tmp_path / "none" / "__0_0.distcp")
+    assert isinstance(raised.value, FileNotFoundError)

@@ -31,7 +31,7 @@ from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._threads.interruptible import run_interruptible
 from nvmeio.checkpoint.verifying import Verdict
-from nvmeio.errors import IntegrityError, TransferError, counted
+from nvmeio.errors import IntegrityError, TransferError, counted, naming
 from nvmeio.files import File, read_buffered
 from nvmeio.handle import AioHandle
 from nvmeio.integrations.dcp.metadata import Parser, Stored, TensorPart, read_stored, referred_to
@@ -61,9 +61,10 @@ class Checked(NamedTuple):
         """Taken from the name: a metadata file, or a data file with the metadata beside it."""
         if not path.name.endswith(DCP_DATA):
             return cls(path.parent if path.name == DCP_METADATA else path, path, None)
-        owners = dcp_metadata_names(os.listdir(path.parent or "."))
-        naming = [name for name in owners if path.name in referred_to(path.parent / name)]
-        return cls(path, path.parent / (naming or [DCP_METADATA])[0], path.name)
+        with naming("open", path):
+            owners = dcp_metadata_names(os.listdir(path.parent))
+        owners = [name for name in owners if path.name in referred_to(path.parent / name)]
+        return cls(path, path.parent / (owners or [DCP_METADATA])[0], path.name)
 
 
 def verify(
