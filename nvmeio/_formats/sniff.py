@@ -96,7 +96,18 @@ def how_to_load(directory: str) -> str:
         )
     if any(name.endswith(".safetensors") for name in names):
         return f"a directory: nvmeio.load_safetensors({directory!r}) loads what is in it"
+    pickled = sorted(name for name in names if name.endswith(_PICKLED))
+    if "config.json" in names and pickled:
+        return (
+            f"a model whose weights are in torch's files ({', '.join(pickled[:2])}): load it once "
+            "with transformers' from_pretrained, and save it with save_pretrained, which writes "
+            "safetensors"
+        )
     return ""
+
+
+# Weights of transformers as torch.save writes them.
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def is_dcp_file(path: str | os.PathLike[str]) -> bool:

@@ -417,6 +417,9 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
                 f"{name!r} has {tensor.dtype}, which the format lacks: convert it first"
             )
         if tensor.is_meta:
+            if type(tensor).__reduce_ex__ is not torch.Tensor.__reduce_ex__:
+                # One that stands for another raises, and says for what.
+                tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
             raise joined(TypeError, NotImplementedError)(
                 f"{name!r} cannot be saved: Cannot copy out of meta tensor; no data! Make one with "
                 "torch.empty_like(tensor, device='cpu'), and fill it"

@@ -318,3 +318,88 @@ def test_a_buffer_that_is_set_in_part_is_refused(tmp_path: Path) -> None:
         empty = Partly(TableConfig("float32")).eval()
     with pytest.raises(ValueError, match=r"buffer 'seen' of Table .* does not set all of it"):
         nvmeio.stream_model(empty, tmp_path / "model")
+
+
+# What is no checkpoint that can be read as it is
+
+
+def test_a_model_with_code_of_its_own_is_refused_and_the_way_out_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers asked at the terminal, and named an argument that stream_model has not."""
+    dynamic = pytest.importorskip("transformers.dynamic_module_utils")
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    directory = saved(tmp_path)
+    (directory / "configuration_mine.py").write_text(
+        "from transformers import LlamaConfig\n"
+        "class MineConfig(LlamaConfig):\n    model_type = 'mine'\n"
+    )
+    (directory / "modeling_mine.py").write_text(
+        "from transformers import LlamaForCausalLM\n"
+        "from .configuration_mine import MineConfig\n"
+        "class Mine(LlamaForCausalLM):\n    config_class = MineConfig\n"
+    )
+    expected = logits_of(transformers.LlamaForCausalLM.from_pretrained(directory).eval())
+    named = {
+        "AutoConfig": "configuration_mine.MineConfig",
+        "AutoModelForCausalLM": "modeling_mine.Mine",
+    }
+    configure(directory, model_type="mine", architectures=["Mine"], auto_map=named)
+    with pytest.raises(ValueError, match="code of its own") as refused:
+        nvmeio.stream_model(directory)
+    names: dict[str, Any] = {"torch": torch, "transformers": transformers, "nvmeio": nvmeio}
+    names["directory"] = directory
+    steps = str(refused.value).partition("empty model yourself: ")[2].split("; ")
+    config, model, streamed = steps
+    exec(f"{config}\n{model}\nmodel.eval()\nstreamed = {streamed.removeprefix('then ')}", names)
+    with names["streamed"].weight_stream:
+        assert type(names["streamed"]).__name__ == "Mine"
+        assert torch.equal(logits_of(names["streamed"]), expected)
+
+
+def test_a_directory_with_pickled_weights_names_the_way_out(tmp_path: Path) -> None:
+    directory = saved(tmp_path)
+    torch.save(load_file(weights_file(directory)), directory / "pytorch_model.bin")
+    weights_file(directory).unlink()
+    with pytest.raises(FileNotFoundError, match=r"pytorch_model\.bin.*save_pretrained"):
+        nvmeio.stream_model(directory)
+    transformers.LlamaForCausalLM.from_pretrained(directory).save_pretrained(tmp_path / "again")
+    nvmeio.stream_model(tmp_path / "again").weight_stream.close()
+
+
+def test_a_setting_that_unties_is_named_where_it_does(tmp_path: Path) -> None:
+    """T5's configuration ties its embeddings whatever it is given."""
+    sizes = {
+        "vocab_size": 64,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 1,
+        "num_heads": 4,
+    }
+    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    t5.save_pretrained(tmp_path / "t5")
+    tied = saved(tmp_path, llama(layers=1, tie_word_embeddings=True))
+    for directory, other, says in (
+        (tmp_path / "t5", "encoder.embed_tokens.weight", False),
+        (tmp_path / "t5", "lm_head.weight", False),
+        (tied, "lm_head.weight", True),
+    ):
+        whole = load_file(weights_file(directory))
+        first = next(name for name in whole if "shared" in name or "embed_tokens" in name)
+        save_file({**whole, other: torch.randn_like(whole[first])}, weights_file(directory))
+        with pytest.raises(nvmeio.IntegrityError, match="other values") as refused:
+            nvmeio.stream_model(directory)
+        assert ("tie_word_embeddings=False" in str(refused.value)) is says, refused.value
+        save_file(whole, weights_file(directory))
+
+
+@pytest.mark.parametrize("save", [nvmeio.save, nvmeio.save_safetensors])
+def test_the_state_of_a_streamed_model_is_refused_for_what_it_is(
+    save: Callable[[Any, Path], Any], tmp_path: Path
+) -> None:
+    """It was said to be on the meta device, and that one could make it there."""
+    model = nvmeio.stream_model(saved(tmp_path))
+    with model.weight_stream, pytest.raises(TypeError, match="a streamed model's weights"):
+        save(model.state_dict(), tmp_path / "state.safetensors")
+    assert not (tmp_path / "state.safetensors").exists()

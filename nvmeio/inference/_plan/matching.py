@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,8 +54,11 @@ def match(
         for other in there[1:]:
             if not _are_equal(found[there[0]], found[other], checkpoint):
                 what = f"{checkpoint.path} holds other values for {there[0]!r} than for {other!r}"
-                what += ", which are one tensor in the model: tie_word_embeddings=False in its "
-                what += "configuration unties an embedding and a head; else store one of them only"
+                what += ", which are one tensor in the model: store one of them only"
+                if _is_tied_by_setting(model, tensor):
+                    what += (
+                        ", or untie embedding and head: tie_word_embeddings=False in config.json"
+                    )
                 raise IntegrityError(what, expected="the same values", found="others")
         by_tensor[id(tensor)] = _weight(there[0], tensor, found[there[0]], checkpoint)
     unexpected += [name for name in found if name not in used]
@@ -158,6 +162,19 @@ def _weight(
             found=stored,
         )
     return Weight(name, tensor.dtype, shape, found.parts, found.quantised, found.sources)
+
+
+def _is_tied_by_setting(model: nn.Module, tensor: torch.Tensor) -> bool:
+    """Whether a setting of transformers ties this tensor, of the head, to the embedding.
+
+    T5's configuration ties them whatever it is given.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    config: Any = getattr(model, "config", None)
+    if getattr(head, "weight", None) is not tensor or not config.tie_word_embeddings:
+        return False
+    untied = type(config).from_dict({**config.to_dict(), "tie_word_embeddings": False})
+    return not untied.tie_word_embeddings
 
 
 def _are_equal(one: FoundWeight, other: FoundWeight, checkpoint: SafetensorsSet) -> bool:

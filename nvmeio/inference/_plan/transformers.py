@@ -83,8 +83,20 @@ def config_of(directory: str | os.PathLike[str]) -> Any:
             "wrote, or pass a model on the meta device and checkpoint="
         )
     with naming("read", path):
-        read_object(path, INDEX_BYTES)  # transformers' own errors do not name the file
-    return require().AutoConfig.from_pretrained(directory)
+        described = read_object(path, INDEX_BYTES)  # transformers' own errors do not name the file
+    try:
+        # Of a class that transformers has; it would ask at the terminal for others.
+        return require().AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except ValueError as failed:
+        if "auto_map" not in described or "trust_remote_code" not in str(failed):
+            raise
+        raise ValueError(
+            f"{os.fspath(directory)} is a model with code of its own (auto_map in its "
+            "config.json), which is not run here. If you trust it, make the empty model yourself: "
+            "config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=True); "
+            'with torch.device("meta"): model = transformers.AutoModelForCausalLM.from_config('
+            "config, trust_remote_code=True); then nvmeio.stream_model(model, directory)"
+        ) from failed
 
 
 def empty_model(config: Any, dtype: torch.dtype | None, checkpoint: SafetensorsSet) -> nn.Module:
