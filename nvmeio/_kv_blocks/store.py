@@ -34,7 +34,7 @@ from nvmeio._checks import NotPickled
 from nvmeio._io.handles import new_handle
 from nvmeio._kv_blocks.catalog import BlockPlace, Catalog
 from nvmeio._kv_blocks.table import Key, names_of
-from nvmeio._kv_blocks.transfers import InPlace, SlotPiece, StoreWorker, Transfers
+from nvmeio._kv_blocks.transfers import InPlace, Move, SlotPiece, StoreJob, StoreWorker, Transfers
 from nvmeio._pages import round_up
 from nvmeio._storage import crc32
 from nvmeio._threads.closing import Closing
@@ -205,7 +205,7 @@ class BlockStore(NotPickled, Closing):
         that is too large or empty, or unequal numbers; ClosedError if the store is closed, or open
         for reading.
         """
-        return self._call(self._stores, self._store, *self._checked(keys, blocks))
+        return self._call(self._stores, self._store, *self._checked(keys, blocks), _nobody)
 
     def begin_store(
         self,
@@ -214,7 +214,7 @@ class BlockStore(NotPickled, Closing):
         done: Callable[[list[bool]], object],
     ) -> None:
         """Do `store` in the background; `done` is called with the answer, by another thread."""
-        self._begin(self._stores, self._store, self._checked(keys, blocks), done)
+        self._begin(self._stores, self._store, StoreJob(*self._checked(keys, blocks), done))
 
     def _checked(
         self, keys: Sequence[Key], blocks: Sequence[torch.Tensor]
@@ -233,7 +233,13 @@ class BlockStore(NotPickled, Closing):
                     f"block {key!r} has {block.nbytes} bytes; 1 to {self.block_bytes} are possible"
                 )
 
-    def _store(self, digests: list[bytes], blocks: list[torch.Tensor]) -> list[bool]:
+    def _store(
+        self,
+        digests: list[bytes],
+        blocks: list[torch.Tensor],
+        ended: Callable[[int, bool], object],
+    ) -> list[bool]:
+        """Write blocks; none has `ended` before all have, and the table says so."""
         catalog = self._catalog
         slots = catalog.locked(catalog.reserve, digests)
         taken = [
@@ -267,7 +273,7 @@ class BlockStore(NotPickled, Closing):
         there, has another length, or was damaged, which the log says. Raises ValueError for a
         tensor that is not contiguous, or unequal numbers.
         """
-        return self._call(self._loads, self._load, *self._checked_targets(keys, blocks))
+        return self._call(self._loads, self._load, *self._checked_targets(keys, blocks), _nobody)
 
     def begin_load(
         self,
@@ -276,7 +282,7 @@ class BlockStore(NotPickled, Closing):
         done: Callable[[list[bool]], object],
     ) -> None:
         """Do `load` in the background; `done` is called with the answer, by another thread."""
-        self._begin(self._loads, self._load, self._checked_targets(keys, blocks), done)
+        self._begin(self._loads, self._load, StoreJob(*self._checked_targets(keys, blocks), done))
 
     def _checked_targets(
         self, keys: Sequence[Key], blocks: Sequence[torch.Tensor]
@@ -286,7 +292,13 @@ class BlockStore(NotPickled, Closing):
             raise ValueError("a block is read into contiguous memory only")
         return self._digests(keys), list(blocks)
 
-    def _load(self, digests: list[bytes], blocks: list[torch.Tensor]) -> list[bool]:
+    def _load(
+        self,
+        digests: list[bytes],
+        blocks: list[torch.Tensor],
+        ended: Callable[[int, bool], object],
+    ) -> list[bool]:
+        """Read blocks; `ended` is told of each that was read and checked."""
         catalog = self._catalog
         places = catalog.locked(catalog.pin, digests)
         failed: dict[int, BaseException] = {}
@@ -299,6 +311,7 @@ class BlockStore(NotPickled, Closing):
             found[piece.number] = crc32.of_tensor(piece.block) == place.crc
             if not found[piece.number]:
                 damaged.append(piece.number)
+            ended(piece.number, found[piece.number])
 
         try:
             there = [
@@ -371,16 +384,12 @@ class BlockStore(NotPickled, Closing):
         else:
             worker.owner.post(self._catalog.locked, change, *args)
 
-    def _begin(
-        self,
-        worker: StoreWorker,
-        work: Callable[[list[bytes], list[torch.Tensor]], list[bool]],
-        given: tuple[list[bytes], list[torch.Tensor]],
-        done: Callable[[list[bool]], object],
-    ) -> None:
+    def _begin(self, worker: StoreWorker, move: Move, job: StoreJob) -> None:
+        # An eighth: what is moved together cannot make room for one another.
+        most_bytes = self._catalog.index.slots * self.slot_bytes // 8
         with self._gate:  # behind the end of the thread nobody would answer
             self._check_open()
-            worker.post(work, given, done, [False] * len(given[0]))
+            worker.post(move, job, most_bytes)
 
     def _check_open(self) -> None:
         if self._stores.owner.forked:
@@ -413,6 +422,10 @@ class BlockStore(NotPickled, Closing):
     def __repr__(self) -> str:
         state = "closed, " if self._closed else ""
         return f"<BlockStore {self.path} {state}{len(self)} of {self._catalog.index.slots} blocks>"
+
+
+def _nobody(number: int, is_there: bool) -> None:
+    """Tell nobody: the caller waits for all."""
 
 
 def _finish(worker: StoreWorker) -> None:
