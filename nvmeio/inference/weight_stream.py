@@ -122,6 +122,10 @@ def _caller(lockstep: Lockstep[Any] | None) -> Any:
     return threading.get_ident() if lockstep is None else lockstep
 
 
+# An embedding that is used as a matrix is copied for each use up to this size, beside the budget.
+_MOST_TABLE_BYTES = 16 << 20
+
+
 class WeightStream(NotPickled, Closing):
     """The weights of one streamed model; `model.weight_stream`, made by `nvmeio.stream_model`.
 
@@ -409,11 +413,13 @@ class WeightStream(NotPickled, Closing):
 
         Raises:
             TransferError, IntegrityError, ClosedError: As for `use`.
-            RuntimeError: A pass for inference asks, whose layers are to be read once, or one of
-                several ranks, which may have a part of it.
+            RuntimeError: A pass for inference asks, whose layers are to be read once (small tables
+                of embeddings are read each time), or one of several ranks, which may have a part
+                of it.
         """
         of_experts = any(unit is experts.unit for experts in self._experts)
-        if not of_experts and (self.in_pass or self._ranks is not None):
+        is_table = self._ranks is None and _is_small_table(unit)
+        if not (of_experts or is_table) and (self.in_pass or self._ranks is not None):
             raise RuntimeError(self._remedy(unit))
         owner, uses = self._check()
         with profiled("wait", unit.name):
@@ -718,3 +724,12 @@ class WeightStream(NotPickled, Closing):
             f"<nvmeio.WeightStream {len(self.units)} units, {kept} resident, "
             f"{self._shares.total} bytes of weights in memory, {state}>"
         )
+
+
+def _is_small_table(unit: Unit) -> bool:
+    """Whether a unit is an embedding that is read by rows, and may be copied whole in a pass.
+
+    Tables of positions are used as matrices in some models (DeBERTa, SEW-D, Qwen2-Audio).
+    """
+    nbytes = sum(weight.nbytes for weight in unit.weights)
+    return bool(unit.row_modules) and not unit.modules and nbytes <= _MOST_TABLE_BYTES

@@ -13,7 +13,6 @@ from inference import _tiny
 from inference._models import transformers
 
 import nvmeio
-from nvmeio.inference._plan import units
 
 pytestmark = [pytest.mark.stress, pytest.mark.timeout(300)]
 
@@ -26,16 +25,12 @@ REFUSED = {
 }
 # Divides weights in place in its first pass.
 CHANGES_WEIGHTS = {"RwkvForCausalLM"}
-# Their decoder reads the weight of a small embedding without a call of it: small ones always stay.
-READ_OUTSIDE = {"ProphetNetForCausalLM", "ProphetNetForConditionalGeneration"}
 
 
 @pytest.mark.parametrize("name", _tiny.names())
 def test_streamed_logits_are_those_of_the_loaded_model(
-    name: str, tmp_path: Path, one_handle: nvmeio.AioHandle, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, one_handle: nvmeio.AioHandle
 ) -> None:
-    if name in READ_OUTSIDE:
-        monkeypatch.setattr(units, "SMALL_BYTES", 1 << 20)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cls = getattr(transformers, name, None)

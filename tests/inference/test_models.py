@@ -33,6 +33,8 @@ from torch.nn.utils import prune
 import nvmeio
 from nvmeio.checkpoint.safetensors import load_safetensors, save_safetensors
 from nvmeio.inference import WeightStream
+from nvmeio.inference import weight_stream as weight_stream_module
+from nvmeio.inference._plan import units as units_module
 from nvmeio.integrations.transformers import save_pretrained
 
 
@@ -722,3 +724,39 @@ def test_a_streamed_model_is_of_its_own_class_and_of_the_one_for_type_checkers(
         with pytest.raises(TypeError, match="call stream_model in each process"):
             pickle.dumps(model)
     assert stream.closed
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("norm", ["none", "layer_norm"])
+def test_a_table_that_is_used_as_a_matrix_is_read_for_each_use(
+    norm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeBERTa's relative positions, 1.5 MB in a real one: a pass at a small budget was refused."""
+    config = transformers.DebertaV2Config(
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=128,
+        vocab_size=128,
+        relative_attention=True,
+        position_buckets=16,
+        max_relative_positions=32,
+        norm_rel_ebd=norm,
+        pos_att_type=["p2c", "c2p"],
+    )
+    torch.manual_seed(0)
+    whole = transformers.DebertaV2Model(config).eval()
+    whole.save_pretrained(tmp_path)
+    ids = torch.arange(3, 19).view(2, 8)
+    expected = whole(ids).last_hidden_state
+    monkeypatch.setattr(units_module, "SMALL_BYTES", 256)
+    model = nvmeio.stream_model(tmp_path, resident_bytes=least(nvmeio.stream_model, tmp_path))
+    with model.weight_stream as stream:
+        tables = [unit for unit in stream.units if unit.row_modules and not unit.modules]
+        assert "encoder.rel_embeddings" in {unit.name for unit in tables}
+        for _ in range(2):
+            assert torch.equal(model(ids).last_hidden_state, expected)
+        # One that is larger than what may lie beside the budget.
+        monkeypatch.setattr(weight_stream_module, "_MOST_TABLE_BYTES", 0)
+        with pytest.raises(RuntimeError, match=r"Give stream_model layers=\['encoder\.rel_emb"):
+            model(ids)
