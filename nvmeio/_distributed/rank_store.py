@@ -91,12 +91,17 @@ class RankStore:
         """The store of a group that has this process, on a connection of its own if torch has that.
 
         `name` is the same on all ranks, and used once. TransferError (ETIMEDOUT) if the store does
-        not answer within `limit_s`.
+        not answer within `limit_s`; ValueError if there is none.
         """
         import torch.distributed as dist
 
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         shared: Any = dist.distributed_c10d._get_default_store()
+        if shared is None:
+            raise ValueError(
+                "the process group has no store (MPI's has none), which ranks talk through: "
+                'init_process_group("gloo") or "nccl" makes one with a store'
+            )
         store = cls(shared, rank, size, path, operation).limited(limit_s)
         store._store = _prefixed(f"nvmeio/{name}", store._connection())
         return store

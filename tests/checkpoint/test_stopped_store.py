@@ -89,6 +89,15 @@ def test_another_connection_to_a_store_that_does_not_answer_is_given_up(
     assert store.get("said") == b"something"
 
 
+def test_a_process_group_without_a_store_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI's: a rank of it was taken for a process alone."""
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
+    monkeypatch.setattr(dist, "get_rank", lambda _: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    with pytest.raises(ValueError, match="has no store"):
+        RankStore.of_group(None, "name", "path", "save")
+
+
 def answers(store: RankStore) -> bool:
     try:
         store.limited(LIMIT_S).check(["any"])
