@@ -49,11 +49,13 @@ def routing_argument(forward: Callable[..., object]) -> str | None:
 def attach(module: nn.Module, compute: Callable[..., Any]) -> None:
     """Have `compute(routing, call, ...)` call a module's forward, behind hooks that may route."""
     call = module.forward
+    signature = inspect.signature(call)
     name = routing_argument(call) or ""
-    place = list(inspect.signature(call).parameters).index(name)
+    place = list(signature.parameters).index(name)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         routing = kwargs[name] if len(args) <= place else args[place]
         return compute(routing, call, *args, **kwargs)
 
+    forward.__signature__ = signature  # type: ignore[attr-defined]
     module.forward = forward

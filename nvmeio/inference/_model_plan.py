@@ -23,10 +23,16 @@ from nvmeio._formats.safetensors.open_set import SafetensorsSet, StoredTensor
 from nvmeio._memory import devices, system
 from nvmeio.errors import an
 from nvmeio.inference import hub
+from nvmeio.inference._experts.ranks import (
+    EXPERTS_PLAN,
+    ExpertParallel,
+    can_be_shared_out,
+    owned_nbytes,
+)
 from nvmeio.inference._experts.sets import ExpertSet, find_sets
 from nvmeio.inference._parallel import tensor_parallel
 from nvmeio.inference._parallel.stream_ranks import Ranks, check_part, digest_of, room_for_others
-from nvmeio.inference._parallel.tensor_parallel import TensorParallel
+from nvmeio.inference._parallel.tensor_parallel import ParallelPasses, TensorParallel
 from nvmeio.inference._plan import packed_format, transformers
 from nvmeio.inference._plan.budget import (
     NO_EXPERTS,
@@ -61,7 +67,7 @@ class ModelPlan(NamedTuple):
     experts: list[ExpertSet]
     shares: Shares
     ranks: Ranks | None
-    parallel: TensorParallel | None
+    parallel: ParallelPasses | None
     stored: dict[str, StoredTensor]
     packed: Packed | None
     part: str | None
@@ -83,18 +89,25 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
     matched = match(model, opened, asked.strict, packed)
     if asked.compute != "widened":
         matched = _left_packed(model, matched, asked.compute)
-    parallel = None
-    if asked.tp_plan is not None and ranks is not None:
+    parallel: ParallelPasses | None = None
+    if asked.tp_plan == EXPERTS_PLAN and ranks is not None:
+        parallel = ExpertParallel(asked.process_group, ranks, asked.label)
+    elif asked.tp_plan is not None and ranks is not None:
         words = tensor_parallel.check(model, asked.tp_plan, ranks, matched, opened)
-        parallel = TensorParallel(asked.process_group, ranks, asked.label)
-        matched = parallel.cut(model, words, matched)
+        cutting = parallel = TensorParallel(asked.process_group, ranks, asked.label)
+        matched = cutting.cut(model, words, matched)
         ranks.drop()
         ranks = None  # each reads for itself
-    own_alignment = not asked.is_transformers or parallel is not None
+    own_alignment = not asked.is_transformers or isinstance(parallel, TensorParallel)
     experts = _expert_sets(asked, model, matched, opened, own_alignment)
+    if isinstance(parallel, ExpertParallel) and not any(map(can_be_shared_out, experts)):
+        raise ValueError(
+            f"{asked.label} has no fused experts that ranks can compute with for each other: leave "
+            'out tp_plan="experts" (process_group= alone shares the reading of all else)'
+        )
     of_experts = {id(target.empty) for each in experts for target in each.unit.targets}
     others_of = {key: weight for key, weight in matched.items() if key not in of_experts}
-    needs = _needs_of(experts)
+    needs = _needs_of(experts, parallel.size if isinstance(parallel, ExpertParallel) else 1)
 
     def cut_to(most: int | None = None) -> Partition:
         """The model in units of so many bytes at most, laid out."""
@@ -114,9 +127,8 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
         left = memory_left()
         budget = _default_budget(parts, asked.window, others, needs, left)
     if ranks is not None:
-        digest = digest_of(
-            opened, planned, asked.window, asked.checksum, asked.device.type, asked.compute
-        )
+        how = (asked.window, asked.checksum, asked.device.type, asked.compute, asked.tp_plan)
+        digest = digest_of(opened, planned, *how)
         budget = ranks.meet(digest, budget)
         shares = share_out(parts.fixed, parts.units, budget, asked.window, others, needs)
     else:
@@ -161,14 +173,18 @@ def _expert_sets(
     return sets
 
 
-def _needs_of(sets: Sequence[ExpertSet]) -> ExpertNeeds:
-    """What the experts need. The cache sets the largest memory for conversions aside for good."""
+def _needs_of(sets: Sequence[ExpertSet], ranks: int = 1) -> ExpertNeeds:
+    """What the experts of one rank need.
+
+    The cache sets the largest memory for conversions aside for good.
+    """
     if not sets:
         return NO_EXPERTS
     stages = max(experts.least_nbytes - experts.all_nbytes for experts in sets)
+    own = [owned_nbytes(each, ranks) for each in sets]
     return ExpertNeeds(
-        max(experts.all_nbytes for experts in sets) + stages,
-        sum(experts.all_nbytes for experts in sets) + stages,
+        max(own) + stages,
+        sum(own) + stages,
         max(experts.unit.widened_bytes for experts in sets),
     )
 
@@ -341,8 +357,10 @@ def _check_trainable(where: torch.device, generates: bool, rank: int | None) -> 
 
 
 def _check_parallel(plan: Any, where: torch.device, process_group: Any, trainable: bool) -> None:
-    if plan != "auto" and not isinstance(plan, Mapping):
-        raise ValueError(f'tp_plan must be "auto" or a dictionary of words, not {plan!r}')
+    if plan not in ("auto", EXPERTS_PLAN) and not isinstance(plan, Mapping):
+        raise ValueError(
+            f'tp_plan must be "auto", "experts" or a dictionary of words, not {plan!r}'
+        )
     if process_group is None:
         raise ValueError("tp_plan is for several ranks: name them with process_group=")
     if trainable:

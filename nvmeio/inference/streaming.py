@@ -24,6 +24,7 @@ from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _hooks, kv_cache
 from nvmeio.inference._experts.expectation import experts_that_fit
+from nvmeio.inference._experts.ranks import ExpertParallel
 from nvmeio.inference._model_plan import Asked, ModelPlan, name_of, plan_model
 from nvmeio.inference._parallel.stream_ranks import Ranks
 from nvmeio.inference._plan import packed_format, transformers
@@ -151,7 +152,9 @@ def stream_model(
             them, and all of what is not cut; transformers' hooks exchange results. A dictionary
             replaces some of the plan's words. All ranks make the same passes with the same
             prompts, one at a time. On the CPU, from plain or packed files. If a pass fails on
-            one rank, all refuse to go on.
+            one rank, all refuse to go on. "experts": each rank keeps and reads some of a mixture's
+            experts, and computes with them for all; the ranks have prompts of their own, and make
+            the same number of passes.
         timeout_s: How long a rank may make no progress before it is given up, in seconds.
 
     Returns:
@@ -244,6 +247,8 @@ def stream_model(
         _hooks.attach(model, stream)
         if plan.parallel is not None:
             plan.parallel.attach(model)
+        if isinstance(plan.parallel, ExpertParallel):
+            plan.parallel.share_out(plan.experts)
         model.weight_stream = stream
         _close_by_with(model)
         if asked.is_transformers and asked.directory is not None:

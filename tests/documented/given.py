@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,25 @@ def llama(**options: Any) -> Any:
 
 def llama_directory(name: str = "Llama-3-70B", **options: Any) -> Path:
     """The same as `save_pretrained` leaves it. With several ranks the first one writes it."""
+    return _saved(lambda: llama(**options), name)
+
+
+def mixture_directory(name: str = "Qwen3-30B-A3B") -> Path:
+    """A mixture with random weights, as `save_pretrained` leaves it."""
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
+    sizes |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": VOCABULARY, "num_experts": 8, "num_experts_per_tok": 2}
+    sizes |= {"head_dim": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = transformers.Qwen3MoeConfig(**sizes)
+    return _saved(lambda: transformers.Qwen3MoeForCausalLM(config).eval(), name)
+
+
+def _saved(make: Callable[[], Any], name: str) -> Path:
     ranks = torch.distributed.is_initialized()
     if not ranks or torch.distributed.get_rank() == 0:
-        llama(**options).save_pretrained(name)
+        make().save_pretrained(name)
     if ranks:
         torch.distributed.barrier()
     return Path(name)

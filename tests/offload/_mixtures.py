@@ -128,7 +128,7 @@ def fused(reentrant: bool | None = None) -> Model:
     return Model(FusedMixture, reentrant)
 
 
-def family(name: str, kernel: str = "grouped_mm") -> Any:
+def family(name: str, kernel: str = "grouped_mm", **options: int) -> Any:
     """A small model of transformers, whose experts are fused; the same weights each time."""
     import transformers
 
@@ -137,6 +137,7 @@ def family(name: str, kernel: str = "grouped_mm") -> Any:
         **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
         **{"vocab_size": VOCABULARY, "num_experts_per_tok": 2, "head_dim": 16, "pad_token_id": 0},
         **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), EXPERTS),
+        **options,
     }
     kind = getattr(transformers, name)
     torch.manual_seed(0)

@@ -2,5 +2,5 @@
 
 Start with `sets`: which weights are experts, and where an expert's bytes lie. Then `places` has the
 memory of those that are kept, `recency` says which one goes, `arrivals` are reads, and `cache` is
-what a call asks for.
+what a call asks for. With `ranks` several processes compute with each other's.
 """

@@ -46,8 +46,8 @@ _CUT = frozenset({
 _WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})
 
 
-class TensorParallel:
-    """The ranks that compute one model together; their group must be of all processes.
+class ParallelPasses:
+    """Ranks that make the same passes together; their group must be of all processes.
 
     `path` is what errors name.
     """
@@ -70,6 +70,45 @@ class TensorParallel:
             )
         made = dist.new_group(timeout=timedelta(seconds=ranks.timeout_s), backend="gloo")
         self._group.append(made)
+
+    def attach(self, model: nn.Module) -> None:
+        """Let a pass that fails end the group; behind what streams the model."""
+        calls.wrap(model, self._pass)
+
+    def _pass(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        # Taken until a pass ends well, whatever interrupts it: collectives of the next one would
+        # meet those that other ranks still wait in.
+        if not self._in_pass.acquire(blocking=False):
+            self.end()
+            raise self._error(
+                f"rank {self.rank} of {self.size} computes in another thread, or a pass of the "
+                "group failed: its ranks are no longer at the same place. Call "
+                "stream_model again on all of them"
+            )
+        try:
+            found = call(*args, **kwargs)
+        except BaseException as failed:
+            self.end()
+            # What torch's gloo raises where a rank is gone or does not come.
+            if isinstance(failed, RuntimeError) and _is_of_gloo(failed):
+                raise self._error(
+                    f"another rank of {self.size} failed, died, or made no progress for "
+                    f"{self._timeout_s:g} s: {failed}"
+                ) from failed
+            raise
+        self._in_pass.release()
+        return found
+
+    def _error(self, detail: str) -> TransferError:
+        return TransferError(errno.ECONNRESET, operation="stream", path=self._path, detail=detail)
+
+    def end(self) -> None:
+        """Leave the group: whoever waits for this rank, raises. What torch raises is dropped."""
+        self._ending()
+
+
+class TensorParallel(ParallelPasses):
+    """The ranks that compute with parts of matrices."""
 
     def cut(
         self, model: nn.Module, plan: Mapping[str, str], matched: dict[int, Weight]
@@ -117,41 +156,6 @@ class TensorParallel:
 
     def _each(self, count: int) -> int:
         return -(-count // self.size)
-
-    def attach(self, model: nn.Module) -> None:
-        """Let a pass that fails end the group; behind what streams the model."""
-        calls.wrap(model, self._pass)
-
-    def _pass(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        # Taken until a pass ends well, whatever interrupts it: collectives of the next one would
-        # meet those that other ranks still wait in.
-        if not self._in_pass.acquire(blocking=False):
-            self.end()
-            raise self._error(
-                f"rank {self.rank} of {self.size} computes in another thread, or a pass of the "
-                "tensor-parallel group failed: its ranks are no longer at the same place. Call "
-                "stream_model again on all of them"
-            )
-        try:
-            found = call(*args, **kwargs)
-        except BaseException as failed:
-            self.end()
-            # What torch's gloo raises where a rank is gone or does not come.
-            if isinstance(failed, RuntimeError) and _is_of_gloo(failed):
-                raise self._error(
-                    f"another rank of {self.size} failed, died, or made no progress for "
-                    f"{self._timeout_s:g} s: {failed}"
-                ) from failed
-            raise
-        self._in_pass.release()
-        return found
-
-    def _error(self, detail: str) -> TransferError:
-        return TransferError(errno.ECONNRESET, operation="stream", path=self._path, detail=detail)
-
-    def end(self) -> None:
-        """Leave the group: whoever waits for this rank, raises. What torch raises is dropped."""
-        self._ending()
 
 
 def _leave(groups: list[Any], meshes: list[Any]) -> None:
