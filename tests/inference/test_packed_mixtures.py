@@ -109,9 +109,8 @@ def test_experts_of_a_layer_follow_each_other(packed: Path) -> None:
 def test_whole_layers_are_few_reads(
     packed: Path, stream: Make, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As backward and devices read them, and who has no address space for the cache."""
-    if way == "by layer":
-        monkeypatch.setattr(_model_plan, "_expert_sets", lambda *_: [])
+    """As devices read them, and who has no address space for the cache; backward as well then."""
+    monkeypatch.setattr(_model_plan, "_expert_sets", lambda *_: [])
     model = stream(packed, trainable=way == "trainable")
     assert not model.weight_stream.experts
     layers = [unit for unit in model.weight_stream.units if unit.is_layer]
@@ -126,8 +125,13 @@ def test_whole_layers_are_few_reads(
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
-def test_gradients_go_through_whole_layers(tmp_path: Path, bits: int | None) -> None:
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_gradients_go_through_experts(
+    tmp_path: Path, bits: int | None, by_layer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The weights of experts have others' between them there; the bits stay the same."""
+    if by_layer:
+        monkeypatch.setattr(_model_plan, "_expert_sets", lambda *_: [])
     saved(many_experts, tmp_path / "model")
     found = []
     for name, keep_fused in (("packed", False), ("fused", True)):
@@ -327,7 +331,10 @@ def test_a_corrupt_expert_fails_its_pass_by_its_name(packed: Path, stream: Make)
     assert logits(model, prompt()).equal(logits(whole, prompt()))
 
 
-def test_a_corrupt_expert_is_found_where_layers_are_read_whole(packed: Path, stream: Make) -> None:
+def test_a_corrupt_expert_is_found_where_layers_are_read_whole(
+    packed: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_model_plan, "_expert_sets", lambda *_: [])
     path = file_in(packed)
     entry = read_header(path).tensors[f"model.layers.1.mlp.experts{EXPERTS}"]
     with path.open("r+b") as file:

@@ -246,12 +246,16 @@ class Pack(Scenario):
     """The packed directory is there and whole, or not there."""
 
     modes = ("timer", "opcodes", "hooks", "twice")
+    options: dict[str, Any] = {}  # noqa: RUF012 - read only
 
     def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
         super().__init__(folder, handle)
-        saved_llama(folder / "model")
+        self.save(folder / "model")
         self.out = folder / "packed"
         self.wanted = ""
+
+    def save(self, folder: Path) -> None:
+        saved_llama(folder)
 
     def prepare(self) -> None:
         shutil.rmtree(self.out, ignore_errors=True)
@@ -259,7 +263,8 @@ class Pack(Scenario):
     def work(self) -> Any:
         from nvmeio.inference import pack
 
-        pack(self.folder / "model", self.out, handle=self.given, progress=lambda *_: self.poke())
+        told: Any = {"progress": lambda *_: self.poke(), **self.options}
+        pack(self.folder / "model", self.out, handle=self.given, **told)
 
     def again(self) -> Any:
         if not self.out.exists():
@@ -273,6 +278,15 @@ class Pack(Scenario):
         assert sorted(path.name for path in self.folder.iterdir()) == ["model", "packed"]
 
 
+class PackExperts(Pack):
+    """The same of a mixture, whose experts are quantised and written some at a time."""
+
+    options: dict[str, Any] = {"quant_bits": 8, "quant_group_size": 32}  # noqa: RUF012
+
+    def save(self, folder: Path) -> None:
+        saved_model(folder, "mixtral", experts=8, width=32, intermediate_size=256)
+
+
 SCENARIOS: dict[str, type[Scenario]] = {
     "stream-forward": Forward,
     "stream-backward": Backward,
@@ -283,4 +297,5 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "stream-converted-experts": GenerateWithConvertedExperts,
     "stream-trained-experts": TrainOverExperts,
     "packing": Pack,
+    "packing-experts": PackExperts,
 }
