@@ -207,6 +207,16 @@ def test_experts_that_are_converted_are_trained_on(tmp_path: Path, stream: Make)
     assert_same(*(trained(adapted(each, False)) for each in (model, whole)))
 
 
+def test_training_within_one_block_of_autocast(tmp_path: Path, stream: Make) -> None:
+    """Torch keeps converted adapters to the end of it: the cache was cleared after each call."""
+    saved(many_experts, tmp_path)
+    results = []
+    for each in (with_share(stream, tmp_path, 0.3), loaded(tmp_path)):
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(trained(adapted(each)))
+    assert_same(*results)
+
+
 class ListModel(torch.nn.Module):
     """A mixture that is not of transformers, whose experts are modules of their own."""
 

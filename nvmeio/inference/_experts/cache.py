@@ -214,8 +214,8 @@ class ExpertCache:
             self._owner.call(self._purge, use.number)
             raise
         stand_ins.uninstall(use.targets)
-        if torch.is_autocast_enabled("cpu"):
-            torch.clear_autocast_cache()  # keeps weights, and copies, to the end of its block
+        if torch.is_autocast_enabled("cpu") and any(each.requires_grad for each in use.shown):
+            torch.clear_autocast_cache()  # keeps such weights, and copies, to the end of its block
 
     def _leave(self, use: _Computing | None, caller: Hashable | None) -> None:
         if use is None or self._computing is not use:
