@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +21,15 @@ from nvmeio.inference._plan import units
 units.SMALL_BYTES = 1024
 
 
+def whole_of(me: Rank, name: str) -> Path:
+    """The directory that transformers loads: beside a packed one it is in "whole"."""
+    beside = me.notes / "whole"
+    return (beside if beside.exists() else me.notes) / name
+
+
 def stream(me: Rank, name: str, share: float = 0.6, **options: Any) -> Any:
     """`share`: how much of its own experts a rank has memory for."""
-    whole = models.loaded(me.notes / name)
+    whole = models.loaded(whole_of(me, name))
     named = dict(whole.named_parameters())
     experts = sum(p.nbytes for key, p in named.items() if ".experts." in key)
     others = sum(p.nbytes for p in named.values()) - experts
@@ -48,7 +55,7 @@ def assert_own_experts(me: Rank, model: Any) -> None:
 def equal(me: Rank) -> None:
     """Each rank has a prompt of its own; a rank's tokens are those of a process alone."""
     for name in ("mixtral", "qwen3_moe", "olmoe"):
-        whole = models.loaded(me.notes / name)
+        whole = models.loaded(whole_of(me, name))
         for share in (0.6, 1.1):
             model = stream(me, name, share)
             for kernel in ("grouped_mm", "batched_mm", "eager"):

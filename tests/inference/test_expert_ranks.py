@@ -12,6 +12,8 @@ from checkpoint._ranks import running_ranks
 from inference import _models as models
 from offload import _mixtures
 
+from nvmeio.inference import pack
+
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)
 
@@ -30,6 +32,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same models, the mixtures packed: an expert is one read with one checksum."""
+    made = tmp_path_factory.mktemp("packed")
+    for model in list(folder.iterdir()):
+        pack(model, made / model.name)
+    (made / "whole").symlink_to(folder)
+    return made
+
+
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[..., None]]:
     script = str(Path(__file__).parent / "_expert_rank.py")
     with running_ranks(script) as run:
@@ -43,6 +55,12 @@ def test_tokens_of_each_rank_are_those_of_a_process_alone(
     world: int, ranks: Callable[..., None], folder: Path
 ) -> None:
     ranks("equal", folder, world=world)
+
+
+def test_tokens_are_those_of_a_process_alone_from_packed_files(
+    ranks: Callable[..., None], packed: Path
+) -> None:
+    ranks("equal", packed)
 
 
 @pytest.mark.parametrize("world", [2, 4])
