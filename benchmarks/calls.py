@@ -1,6 +1,6 @@
 """How many calls the ten hot ways take: of functions of nvmeio, and of C from within them.
 
-    python benchmarks/calls.py            # count, and compare with benchmarks/measured/calls.json
+    python benchmarks/calls.py            # count, and compare with benchmarks/calls.json
     python benchmarks/calls.py --check    # the same; status 1 if one grew by more than a tenth
     python benchmarks/calls.py --save     # make these the figures to compare with
     python benchmarks/calls.py --names 20 # and which functions they are
@@ -35,7 +35,7 @@ from nvmeio.inference.spilling import spill
 from nvmeio.offload import SwappedOptimizer
 
 ROOT = Path(__file__).resolve().parent.parent
-FIGURES = ROOT / "benchmarks" / "measured" / "calls.json"
+FIGURES = ROOT / "benchmarks" / "calls.json"
 OURS = str(Path(nvmeio.__file__).parent)
 MOST = 1.1  # times the figure before
 TURNS = 5
