@@ -46,6 +46,8 @@ from nvmeio.handle import AioHandle
 # Slots are whole pages, so that neither edge of a block is written through the page cache.
 PAGE_BYTES = 4096
 DIRECTORY = "nvmeio-blocks"
+# Slots of jobs that are moved together at most: stores are answered when all of them are there.
+TOGETHER_BYTES = 256 << 20
 
 Value = TypeVar("Value")
 
@@ -237,7 +239,7 @@ class BlockStore(NotPickled, Closing):
         self,
         digests: list[bytes],
         blocks: list[torch.Tensor],
-        ended: Callable[[int, bool], object],
+        ended: Callable[[int], object],
     ) -> list[bool]:
         """Write blocks; none has `ended` before all have, and the table says so."""
         catalog = self._catalog
@@ -296,9 +298,9 @@ class BlockStore(NotPickled, Closing):
         self,
         digests: list[bytes],
         blocks: list[torch.Tensor],
-        ended: Callable[[int, bool], object],
+        ended: Callable[[int], object],
     ) -> list[bool]:
-        """Read blocks; `ended` is told of each that was read and checked."""
+        """Read blocks; `ended` is told of each that was read and is right."""
         catalog = self._catalog
         places = catalog.locked(catalog.pin, digests)
         failed: dict[int, BaseException] = {}
@@ -309,9 +311,10 @@ class BlockStore(NotPickled, Closing):
             place = places[piece.number]
             assert place is not None
             found[piece.number] = crc32.of_tensor(piece.block) == place.crc
-            if not found[piece.number]:
+            if found[piece.number]:
+                ended(piece.number)
+            else:  # whoever is told finds it dropped, and may store it again
                 damaged.append(piece.number)
-            ended(piece.number, found[piece.number])
 
         try:
             there = [
@@ -385,11 +388,12 @@ class BlockStore(NotPickled, Closing):
             worker.owner.post(self._catalog.locked, change, *args)
 
     def _begin(self, worker: StoreWorker, move: Move, job: StoreJob) -> None:
-        # An eighth: what is moved together cannot make room for one another.
-        most_bytes = self._catalog.index.slots * self.slot_bytes // 8
+        # An eighth: what is moved together cannot make room for one another. Slots, not bytes of
+        # blocks, which may be smaller.
+        most_blocks = min(self._catalog.index.slots // 8, TOGETHER_BYTES // self.slot_bytes)
         with self._gate:  # behind the end of the thread nobody would answer
             self._check_open()
-            worker.post(move, job, most_bytes)
+            worker.post(move, job, most_blocks)
 
     def _check_open(self) -> None:
         if self._stores.owner.forked:
@@ -424,7 +428,7 @@ class BlockStore(NotPickled, Closing):
         return f"<BlockStore {self.path} {state}{len(self)} of {self._catalog.index.slots} blocks>"
 
 
-def _nobody(number: int, is_there: bool) -> None:
+def _nobody(number: int) -> None:
     """Tell nobody: the caller waits for all."""
 
 

@@ -243,12 +243,8 @@ def _errors(operation: Operation, items: int) -> dict[int, BaseException]:
 Value = TypeVar("Value")
 
 
-# So many bytes of jobs are moved together at most: stores are answered when all of them are there.
-_TOGETHER_BYTES = 256 << 20
-
-
 class StoreJob(NamedTuple):
-    """Blocks to move in the background.
+    """Blocks to move in the background, each of a slot.
 
     Attributes:
         digests: Their names.
@@ -260,10 +256,6 @@ class StoreJob(NamedTuple):
     blocks: list[torch.Tensor]
     done: Callable[[list[bool]], object]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks)
-
 
 class Move(Protocol):
     """Moves blocks of several jobs."""
@@ -272,9 +264,9 @@ class Move(Protocol):
         self,
         digests: list[bytes],
         blocks: list[torch.Tensor],
-        ended: Callable[[int, bool], object],
+        ended: Callable[[int], object],
     ) -> list[bool]:
-        """Return the answer for each; `ended` may be told of it before, with its number."""
+        """Return the answer for each; `ended` may be told before of a block that is moved."""
 
 
 class StoreWorker:
@@ -307,11 +299,11 @@ class StoreWorker:
             check()
             return work(*args)
 
-    def post(self, move: Move, job: StoreJob, most_bytes: int) -> None:
+    def post(self, move: Move, job: StoreJob, most_blocks: int) -> None:
         """Move a job's blocks in the background, then call its `done`; False for all if it failed.
 
-        Jobs of `most_bytes` in all, or 256 MiB if that is less, are moved together. A job whose
-        blocks have all ended is answered while others are moved.
+        Jobs of `most_blocks` in all are moved together. A job whose blocks have all been moved is
+        answered while others are.
         """
         with self._lock:
             # Where an interrupt comes next, `drain` asks for ever what it need not have asked.
@@ -320,25 +312,23 @@ class StoreWorker:
             if waiting is None:
                 waiting = deque()
                 # First, so that an interrupt leaves no job that nobody looks for.
-                self.owner.post(self._work_off, move, waiting, min(most_bytes, _TOGETHER_BYTES))
+                self.owner.post(self._work_off, move, waiting, most_blocks)
                 self._open = waiting
             waiting.append(job)
 
-    def _work_off(self, move: Move, waiting: deque[StoreJob], most_bytes: int) -> None:
-        """Move jobs until none waits that came before another request."""
-        while jobs := self._taken(waiting, most_bytes):
-            self._move(move, jobs)
-
-    def _taken(self, waiting: deque[StoreJob], most_bytes: int) -> list[StoreJob]:
-        jobs: list[StoreJob] = []
+    def _work_off(self, move: Move, waiting: deque[StoreJob], most_blocks: int) -> None:
+        """Move the jobs that wait now; those that come meanwhile wait behind other requests."""
         with self._lock:
-            nbytes = 0
-            while waiting and (not jobs or nbytes + waiting[0].nbytes <= most_bytes):
-                nbytes += waiting[0].nbytes
-                jobs.append(waiting.popleft())
-            if not jobs and self._open is waiting:
+            if self._open is waiting:
                 self._open = None
-        return jobs
+        while waiting:
+            jobs, blocks = [waiting.popleft()], 0
+            while waiting:
+                blocks += len(jobs[-1].blocks)
+                if blocks + len(waiting[0].blocks) > most_blocks:
+                    break
+                jobs.append(waiting.popleft())
+            self._move(move, jobs)
 
     def _move(self, move: Move, jobs: list[StoreJob]) -> None:
         digests = [digest for job in jobs for digest in job.digests]
@@ -349,8 +339,8 @@ class StoreWorker:
         firsts = [0, *itertools.accumulate(left)]
         unanswered = dict(enumerate(jobs))
 
-        def ended(number: int, is_there: bool) -> None:
-            found[number] = is_there
+        def ended(number: int) -> None:
+            found[number] = True
             at = job_of[number]
             left[at] -= 1
             if not left[at]:
@@ -397,8 +387,6 @@ class StoreWorker:
     def drain(self) -> None:
         """Wait until its thread has done what it was asked before."""
         if self._asked != self._ended:
-            with self._lock:
-                self._open = None
             self.owner.drain()
 
     def finish(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import PATIENCE_S, Block, HeldEngine, random_tensor
+from support import PATIENCE_S, Block, HeldEngine, random_tensor, spin_until
 
 from nvmeio import AioHandle
 from nvmeio._kv_blocks import transfers
@@ -224,3 +224,61 @@ def test_what_is_asked_between_two_jobs_comes_between_them(
     store.drain()
     assert store.contains(["b"]) == [True]
     assert answers.of == {0: [True], 1: [True]}
+
+
+def test_blocks_smaller_than_a_slot_make_room_for_one_another(
+    store: BlockStore, engine: HeldEngine
+) -> None:
+    """Their bytes were added up, not their slots: of 2,000 jobs, half were refused."""
+    answers, small = Answers(), torch.ones(16, dtype=torch.uint8)
+    engine.gate.set()
+    with store._stores._turn:
+        for job in range(2000):
+            store.begin_store([str(job)], [small], answers.to(job))
+    store.drain()
+    assert answers.of == {job: [True] for job in range(2000)}
+    assert store.stats.refused == 0
+
+
+def test_who_is_told_of_a_damaged_block_can_store_it_again(
+    store: BlockStore, engine: HeldEngine
+) -> None:
+    """It was still there then, so that it was not written, and dropped afterwards."""
+    put(store, engine, range(2))
+    engine.gate.set()
+    slot = store._catalog.index.where[store._digests(["0"])[0]].slot
+    with open(store.path, "r+b") as blocks:
+        blocks.seek(slot * BLOCK)
+        blocks.write(bytes(BLOCK))
+    room, seen = torch.zeros(BLOCK, dtype=torch.uint8), []
+
+    def answer(found: list[bool]) -> None:
+        seen.append((found, store.contains(["0"]), store.store(["0"], [block(0)])))
+
+    store.begin_load(["0"], [room], answer)
+    store.drain()
+    assert seen == [([False], [False], [True])]
+    assert store.load(["0"], [room]) == [True]
+    assert room.equal(block(0))
+
+
+def test_jobs_that_come_and_come_keep_nobody_waiting(store: BlockStore, engine: HeldEngine) -> None:
+    """Each came while another was moved, and went before whatever else its thread was asked."""
+    put(store, engine, range(1))
+    engine.gate.set()
+    begun, asked = 0, threading.Event()
+
+    def again(_: list[bool]) -> None:
+        nonlocal begun
+        begun += 1
+        if begun < 500:
+            store.begin_load(["0"], [torch.zeros(BLOCK, dtype=torch.uint8)], again)
+        if begun == 1:
+            assert asked.wait(PATIENCE_S)
+
+    store.begin_load(["0"], [torch.zeros(BLOCK, dtype=torch.uint8)], again)
+    served = store._loads.owner.begin(lambda: begun)
+    asked.set()
+    assert store._loads.owner.answer(served) < 10
+    store.drain()
+    spin_until(lambda: begun == 500)
