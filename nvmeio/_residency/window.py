@@ -462,9 +462,12 @@ class LentPool:
 
     def _lend(self, unit: Unit, lent: torch.Tensor, start: int | None, nbytes: int) -> Slot[Unit]:
         room = memory_at(lent.data_ptr(), lent.nbytes, lent)
+        slot = Slot(unit, lent, torch.frombuffer(room, dtype=torch.uint8))
+        # Last: once it is there its end gives the memory back, and whoever catches an error may
+        # not do so, too.
         mark = weakref.ref(room, self._ended.put)
         self._out[id(mark)] = _Lent(mark, start, nbytes)
-        return Slot(unit, lent, torch.frombuffer(room, dtype=torch.uint8))
+        return slot
 
     def _take_back(self) -> None:
         while not self._ended.empty():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from nvmeio import PinnedPool
+from nvmeio._residency import window
 from nvmeio._residency.window import LentPool, laid_over, lease_now
 
 
@@ -77,4 +79,24 @@ def test_a_unit_that_finds_the_free_bytes_in_pieces_gets_as_many_of_its_own() ->
     large.memory = torch.empty(0, dtype=torch.uint8)
     assert pool.in_use_bytes == 4096
     middle.memory = torch.empty(0, dtype=torch.uint8)
+    pool.close()
+
+
+def test_memory_that_could_not_be_lent_is_free_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came back twice, and two tensors had the same bytes."""
+    pool = LentPool(2 * 4096)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(window, "Slot", fail)
+        with pytest.raises(RuntimeError):
+            pool.take("unit", 4096)
+    assert pool.in_use_bytes == 0
+    slots = [pool.take(unit, 4096) for unit in ("one", "other", "third")]
+    assert slots[2] is None
+    memories = [slot.memory for slot in slots if slot is not None]
+    starts = {memory.data_ptr() for memory in memories if memory is not None}
+    assert len(starts) == 2
     pool.close()
