@@ -172,17 +172,37 @@ def acquire(
     return opened
 
 
+def give_up(
+    file: str | os.PathLike[str] | int | File, opened: Descriptors | None, user: object
+) -> None:
+    """Undo `acquire` after an error; `opened` is None where an interrupt kept it from returning.
+
+    It may be done again. What closing raises is dropped: the error that led here goes on.
+    """
+    with contextlib.suppress(OSError):
+        if opened is not None:
+            opened.let_go(user)
+        elif isinstance(file, File):
+            file.let_go(user)
+
+
 @contextlib.contextmanager
 def in_use(
     file: str | os.PathLike[str] | int | File, writing: bool | None = False
 ) -> Iterator[Descriptors]:
     """The descriptors of a file, which stay open for the body whoever closes it; see `acquire`."""
-    user = object()
-    opened = acquire(file, user, writing)
+    user, opened = object(), None
     try:
+        opened = acquire(file, user, writing)
         yield opened
-    finally:
+    except BaseException:
+        give_up(file, opened, user)
+        raise
+    try:
         opened.let_go(user)
+    except BaseException:  # Ctrl-C, before it or within: it may be done again
+        give_up(file, opened, user)
+        raise
 
 
 def read_buffered(file: File, offset: int, nbytes: int) -> bytes:

@@ -33,10 +33,13 @@ from support import (
 import nvmeio
 from nvmeio import files
 from nvmeio._bindings import OwnFds
+from nvmeio._core.core import Core
+from nvmeio._core.records import LiveRecords
 from nvmeio._files import descriptors
 from nvmeio._files import descriptors as descriptors_module
 from nvmeio._files.descriptors import Alignment, Descriptors
 from nvmeio.checkpoint import safetensors
+from nvmeio.engines import transfers
 from nvmeio.engines.threads import ThreadsRequest
 from nvmeio.files import probe_direct
 
@@ -596,6 +599,131 @@ def test_users_that_come_while_it_is_closed_are_refused_or_closed_behind(tmp_pat
         opened.close()
         thread.join(60)
         assert (opened.users, opened.any_fd()) == (set(), -1)
+
+
+class InterruptedUsers(set[object]):
+    """An interrupt comes right after a user has been added, or right before one is removed."""
+
+    def __init__(self, adding: bool) -> None:
+        super().__init__()
+        self.left = 1
+        self._adding = adding
+
+    def _interrupt(self) -> None:
+        if self.left:
+            self.left -= 1
+            raise KeyboardInterrupt
+
+    def add(self, user: object) -> None:
+        super().add(user)
+        if self._adding:
+            self._interrupt()
+
+    def discard(self, user: object) -> None:
+        if not self._adding:
+            self._interrupt()
+        super().discard(user)
+
+
+def start_batch(handle: nvmeio.AioHandle, file: nvmeio.File) -> object:
+    tensors = [torch.zeros(512, dtype=torch.uint8) for _ in range(3)]
+    return handle.async_pread_batch(tensors, file, [0, 512, 1024])
+
+
+def start_large(handle: nvmeio.AioHandle, file: nvmeio.File) -> object:
+    return handle.async_pread(torch.zeros(2 << 20, dtype=torch.uint8), file)
+
+
+def fsync(handle: nvmeio.AioHandle, file: nvmeio.File) -> object:
+    return handle.sync_fsync(file)
+
+
+def read_buffered(_: nvmeio.AioHandle, file: nvmeio.File) -> object:
+    return files.read_buffered(file, 0, 100)
+
+
+STARTS = [start_large, start_batch, fsync, read_buffered]
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_an_interrupt_leaves_no_user_of_an_open_file(
+    start: Callable[[nvmeio.AioHandle, nvmeio.File], object], file: Path
+) -> None:
+    """Its descriptors stayed open beyond `close`, and its memory was held."""
+    with nvmeio.AioHandle() as handle, nvmeio.open(file, "r+") as opened:
+        opened._descriptors.users = InterruptedUsers(adding=True)
+        with pytest.raises(KeyboardInterrupt):
+            start(handle, opened)
+        assert opened._descriptors.users == set()
+        opened.close()
+        assert opened_on(file) == 0
+
+
+@pytest.mark.parametrize("call", [fsync, read_buffered])
+def test_an_interrupt_as_a_user_lets_go_leaves_none(
+    call: Callable[[nvmeio.AioHandle, nvmeio.File], object], file: Path
+) -> None:
+    with nvmeio.AioHandle() as handle, nvmeio.open(file, "r+") as opened:
+        opened._descriptors.users = InterruptedUsers(adding=False)
+        with contextlib.suppress(KeyboardInterrupt):
+            call(handle, opened)
+        handle.wait(60)
+        assert opened._descriptors.users == set()
+
+
+@pytest.mark.parametrize(
+    ("step", "start"),
+    [*(("_submit", start) for start in STARTS[:3]), ("count", start_batch), ("plan_sync", fsync)],
+)
+def test_an_interrupt_before_the_engine_is_asked_leaves_no_user(
+    start: Callable[[nvmeio.AioHandle, nvmeio.File], object],
+    step: str,
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    holder = {"_submit": Core, "count": LiveRecords, "plan_sync": transfers}[step]
+    with nvmeio.AioHandle() as handle, nvmeio.open(file, "r+") as opened:
+        with monkeypatch.context() as patch:
+            patch.setattr(holder, step, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                start(handle, opened)
+        assert opened._descriptors.users == set()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_closing_reports_names_the_file_whoever_closes_it(
+    late: bool, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sync that was over before its caller let go of the file lost path and operation."""
+
+    class Lossy:
+        def __init__(self) -> None:
+            self._fds = OwnFds()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._fds, name)
+
+        def close(self) -> None:
+            self._fds.close()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    start_sync = Core.start_sync
+
+    def ended(core: Core, *args: Any) -> Any:
+        record = start_sync(core, *args)
+        core.watchers.wait_settled(record, None)
+        return record
+
+    monkeypatch.setattr(descriptors, "OwnFds", Lossy)
+    if late:
+        monkeypatch.setattr(Core, "start_sync", ended)
+    with nvmeio.AioHandle() as handle:
+        with pytest.raises(nvmeio.TransferError, match=f"close {file}") as lost:
+            handle.sync_fsync(file)
+        assert lost.value.errno == errno.EIO
 
 
 # Directories

@@ -82,6 +82,8 @@ class BatchMember:
         if self.opened is not None:
             self.opened.let_go(self)
             self.opened = None
+        else:  # an interrupt may have come between its beginning to use the file and saying so
+            files.give_up(self.file, None, self)
 
 
 class Batch:

@@ -11,7 +11,6 @@ have counted is what it has moved: `totals`, and as numbers for monitoring `metr
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -99,32 +98,36 @@ class Core:
         token, nbytes = next(self.live.tokens), memory.nbytes
         record = Record(token, opcode, memory, "", file_offset, nbytes, check, places)
         try:
-            opened = files.acquire(file, record, opcode is Opcode.WRITE)
-            record.opened, record.path = opened, opened.path
-            record.plan, transfer = planner(opcode, memory, opened, file_offset)
-        except BaseException as failed:
-            with contextlib.suppress(OSError):  # nothing was written through it
-                if isinstance(file, File):
-                    file.let_go(record)
-            record.let_go()
-            if isinstance(failed, TransferError):
+            try:
+                opened = files.acquire(file, record, opcode is Opcode.WRITE)
+                record.opened, record.path = opened, opened.path
+                record.plan, transfer = planner(opcode, memory, opened, file_offset)
+            except TransferError as failed:
+                record.let_go()
                 record.path = failed.path
                 self.live.count(operations=1, errors=1)
                 return self.live.end_at_once(record, failed)
+            self._submit(record, transfer)
+        except BaseException:
+            if record.opened is None:
+                files.give_up(file, None, record)
+            self._undo(record)
             raise
-        return self._submit(record, transfer)
+        return self._reaped(record)
 
     def start_batch(self, opcode: Opcode, batch: Batch) -> Record:
         """Start a batch. If a file cannot be opened, the record fails, not the call."""
         record = BatchRecord(next(self.live.tokens), opcode, batch, self.planner)
         try:
             transfers, miscounted = record.go_on()
+            self.live.count(**miscounted)
+            if transfers is not None:
+                self._submit(record, transfers)
         except BaseException:
-            record.let_go()
+            self._undo(record)
             raise
-        self.live.count(**miscounted)
         if transfers is not None:
-            return self._submit(record, transfers)
+            return self._reaped(record)
         failure = record.failure(0)
         lost = record.let_go()
         return self.live.end_at_once(record, failure or lost)
@@ -132,28 +135,36 @@ class Core:
     def start_sync(self, opcode: Opcode, opened: Descriptors) -> Record:
         """Start an fsync or fdatasync of a file that the caller keeps open meanwhile."""
         record = Record(next(self.live.tokens), opcode, None, opened.path, 0, 0)
-        opened.share(record)
         record.opened = opened
-        record.plan, transfer = transfers.plan_sync(opcode, opened)
-        return self._submit(record, transfer)
-
-    def _submit(self, record: Record, transfer: Transfer | list[Transfer]) -> Record:
-        token = record.token
         try:
-            record.home = cq = self.queues.here()
-            record.request = request = record.prepare(self.engine, cq, transfer)
-            self.live.add(record)
-            request.start()
+            opened.share(record)
+            record.plan, transfer = transfers.plan_sync(opcode, opened)
+            self._submit(record, transfer)
         except BaseException:
-            try:
-                self.withdraw(record)
-            except BaseException:  # Ctrl-C once more, before it or within: it may be done again
-                self.withdraw(record)
-                raise
+            self._undo(record)
             raise
-        if cq is self.queues.default and not token % REAP_EVERY:
+        return self._reaped(record)
+
+    def _submit(self, record: Record, transfer: Transfer | list[Transfer]) -> None:
+        """Hand it to the engine; after an error its caller is to `_undo`."""
+        record.home = cq = self.queues.here()
+        record.request = request = record.prepare(self.engine, cq, transfer)
+        self.live.add(record)
+        request.start()
+
+    def _reaped(self, record: Record) -> Record:
+        """The record that was started; others that have ended are concluded in passing."""
+        cq = self.queues.default
+        if not record.token % REAP_EVERY and record.home is cq:
             self.reaper.reap(cq, True)
         return record
+
+    def _undo(self, record: Record) -> None:
+        try:
+            self.withdraw(record)
+        except BaseException:  # Ctrl-C once more, before it or within: it may be done again
+            self.withdraw(record)
+            raise
 
     def withdraw(self, record: Record) -> None:
         """Undo a start that failed or was interrupted; what has begun after all goes on."""

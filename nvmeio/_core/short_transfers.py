@@ -144,6 +144,8 @@ class ShortTransfers:
     def start(self, tensor: Data, file: File, file_offset: int) -> Record | None:
         """Start a read or write of a tensor's own memory; None if it is not a short one."""
         core, reads = self.core, self._reads
+        if core.live.refusal:  # nothing is prepared of an engine that has ended
+            return None
         way: _Way | None = file.ways.get(self)
         if way is None or way.alignment is not way.opened.alignment:
             way = self._prepared(file)
@@ -155,8 +157,6 @@ class ShortTransfers:
         ):
             return None
         live, queues = core.live, core.queues
-        if live.refusal:
-            return None
         loop, cq = queues.latest
         if loop is not _running_loop():
             cq = queues.here()

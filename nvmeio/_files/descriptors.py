@@ -21,7 +21,7 @@ from typing import NamedTuple
 from nvmeio._bindings import FileFacts, OwnFds, file_facts
 from nvmeio._files.system import file_system_of
 from nvmeio._pages import PAGE_BYTES
-from nvmeio.errors import ClosedError, TransferError, errno_of, naming
+from nvmeio.errors import ClosedError, TransferError, errno_of, naming, transfer_error
 
 logger = logging.getLogger("nvmeio")
 
@@ -169,8 +169,8 @@ class Descriptors:
     def let_go(self, user: object) -> None:
         """Remove a user; the last one of a closed file closes the descriptors.
 
-        It may be called any number of times. OSError: closing failed, data may be lost; each call
-        raises the same error.
+        It may be called any number of times. TransferError: closing failed, data may be lost; each
+        call raises the same error.
         """
         self.users.discard(user)
         if not (self.is_open or self.users):
@@ -193,7 +193,10 @@ class Descriptors:
             steps, self._before_close = self._before_close, ()
             for step in steps:
                 step()
-            self._fds.close()
+            try:
+                self._fds.close()
+            except OSError as failed:
+                raise transfer_error(failed, "close", self.path) from failed
 
     def before_close(self, step: Callable[[], None]) -> None:
         """Call `step` once the last user is gone, while the descriptors are open."""

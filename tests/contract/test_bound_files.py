@@ -239,3 +239,13 @@ def test_a_file_that_turns_out_to_take_no_direct_io(file: Path) -> None:
         operation = handle.async_pread(tensor, opened, 200)
         assert operation.result(WAIT_S) == operation.buffered_bytes == 512
         assert raw(tensor) == CONTENT[200:712]
+
+
+def test_a_closed_handle_prepares_nothing(file: Path) -> None:
+    tensor = torch.zeros(512, dtype=torch.uint8)
+    with nvmeio.open(file) as opened:
+        with nvmeio.AioHandle() as handle:
+            pass
+        with pytest.raises(nvmeio.ClosedError):
+            handle.async_pread(tensor, opened)
+        assert not opened.ways
