@@ -110,8 +110,11 @@ def from_pretrained(
             "transformers' own from_pretrained"
         )
     model_directory.refuse_adapter(folder)
-    config = config or transformers.AutoConfig.from_pretrained(folder)
-    if not hasattr(model_class, "_from_config") or hasattr(model_class, "_model_mapping"):
+    of_any = not hasattr(model_class, "_from_config") or hasattr(model_class, "_model_mapping")
+    # As transformers does it: a class knows its configuration, which need not name a model_type.
+    own = None if of_any else model_class.config_class
+    config = config or (own or transformers.AutoConfig).from_pretrained(folder)
+    if of_any:
         auto: Any = importlib.import_module("transformers.models.auto.auto_factory")
         if type(config) not in model_class._model_mapping:
             raise ValueError(

@@ -88,6 +88,14 @@ def config_of(directory: str | os.PathLike[str]) -> Any:
         # Of a class that transformers has; it would ask at the terminal for others.
         return require().AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except ValueError as failed:
+        if "model_type" not in described and "auto_map" not in described:
+            # Of a part of a model: only its class knows what reads its configuration.
+            raise ValueError(
+                f"{path} names no model_type, so the directory does not say what class of model it "
+                "holds. Make the empty model of its class yourself: config = "
+                'CLASS.config_class.from_pretrained(directory); with torch.device("meta"): '
+                "model = CLASS(config).eval(); then nvmeio.stream_model(model, directory)"
+            ) from failed
         if "auto_map" not in described or "trust_remote_code" not in str(failed):
             raise
         raise ValueError(
