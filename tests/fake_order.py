@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import pytest
 from torch.cuda._sanitizer import StreamSynchronizations
 
+from nvmeio._core.short_transfers import ShortTransfers
 from nvmeio.engines import _queued, libaio
 from nvmeio.engines.cufile.engine import CuFileEngine, TaskMover
 from nvmeio.engines.cufile.library import Library
@@ -302,7 +303,11 @@ class _Watched:
 
 
 def watch_drives(patch: pytest.MonkeyPatch, order: Order) -> None:
-    """Whatever engines of host memory read and write is known to the order."""
+    """Whatever engines of host memory read and write is known to the order.
+
+    Short transfers go the general way: requests of theirs are not watched.
+    """
+    patch.setattr(ShortTransfers, "are_cheaper", lambda core: False)
     for engine in (LibaioEngine, ThreadsEngine, FakeEngine):
         for name in ("prepare", "prepare_rows", "prepare_batch"):
             if name in vars(engine):

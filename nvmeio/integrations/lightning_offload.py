@@ -8,6 +8,7 @@ checkpoints hold the state as ever, and each resumes from what the other saved.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Callable, Sequence
@@ -101,7 +102,7 @@ class _SwapOptimizers:
         for optimizer in self.optimizers:
             optimizer.close()
             for folder in map(os.path.dirname, optimizer.swap_dirs):
-                if os.path.isdir(folder) and not os.listdir(folder):
+                with contextlib.suppress(OSError):  # not empty yet, or another rank was first
                     os.rmdir(folder)
         self.optimizers = []
 
