@@ -106,7 +106,8 @@ class Core:
                 record.let_go()
                 record.path = failed.path
                 self.live.count(operations=1, errors=1)
-                return self.live.end_at_once(record, failed)
+                # Its frames have the record and the memory, which would live until a collection.
+                return self.live.end_at_once(record, failed.with_traceback(None))
             self._submit(record, transfer)
         except BaseException:
             if record.opened is None:

@@ -36,7 +36,7 @@ class _Group:
         self.world = world
 
 
-def store_of(group: Any, directory: str) -> RankStore:
+def store_of(group: Any, directory: str, *timeout: Any) -> RankStore:
     if group is None:
         return RankStore(None, 0, 1, directory, "save")
     return RankStore(group.store, group.rank, group.world, directory, "save")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -130,7 +131,7 @@ def fused(reentrant: bool | None = None) -> Model:
 
 def family(name: str, kernel: str = "grouped_mm", **options: int) -> Any:
     """A small model of transformers, whose experts are fused; the same weights each time."""
-    import transformers
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
     sizes = {
         **{"hidden_size": WIDTH, "intermediate_size": WIDTH, "moe_intermediate_size": WIDTH},

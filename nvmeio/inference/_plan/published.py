@@ -215,7 +215,10 @@ class PackedInts(NamedTuple):
         width = shape[-1] if shape else 0
         group = self.group_size or width
         if len(shape) < 2 or not width or width % (32 // self.bits) or width % group:
-            raise ValueError(f"rows of shape {shape} are not whole words and groups of {group}")
+            raise ValueError(
+                f"rows of shape {shape} are not whole words and groups of {group}: the checkpoint "
+                "is damaged, or packed in another way; save the model unquantised, and pack that"
+            )
         words = (*shape[:-1], width * self.bits // 32)
         return [(torch.int32, words), (self.scales, (*shape[:-1], width // group))]
 
