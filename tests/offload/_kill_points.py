@@ -27,6 +27,7 @@ from inside import swapper_of
 import nvmeio
 from nvmeio._storage import durable
 from nvmeio.offload import SwappedOptimizer
+from nvmeio.offload._swap_files import manifests
 from nvmeio.testing import FakeEngine
 
 BEFORE = 2  # steps that are complete before the killing begins
@@ -69,7 +70,7 @@ class Killer:
             return call
 
         os.pwrite = write  # type: ignore[assignment]
-        durable.write_all = write_all  # type: ignore[assignment]
+        durable.write_all = manifests.write_all = write_all  # type: ignore[assignment,attr-defined]
         for name in CALLS:
             setattr(os, name, before(name))
 
