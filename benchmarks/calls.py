@@ -44,7 +44,7 @@ TENSORS = 200
 LAYERS = 12
 BLOCK = 4096
 
-# What is called, and how many reads, tensors, layers… that moves.
+# A callable, and how many reads, tensors or layers one call of it moves.
 Turn = tuple[Callable[[], object], int]
 Way = Callable[[Path], AbstractContextManager[Turn]]
 calls: Counter[str] = Counter()
@@ -210,7 +210,7 @@ def counted(way: Way, names: int) -> float:
 
 
 def conditions() -> str:
-    """What counts depend on."""
+    """Python, torch and engine: counts of others are not compared."""
     with nvmeio.AioHandle() as handle:
         engine = handle.engine
     python = ".".join(map(str, sys.version_info[:2]))

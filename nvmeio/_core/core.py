@@ -112,7 +112,7 @@ class Core:
         except BaseException:
             if record.opened is None:
                 files.give_up(file, None, record)
-            self._undo(record)
+            self.undo(record)
             raise
         return self._reaped(record)
 
@@ -125,7 +125,7 @@ class Core:
             if transfers is not None:
                 self._submit(record, transfers)
         except BaseException:
-            self._undo(record)
+            self.undo(record)
             raise
         if transfers is not None:
             return self._reaped(record)
@@ -142,12 +142,12 @@ class Core:
             record.plan, transfer = transfers.plan_sync(opcode, opened)
             self._submit(record, transfer)
         except BaseException:
-            self._undo(record)
+            self.undo(record)
             raise
         return self._reaped(record)
 
     def _submit(self, record: Record, transfer: Transfer | list[Transfer]) -> None:
-        """Hand it to the engine; after an error its caller is to `_undo`."""
+        """Hand it to the engine; after an error its caller is to `undo`."""
         record.home = cq = self.queues.here()
         record.request = request = record.prepare(self.engine, cq, transfer)
         self.live.add(record)
@@ -160,7 +160,8 @@ class Core:
             self.reaper.reap(cq, True)
         return record
 
-    def _undo(self, record: Record) -> None:
+    def undo(self, record: Record) -> None:
+        """`withdraw`, to its end also where an interrupt comes."""
         try:
             self.withdraw(record)
         except BaseException:  # Ctrl-C once more, before it or within: it may be done again

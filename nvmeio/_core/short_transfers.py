@@ -1,8 +1,8 @@
 """Short reads and writes of plain CPU tensors, started with as few calls as possible.
 
-A short transfer is one block at most, of an open `File`, and moves a tensor's own memory. What is
-the same for all of them in one direction (alignment, descriptor, the engine's place) is a `_Way`,
-which the file keeps. Everything else is for `Core.start`.
+A short transfer is one block at most, of an open `File`, and moves a tensor's own memory.
+Alignment, descriptor and the engine's place are the same for all of them in one direction: they
+are a `_Way`, which the file keeps. `Core.start` does everything else.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _running_loop = asyncio._get_running_loop
 
 
 class _Way:
-    """What is the same for all short transfers of one file in one direction, through one core.
+    """A file prepared for short transfers in one direction through one core.
 
     Attributes:
         opcode: The direction.
@@ -129,7 +129,7 @@ class ShortTransfers:
     """Starts the short transfers of a core in one direction."""
 
     def __init__(self, core: Core, opcode: Opcode, block_bytes: int) -> None:
-        """For a core that `are_cheaper` through; `block_bytes` is the most that one block moves."""
+        """`core` is one for which `are_cheaper` holds; a block moves at most `block_bytes`."""
         self.core = core
         self._opcode = opcode
         self._reads = opcode is Opcode.READ
@@ -181,11 +181,7 @@ class ShortTransfers:
                 live.check_open()
             request.start_at(address, nbytes, file_offset)
         except BaseException:
-            try:
-                core.withdraw(record)
-            except BaseException:  # as in `Core._submit`
-                core.withdraw(record)
-                raise
+            core.undo(record)
             raise
         if not token % REAP_EVERY and cq is queues.default:
             core.reaper.reap(cq, True)

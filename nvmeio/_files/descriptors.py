@@ -155,7 +155,8 @@ class Descriptors:
 
         It takes no lock. An interrupt (Ctrl-C) may come anywhere: `let_go` undoes it.
         """
-        # Whoever closes looks for users after that: one of both sees the other.
+        # First add, then look: `close` first marks the file and then looks for users. So at least
+        # one of the two sees the other.
         self.users.add(user)
         if not self.is_open:
             with contextlib.suppress(OSError):
@@ -177,7 +178,7 @@ class Descriptors:
             self._close_unused()
 
     def close(self) -> None:
-        """Take no more users; without any the descriptors are closed. It raises as `let_go`."""
+        """Refuse further users, and close the descriptors if there are none. Raises as `let_go`."""
         self.is_open = False
         if not self.users:
             self._close_unused()

@@ -25,7 +25,7 @@ KEY = "nvmeio.pack"
 VERSION = 1
 # Of files with weights in schemes of others (FP8, MXFP4), which earlier releases do not read.
 _WITH_SCHEMES = 2
-# Of files whose fused experts lie side by side, which releases up to then do not read.
+# The version of files whose fused experts lie side by side; earlier releases refuse it.
 _WITH_EXPERTS = 3
 _VERSIONS = (VERSION, _WITH_SCHEMES, _WITH_EXPERTS)
 # The ends of the names of tensors that have the experts of a module.

@@ -306,7 +306,7 @@ class StoreWorker:
         answered while others are.
         """
         with self._lock:
-            # Where an interrupt comes next, `drain` asks for ever what it need not have asked.
+            # An interrupt right behind this costs each later `drain` a round trip, no more.
             self._asked += 1
             waiting = self._open
             if waiting is None:

@@ -258,7 +258,7 @@ _WRITTEN_ENTRY = re.compile(
     rf'([{{,])({_TEXT}):\{{"dtype":"([A-Z0-9_]+)","shape":\[((?:{_NUMBER}(?:,{_NUMBER})*)?)\],'
     rf'"data_offsets":\[({_NUMBER}),({_NUMBER})\]\}}'
 )
-# What a match has beside the groups that are counted.
+# The length of an entry without its name and values.
 _ENTRY_EXTRA = len(',:{"dtype":"","shape":[],"data_offsets":[,]}')
 
 

@@ -212,7 +212,7 @@ def _through_cache(spans: Sequence[Span], device: torch.device) -> list[torch.Te
             continue
         _read_run(spans[first:last], memories[first:last])
         first = last
-    # What lies over a buffer cannot grow.
+    # A tensor over a buffer cannot be resized.
     return [
         torch.frombuffer(memory, dtype=torch.uint8)
         if memory.nbytes
