@@ -38,8 +38,8 @@ def held_of(module: Any) -> list[Any]:
     store = module._store
 
     def held() -> list[Any]:
-        store._unsettle()
-        return [slot.unit for slot in store._top.there if slot.holds]
+        store._windows.unsettle()
+        return [slot.unit for slot in store._windows.top.there if slot.holds]
 
     found: list[Any] = store._owner.call(held)
     return found

@@ -147,7 +147,7 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
                 gathered = store.first(unit)
                 try:
                     _make(unit, made_by, init)
-                    store.write(gathered)
+                    store.changes.write(gathered)
                 finally:
                     del gathered
                 store.evict()
@@ -200,12 +200,14 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
                 "gather() takes parameters that this module has now (module.parameters()); those "
                 "of a layer in tiles are its tiles': layer.tiles.parameters()"
             )
-        gathered = store.gather([u for u in store.units if wanted & {id(p) for p in u.parameters}])
+        gathered = store.changes.gather(
+            [u for u in store.units if wanted & {id(p) for p in u.parameters}]
+        )
         try:
             yield
-            store.write(gathered)
+            store.changes.write(gathered)
         except BaseException:
-            store.undo(gathered)
+            store.changes.undo(gathered)
             raise
         finally:
             del gathered
@@ -274,7 +276,7 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
             buffers[name].detach().copy_(state_dict[name].detach())
         for unit in store.units:
             if any(id(p) in given for p in unit.parameters):
-                store.load(unit, given)
+                store.changes.load(unit, given)
         return IncompatibleKeys(missing, unexpected)
 
     def evict(self) -> None:

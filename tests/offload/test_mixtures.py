@@ -142,7 +142,7 @@ def test_what_the_last_pass_used_whole_is_read_ahead(
             module.evict()
             loss_of(module, step, number=64)
             assert all(len(layer.mixture.hit) == EXPERTS for layer in made.layers)
-        order = module._store._window._order
+        order = module._store._windows.host._order
         order.note(module._store.units[0], False)
         assert len(list(order.upcoming())) >= len(module._store.units) - 2
 

@@ -69,8 +69,8 @@ def device_in_use_bytes(module: SwappedModule) -> int:
     """What units, and tensors that outlive them, take of the window on the device."""
 
     def count() -> int:
-        store_of(module)._device_pool.take_back()
-        return store_of(module)._device_pool.in_use_bytes
+        store_of(module)._memory.on_device.take_back()
+        return store_of(module)._memory.on_device.in_use_bytes
 
     return store_of(module)._owner.call(count)
 

@@ -16,10 +16,9 @@ units come straight from the drive, that window is the only one as soon as all h
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -37,7 +36,6 @@ from nvmeio._residency.on_device import (
 from nvmeio._residency.order import Limited, ThereAndBack
 from nvmeio._residency.reader import Reader
 from nvmeio._residency.window import LentPool, Window
-from nvmeio._threads.closing import on_error
 from nvmeio._threads.owner import Claim, OwnerThread, owned
 from nvmeio._threads.shutdown import Ending, open_owned
 from nvmeio.errors import ClosedError
@@ -45,10 +43,10 @@ from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.rank_steps import directory_name
 from nvmeio.offload._module.stages import ParamPlaces, ParamUnit, Versions, refused
-from nvmeio.offload._module.unit_memory import TAKEN_ALONG, ParamSlot, Routed, UnitMemory, over
-from nvmeio.offload._swap_files.pipeline import move_all
+from nvmeio.offload._module.unit_changes import Gathered, UnitChanges
+from nvmeio.offload._module.unit_memory import TAKEN_ALONG, ParamSlot, Routed, UnitMemory
+from nvmeio.offload._module.unit_windows import UnitWindows
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
-from nvmeio.offload._swap_files.tensors import is_absent, laid, local, strides_of
 
 NAME = "weights"
 _CLOSED = "the swapped module is closed"
@@ -58,21 +56,7 @@ _CLOSED = "the swapped module is closed"
 _AHEAD = 2
 _AHEAD_BYTES = 64 << 20
 
-logger = logging.getLogger("nvmeio")
-Needed = TypeVar("Needed")
 _ATTRIBUTE = "_nvmeio_param_store"
-
-
-class Gathered(NamedTuple):
-    """Units that a block changes, as slots that hold them.
-
-    `claim` ends the block: what was not written by then gets the values of the drive again.
-    `written` is not empty once they were.
-    """
-
-    claim: Claim
-    slots: Sequence[ParamSlot]
-    written: list[bool]
 
 
 class ParamStore:
@@ -102,13 +86,9 @@ class ParamStore:
         self.resident_bytes = resident_bytes
         self.device = device
         self.device_bytes = device_bytes
-        # As soon as all have been made.
-        self._on_device: DeviceWindow[ParamUnit] | None = None
         self.closed = False
         self.locked = False
-        self._experts_bytes = 0  # read by themselves
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
-        self._gathered_now: list[Sequence[ParamSlot]] = []  # in blocks
         self._settled: dict[ParamUnit, Claim] = {}  # which stay, for users that do not ask
         self._versions = Versions([p for unit in units for p in unit.parameters])
         self._memory = UnitMemory(units, device, self._versions, self._settled, self._check_changed)
@@ -141,7 +121,18 @@ class ParamStore:
         order: Limited[ParamUnit] | ThereAndBack[ParamUnit] = _new_order(self.units)
         if self.device_bytes:
             order = Limited(order, self._not_on_device)
-        self._window = Window(reader, self._memory, order, _AHEAD, _AHEAD_BYTES)
+        host = Window(reader, self._memory, order, _AHEAD, _AHEAD_BYTES)
+        self._windows = UnitWindows(self._owner, self._memory, host, self._settled)
+        self.changes = UnitChanges(
+            self._owner,
+            self._windows,
+            self._memory,
+            self._places,
+            self._versions,
+            self._handles,
+            self._ordered,
+            self.direct,
+        )
         return ending
 
     # The device
@@ -151,11 +142,13 @@ class ParamStore:
         """Have parameters on the device from now on; all were made in host memory."""
         if not self.device_bytes:
             return
-        self._window.drop_all()
+        windows = self._windows
+        windows.host.drop_all()
         pool = DevicePool(self.device, self.device_bytes)
         if not isinstance(handle, GdsHandle) or not self.direct:
             self._memory.device_pool = pool
-            self._on_device = WindowAbove(self._window, pool, _new_order(self.units), self._memory)
+            order = _new_order(self.units)
+            windows.on_device = WindowAbove(windows.host, pool, order, self._memory)
             return
         try:
             arena = pool.reserve([unit.nbytes for unit in self.units])
@@ -172,24 +165,13 @@ class ParamStore:
         self._memory.pool.close()
         self._memory.device_pool = pool
         self.resident_bytes, self.locked = 0, False
-        self._on_device = DeviceWindow(
+        windows.on_device = DeviceWindow(
             self._reader, pool, _new_order(self.units), self._memory, _AHEAD, _AHEAD_BYTES
         )
 
     def _not_on_device(self, upcoming: Iterator[ParamUnit]) -> Iterator[ParamUnit]:
-        there = self._on_device
+        there = self._windows.on_device
         return (u for u in upcoming if there is None or there.slot(u) is None)
-
-    @property
-    def _top(self) -> Window[ParamUnit, Any]:
-        """The window that parameters lie over."""
-        return self._window if self._on_device is None else self._on_device
-
-    @property
-    def _device_pool(self) -> DevicePool:
-        pool = self._memory.device_pool
-        assert pool is not None
-        return pool
 
     @property
     def by_address(self) -> Mapping[int, ParamUnit]:
@@ -208,8 +190,9 @@ class ParamStore:
         claims = [self._settled.get(unit) for unit in units]
         try:
             if None not in claims:
-                slots = map(self._top.slot, units)
-                self._top.let_compute([slot for slot in slots if slot is not None], stream)
+                top = self._windows.top
+                slots = map(top.slot, units)
+                top.let_compute([slot for slot in slots if slot is not None], stream)
                 return claims
         finally:
             del claims  # an interrupt's traceback must hold nothing: a step may follow
@@ -217,33 +200,14 @@ class ParamStore:
             return self._owner.call(self._hold, units, in_backward(), stream)
 
     def _hold(self, units: Sequence[ParamUnit], backward: bool, stream: Any) -> Claim:
-        top = self._top
+        windows, top = self._windows, self._windows.top
         self._memory.backward = backward
-        held = self._have(lambda: top.hold(units, backward=backward))
+        held = windows.have(lambda: top.hold(units, backward=backward))
         claim = self._owner.claim(top.let_go, held)
         top.let_compute(held, stream)
-        if self._fits and not self._gathered_now:
-            for slot in held:
-                if slot.unit not in self._settled and slot.shares is None:
-                    slot.holds += 1
-                    self._settled[slot.unit] = self._owner.claim(top.let_go, [slot])
+        if self._fits and not self.changes.units:
+            windows.settle(held)
         return claim
-
-    def _have(self, need: Callable[[], Needed]) -> Needed:
-        """Call `need`; if it finds no room, again without what stays."""
-        with self._failing():
-            try:
-                return need()
-            except MemoryError:
-                if not self._settled:
-                    raise
-            self._unsettle()
-            return need()
-
-    def _unsettle(self) -> None:
-        """Have every user ask again, before units that nobody uses go or change."""
-        self._settled.clear()
-        self._owner.release_dropped()
 
     # Experts
 
@@ -260,7 +224,7 @@ class ParamStore:
 
         TransferError if they cannot be read.
         """
-        slot, used = self._top.slot(unit), (torch.is_grad_enabled(), in_backward())
+        slot, used = self._windows.top.slot(unit), (torch.is_grad_enabled(), in_backward())
         if slot is not None and not self._memory.missing(slot, experts):
             self._owner.post(self._memory.routed[unit].note, experts, *used)
             return
@@ -271,25 +235,9 @@ class ParamStore:
         self, unit: ParamUnit, experts: frozenset[int], recording: bool, backward: bool
     ) -> None:
         self._memory.routed[unit].note(experts, recording, backward)
-        slot = self._top.slot(unit)
+        slot = self._windows.top.slot(unit)
         assert slot is not None
-        self._bring(slot, experts)
-
-    def _bring(self, slot: ParamSlot, experts: Collection[int] | None) -> None:
-        """Read what is missing of some experts, or of all, into a unit that is in memory."""
-        missing = self._memory.missing(slot, experts)
-        if not missing or slot.shares is None:
-            return
-        try:
-            with self._failing():
-                fill = self._memory.fill_experts(slot, missing)
-                self._experts_bytes += self._window.read_more(slot, fill)
-        except BaseException:
-            self._memory.show_nothing(slot, missing)
-            raise
-        slot.shares |= missing
-        if len(slot.shares) == slot.unit.fused:
-            slot.shares = None
+        self._windows.bring(slot, experts)
 
     def memory_of(self, unit: ParamUnit, experts: frozenset[int] | None = None) -> torch.Tensor:
         """A unit's bytes, which do not change for as long as the storage lives.
@@ -298,7 +246,7 @@ class ParamStore:
         arrived, the owner is told and not waited for; nor told if they stay.
         """
         backward = in_backward()
-        top, stream = self._top, devices.stream_here(self.device)
+        top, stream = self._windows.top, devices.stream_here(self.device)
         slot = top.arrived(unit)
         if slot is not None and not self._memory.missing(slot, experts):
             top.let_compute([slot], stream)  # before its memory is taken, which may go meanwhile
@@ -314,7 +262,7 @@ class ParamStore:
         self._memory.backward = backward
         if unit in self._memory.routed:
             self._memory.routed[unit].note(frozenset(), False, backward)
-        self._top.note(unit, backward)
+        self._windows.top.note(unit, backward)
 
     def _memory_of(
         self, unit: ParamUnit, experts: frozenset[int] | None, backward: bool, stream: Any
@@ -322,34 +270,17 @@ class ParamStore:
         self._memory.backward = backward
         if unit in self._memory.routed:
             self._memory.routed[unit].note(frozenset(), False, backward)
-        slot: ParamSlot = self._have(lambda: self._top.need(unit, backward=backward))
-        self._bring(slot, experts)
-        self._top.let_compute([slot], stream)
+        windows, top = self._windows, self._windows.top
+        slot: ParamSlot = windows.have(lambda: top.need(unit, backward=backward))
+        windows.bring(slot, experts)
+        top.let_compute([slot], stream)
         return slot.memory
-
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Drop what was read ahead if a unit cannot be read: those reads may have failed as well.
-
-        They are made again when needed, so that a retry meets no old error.
-        """
-        try:
-            yield
-        except BaseException:
-            self._top.drop_ahead()
-            self._window.drop_ahead()
-            raise
 
     @owned
     def evict(self) -> None:
         """Drop all copies in memory that are not in use; RuntimeError if some were changed."""
-        self._evict()
+        self._windows.drop_idle()
         self.check_unchanged(self.units)
-
-    def _evict(self) -> None:
-        self._unsettle()
-        self._top.drop_idle()
-        self._window.drop_idle()
 
     @owned
     def make_way(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -357,7 +288,7 @@ class ParamStore:
 
         RuntimeError if a block has gathered some of them.
         """
-        if not self._gathered_units.isdisjoint(self._unit_of[id(p)] for p in parameters):
+        if not self.changes.units.isdisjoint(self._unit_of[id(p)] for p in parameters):
             raise RuntimeError(
                 "the parameters are gathered: at its end the block of gather() would write its "
                 "values over those of the optimizer. Step, load and resume outside of the block"
@@ -370,10 +301,8 @@ class ParamStore:
 
         Whoever computed meanwhile has brought old ones, or holds them still.
         """
-        self._evict()
-        for slot in self._top.there:
-            if slot.unit not in self._gathered_units:
-                self._follow(slot)
+        self._windows.drop_idle()
+        self.changes.follow_drive()
 
     # Changing
 
@@ -385,8 +314,8 @@ class ParamStore:
 
     def _check_changed(self, unit: ParamUnit) -> None:
         self._owner.release_dropped()
-        changed, slot = self._versions.changed(unit), self._top.slot(unit)
-        if changed is None or unit in self._gathered_units:
+        changed, slot = self._versions.changed(unit), self._windows.top.slot(unit)
+        if changed is None or unit in self.changes.units:
             return
         if slot is None or not slot.bound:  # torch lets one of a single element be written to
             self._versions.undo(changed)
@@ -399,136 +328,15 @@ class ParamStore:
 
     @owned
     def first(self, unit: ParamUnit) -> Gathered:
-        """Memory for a unit that is not on the drive yet, with the values that it has."""
-        values = [local(p) for p in unit.parameters]
-        slot = self._window.blank(unit)
-        slot.holds += 1
-        for parameter, value, tensor in zip(unit.parameters, values, over(slot), strict=True):
-            if not value.is_meta and value.numel() and not is_absent(value):
-                tensor.copy_(devices.on_host(value))
+        """Memory for a unit that is not on the drive yet; its parameters are this store's now."""
+        gathered = self.changes.first(unit)
+        for parameter in unit.parameters:
             setattr(parameter, _ATTRIBUTE, self)
-        return self._gathered([slot])
-
-    def gather(self, units: Sequence[ParamUnit]) -> Gathered:
-        """Have units in memory to be changed."""
-        return self._owner.call(self._gather, units, devices.stream_here(self.device))
-
-    def _gather(self, units: Sequence[ParamUnit], stream: Any) -> Gathered:
-        self._unsettle()
-        with self._failing():
-            slots = self._top.hold(units, computing=False)
-        with on_error(self._top.let_go, slots):
-            for slot in slots:
-                self._bring(slot, None)
-        gathered = self._gathered(slots)
-        self._top.let_compute(slots, stream)
         return gathered
 
     @owned
     def is_gathered(self, parameter: torch.Tensor) -> bool:
-        return self._unit_of[id(parameter)] in self._gathered_units
-
-    @property
-    def _gathered_units(self) -> set[ParamUnit]:
-        return {slot.unit for slots in self._gathered_now for slot in slots}
-
-    def _gathered(self, slots: Sequence[ParamSlot]) -> Gathered:
-        written: list[bool] = []
-        self._gathered_now.append(slots)
-        return Gathered(self._owner.claim(self._scatter, slots, written), slots, written)
-
-    def write(self, gathered: Gathered) -> None:
-        stream = devices.stream_here(self.device)
-        self._owner.call(lambda: self._write(self._top, gathered.slots, gathered.written, stream))
-
-    def _write(
-        self,
-        window: Window[ParamUnit, Any],
-        slots: Sequence[ParamSlot],
-        written: list[bool],
-        stream: Any,
-    ) -> None:
-        for slot in slots:
-            memory = window.to_write(slot, stream)
-            moves = self._places.moves(slot.unit, writing=True)
-            with self._ordered.on_stream():
-                move_all(self._handles, memory, moves, writing=True)
-        written.append(True)
-
-    def _scatter(self, slots: Sequence[ParamSlot], written: list[bool]) -> None:
-        """End a block that changes units. Those not written get the values of the drive."""
-        self._gathered_now = [each for each in self._gathered_now if each is not slots]
-        top = self._top
-        top.let_go(slots)
-        for slot in slots:
-            self._versions.note(slot.unit.parameters)
-            if not written:
-                self._follow(slot)
-
-    def _follow(self, slot: ParamSlot) -> None:
-        """The drive has other values than memory: drop these, or read again where they are used."""
-        top = self._top
-        if top is not self._window:
-            self._window.drop(slot.unit)
-        self._versions.note(slot.unit.parameters)
-        if slot.holds and top.slot(slot.unit) is slot:
-            try:
-                top.read_now(slot)
-                return
-            except Exception as failed:
-                slot.holds = 0  # whoever has it computes NaN
-                logger.warning("%r is NaN until read again: %s", slot.unit.stages[0].name, failed)
-        top.drop(slot.unit)
-
-    def undo(self, gathered: Gathered) -> None:
-        """End a failed block; its units have the values of the drive when this returns."""
-        gathered.claim.end()
-        self._owner.drain()
-
-    def load(self, unit: ParamUnit, given: Mapping[int, torch.Tensor]) -> None:
-        """Change parameters of a unit on the drive, to values given by their id."""
-        here = {key: devices.on_host(local(tensor)) for key, tensor in given.items()}
-        self._owner.call(self._load, unit, here)
-
-    def _load(self, unit: ParamUnit, given: Mapping[int, torch.Tensor]) -> None:
-        self._unsettle()
-        window = self._top if self.direct else self._window
-        slots = window.hold([unit], computing=False)
-        written: list[bool] = []
-        try:
-            self._bring(slots[0], None)
-            with torch.no_grad():
-                if self.direct:
-                    self._device_pool.after_compute()
-                tensors = zip(unit.parameters, over(slots[0]), strict=True)
-                for parameter, tensor in tensors:
-                    if id(parameter) in given:
-                        self._put(tensor, given[id(parameter)])
-                        self.count_changes([parameter])
-            self._write(window, slots, written, None)
-        finally:
-            self._loaded(window, slots, written)
-
-    def _put(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        if not self.direct:
-            tensor.copy_(value)
-        elif tensor.numel():
-            like = laid(value.to(tensor.dtype), strides_of(tensor))
-            self._device_pool.upload(tensor, like).wait()
-
-    def _loaded(
-        self, window: Window[ParamUnit, Any], slots: Sequence[ParamSlot], written: list[bool]
-    ) -> None:
-        if window is self._top:
-            self._scatter(slots, written)
-            return
-        window.let_go(slots)
-        for slot in slots:
-            above = self._top.slot(slot.unit)
-            if above is not None:
-                self._follow(above)
-            elif not written:
-                window.drop(slot.unit)  # of its values and those of the drive, some of each
+        return self._unit_of[id(parameter)] in self.changes.units
 
     # Where they are
 
@@ -570,23 +378,22 @@ class ParamStore:
 
     def _close(self) -> None:
         self.closed = self._memory.closed = True
-        self._unsettle()  # not when the thread ends: a program that exits would not wait for that
+        # Not when the thread ends: a program that exits would not wait for that.
+        self._settled.clear()
+        self._owner.release_dropped()
         for unit in self.units:
             for parameter in unit.parameters:
                 vars(parameter).pop(_ATTRIBUTE, None)
         try:
-            if self._on_device is not None:
-                self._on_device.close()
-            if hasattr(self, "_window"):
-                self._window.drop_all()
+            if hasattr(self, "_windows"):
+                self._windows.close()
         finally:
             self._resources.close()
 
     @property
     def bytes_read(self) -> int:
-        there = self._on_device
-        read = self._window.bytes_read + self._experts_bytes
-        return read + (there.bytes_read if there is not None else 0)
+        """Read from the drive since this was made."""
+        return self._windows.bytes_read
 
 
 def store_of(parameter: torch.Tensor) -> ParamStore | None:

@@ -73,6 +73,7 @@ class UnitMemory(Keeper[ParamUnit, ParamSlot]):
         settled: MutableMapping[ParamUnit, Claim],
         check: Callable[[ParamUnit], None],
     ) -> None:
+        self.device = device
         self.device_pool: DevicePool | None = None
         self.routed: dict[ParamUnit, Routed] = {}
         self.backward = False
@@ -82,6 +83,12 @@ class UnitMemory(Keeper[ParamUnit, ParamSlot]):
         self._versions = versions
         self._settled = settled
         self._check = check
+
+    @property
+    def on_device(self) -> DevicePool:
+        """The pool of the device, once parameters are there."""
+        assert self.device_pool is not None
+        return self.device_pool
 
     def take(self, unit: ParamUnit) -> ParamSlot | None:
         return self.pool.take(unit, unit.nbytes)
@@ -108,8 +115,7 @@ class UnitMemory(Keeper[ParamUnit, ParamSlot]):
     def fill(self, slot: ParamSlot) -> Fill:
         memory, after = slot.host, None
         if isinstance(slot, DeviceSlot):
-            assert self.device_pool is not None
-            memory, after = slot.memory, self.device_pool.free()
+            memory, after = slot.memory, self.on_device.free()
         if not slot.bound:
             self._expect(slot)
         spans = self.places.moves(slot.unit)
