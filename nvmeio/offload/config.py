@@ -1,26 +1,29 @@
 """`offload`: a module and its optimizer, swapped as a config in DeepSpeed's words says.
 
-A key of DeepSpeed's that is about offloading is understood. Any other is refused by name, with what
-to do instead where we know it: one that is silently left out changes a run without a word.
+A key of DeepSpeed's that is about training is understood. Any other is refused by name, with what
+to write instead, all of them in one error: one that is silently left out changes a run without a
+word.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from nvmeio._memory import devices
 from nvmeio._threads.closing import do_all
 from nvmeio.errors import AlignmentError, BackendUnavailableError
 from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
-from nvmeio.offload._optimizer import arguments as arguments_module
-from nvmeio.offload._swap_files.pipeline import Times
-from nvmeio.offload.deepspeed_keys import (
+from nvmeio.offload._deepspeed.batches import BatchSizes, batch_sizes
+from nvmeio.offload._deepspeed.keys import (
     AIO,
     DEVICES,
     OPTIMIZER,
@@ -28,11 +31,19 @@ from nvmeio.offload.deepspeed_keys import (
     TOP,
     ZERO,
     check_activations,
+    check_compile,
     flag,
     known,
     number,
     or_empty,
+    wants_masters,
 )
+from nvmeio.offload._deepspeed.optimizers import NamedOptimizer, named_optimizer
+from nvmeio.offload._deepspeed.refusals import Refusals
+from nvmeio.offload._deepspeed.schedules import named_scheduler
+from nvmeio.offload._deepspeed.stepping import Clipping, StoredSchedule
+from nvmeio.offload._optimizer import arguments as arguments_module
+from nvmeio.offload._swap_files.pipeline import Times
 from nvmeio.offload.module import SwappedModule, is_direct
 from nvmeio.offload.optimizer import DEFAULT_SUBGROUP_BYTES, SwappedOptimizer
 
@@ -51,9 +62,15 @@ class Offloaded(_Pair):
     Attributes:
         module: A `SwappedModule`, or the module as it was.
         optimizer: A `SwappedOptimizer`, or the class itself where nothing is offloaded.
+        scheduler: What "scheduler" names, over the optimizer: call its `step` after each step of
+            the optimizer. None without that section.
+        batch_sizes: What the configuration says of batches; nothing here depends on them.
     """
 
+    scheduler: LRScheduler | None = None
+    batch_sizes: BatchSizes = BatchSizes(None, None, 1)
     _handle: AioHandle | None = None  # that was made as "aio" says
+    _clipping: Clipping | None = None
 
     def close(self) -> None:
         """Close both, the optimizer first, and the handle that was made for them.
@@ -65,6 +82,11 @@ class Offloaded(_Pair):
         do_all(part.close for part in parts if isinstance(part, closable))
 
     @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The norm of all gradients of the last step, before "gradient_clipping" clipped them."""
+        return None if self._clipping is None else self._clipping.norm
+
+    @property
     def last_step(self) -> Times | None:
         """Where the time of the swapped optimizer's last step went."""
         optimizer = self.optimizer
@@ -73,8 +95,8 @@ class Offloaded(_Pair):
 
 def offload(
     module: torch.nn.Module,
-    optimizer_class: Any,
-    config: Mapping[str, Any],
+    optimizer_class: Any = None,
+    config: Mapping[str, Any] | None = None,
     *,
     params: Callable[[torch.nn.Module], Any] | None = None,
     init: Callable[[torch.nn.Module], object] | None = None,
@@ -82,11 +104,11 @@ def offload(
     handle: AioHandle | None = None,
     **optimizer_args: Any,
 ) -> Offloaded:
-    """Make a swapped module and optimizer from a configuration in DeepSpeed's words.
+    """Make a swapped module, optimizer and scheduler from a configuration in DeepSpeed's words.
 
     Args:
         module: The module, on the CPU or (with ``offload_param`` to "nvme") the meta device.
-        optimizer_class: Such as `torch.optim.AdamW`.
+        optimizer_class: Such as `torch.optim.AdamW`; None for the one that "optimizer" names.
         config: In DeepSpeed's words; under "zero_optimization" or at the top:
 
             ``offload_optimizer``: device ("none", "cpu" or "nvme"), nvme_path, pin_memory,
@@ -106,6 +128,13 @@ def offload(
             (true, false or "must") and ``overwrite``: as for `SwappedOptimizer`. DeepSpeed
             has neither word, and removes what an earlier run left.
 
+            ``optimizer``: the class, by DeepSpeed's name or torch's, with DeepSpeed's defaults.
+            ``gradient_clipping``: each step clips all gradients to this 2-norm, as
+            `torch.nn.utils.clip_grad_norm_` does; nothing is clipped without it. ``scheduler``:
+            DeepSpeed's five and those of `torch.optim.lr_scheduler`. With ``resume`` its state is
+            stored with each step, and comes back. Batch sizes have to agree with each other and
+            with the number of ranks; the training loop makes the batches.
+
             ``activation_checkpointing``: cpu_checkpointing (where a module on the CPU has its
             activations anyway; `SwappedActivations` has them on the drive). The model
             says which regions are checkpointed.
@@ -114,102 +143,229 @@ def offload(
         module_device: Where a module with ``offload_param`` on "nvme" computes: the CPU or a CUDA
             device. None: where its parameters are; the CPU for those on the meta device.
         handle: Moves the bytes; None makes one as "aio" says.
-        optimizer_args: Arguments of the class.
+        optimizer_args: Arguments of the class, beside those in the configuration.
 
     Returns:
-        The pair of module and optimizer to train with.
+        The pair of module and optimizer to train with; its `scheduler` is the scheduler.
 
     Raises:
-        ValueError: A key is unknown, or asks for what cannot be; says which, and what to do.
+        TypeError: There is no configuration, or no optimizer.
+        ValueError: Keys are unknown, or ask for what cannot be: says which, all of them, and what
+            to write instead.
         OSError: ``pin_memory`` is True and the process may not lock that much.
         Exception: As for `SwappedModule` and `SwappedOptimizer`.
     """
     if not isinstance(config, Mapping):
-        raise TypeError(f"config must be a mapping (json.load of a file), not {config!r:.80}")
-    zero = or_empty(known("config", config, TOP), "zero_optimization")
-    zero = known("zero_optimization", zero, ZERO)
-    stage = zero.get("stage", 3)
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise ValueError(f"zero_optimization: stage must be 0, 1, 2 or 3, not {stage!r}")
-    state = _section("offload_optimizer", config, zero, OPTIMIZER)
-    weights = _section("offload_param", config, zero, PARAM)
-    if weights["device"] != "none" and stage != 3:
-        raise ValueError(f"zero_optimization: offload_param needs stage 3, not {stage!r}")
-    if state["device"] != "none" and stage == 0:
-        raise ValueError("zero_optimization: offload_optimizer needs stage 1, 2 or 3, not 0")
-    if weights["device"] != "nvme":
-        for key in ("buffer_count", "buffer_size", "max_in_cpu"):
-            if key in weights:
-                raise ValueError(
-                    f'offload_param: {key} is for device "nvme", not {weights["device"]!r}: there '
-                    "all parameters are in memory"
-                )
-    master_dtype = _master_dtype(config)
-    _check_places(module, weights, state, master_dtype)
-    check_activations(or_empty(config, "activation_checkpointing"), _is_on_device(module))
-    run: dict[str, Any] = {"resume": _resume(config), "overwrite": flag(config, "overwrite", False)}
-    for key, value in run.items():
-        if value and state["device"] != "nvme":
-            word = str(value).lower()
-            raise ValueError(f'{key}: {word} needs offload_optimizer with device "nvme"')
-    aio = known("aio", or_empty(config, "aio"), AIO)
-    computes_on = _computes_on(module, weights, module_device)
-    gds = flag(aio, "use_gds", False)
-    if gds:
-        _check_gds(weights, computes_on)
+        given = optimizer_class if config is None and optimizer_class is not None else config
+        raise TypeError(
+            "config must be a mapping (json.load of a file), such as offload(module, "
+            f"config=config), not {given!r:.80}"
+        )
+    refusals = Refusals()
+    wanted = _read(module, optimizer_class, config, optimizer_args, module_device, refusals)
     own_handle = None
-    if handle is None and "nvme" in (state["device"], weights["device"]):
-        handle = own_handle = _handle(aio, gds, computes_on)
-    elif "aio" in config and handle is not None:
-        raise ValueError("give either config['aio'] or a handle")
+    with refusals.collect():
+        if wanted.gds:
+            _check_gds(wanted.weights, wanted.computes_on)
+        if "aio" in config and handle is not None:
+            refusals.add("give either config['aio'] or a handle")
+        elif handle is None and "nvme" in (wanted.state["device"], wanted.weights["device"]):
+            handle = own_handle = _handle(wanted.aio, wanted.gds, wanted.computes_on)
     made: Offloaded | None = None
-    swapped = module
     try:
-        if weights["device"] == "nvme":
-            window_bytes = _window_bytes(module, weights)
-            swapped = SwappedModule(
-                module,
-                swap_dir=weights["nvme_path"],
-                resident_bytes=window_bytes,
-                device=computes_on,
-                device_bytes=window_bytes if gds else None,
-                init=init,
-                handle=handle,
-            )
-            # With use_gds no host memory is taken that could be locked.
-            if flag(weights, "pin_memory", False) and not gds and not swapped.pinned:
-                raise _not_pinned("offload_param")
-        chosen = swapped.parameters() if params is None else params(swapped)
-        if state["device"] == "none":
-            if master_dtype is not None:
-                raise ValueError(
-                    'bf16: master weights need offload_optimizer with device "nvme" or "cpu"'
-                )
-            optimizer = optimizer_class(chosen, **optimizer_args)
-        else:
-            on_disk = weights["device"] == state["device"] == "nvme"
-            optimizer = SwappedOptimizer(
-                optimizer_class,
-                chosen,
-                handle=handle,
-                master_dtype=master_dtype,
-                gradients="disk" if on_disk else "memory",
-                **_state_options(state, zero),
-                **run,
-                **optimizer_args,
-            )
-            if flag(state, "pin_memory", False) and not optimizer.pinned:
-                optimizer.close()
-                raise _not_pinned("offload_optimizer")
-        made = Offloaded(swapped, optimizer)
+        refusals.check()
+        made = _make(module, wanted, params, init, handle)
         made._handle = own_handle
         return made
     finally:
-        if made is None:
-            if isinstance(swapped, SwappedModule):
-                swapped.close()
-            if own_handle is not None:
-                own_handle.close()
+        if made is None and own_handle is not None:
+            own_handle.close()
+
+
+class _Wanted(NamedTuple):
+    """What a configuration asks for, read and checked."""
+
+    state: dict[str, Any]
+    weights: dict[str, Any]
+    window_bytes: int
+    computes_on: torch.device
+    aio: Mapping[str, Any]
+    gds: bool
+    named: NamedOptimizer | None
+    optimizer_options: dict[str, Any]
+    make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None
+    clipping: Clipping | None
+    sizes: BatchSizes
+
+
+def _read(
+    module: torch.nn.Module,
+    optimizer_class: Any,
+    config: Mapping[str, Any],
+    optimizer_args: dict[str, Any],
+    module_device: str | torch.device | None,
+    refusals: Refusals,
+) -> _Wanted:
+    """Read a configuration; nothing is made yet. `refusals` gets what is not done."""
+    config = known("config", config, TOP, refusals)
+    zero = known("zero_optimization", or_empty(config, "zero_optimization"), ZERO, refusals)
+    before = len(refusals)
+    stage = zero.get("stage", 3)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        refusals.add(f"zero_optimization: stage must be 0, 1, 2 or 3, not {stage!r}")
+    state = _section("offload_optimizer", config, zero, OPTIMIZER, refusals)
+    weights = _section("offload_param", config, zero, PARAM, refusals)
+    master_dtype = torch.float32 if wants_masters(config, refusals) else None
+    activations = or_empty(config, "activation_checkpointing")
+    check_activations(activations, _is_on_device(module), refusals)
+    check_compile(or_empty(config, "compile"), refusals)
+    options: dict[str, Any] = {"master_dtype": master_dtype}
+    options["gradients"] = "disk" if weights["device"] == state["device"] == "nvme" else "memory"
+    with refusals.collect():
+        options["resume"] = _resume(config)
+    with refusals.collect():
+        options["overwrite"] = flag(config, "overwrite", False)
+    if len(refusals) == before:  # else this would be said of sections that are not what they seem
+        _check_stage(stage, weights, state, refusals)
+        _check_places(module, weights, state, master_dtype, refusals)
+        for key in ("resume", "overwrite"):
+            if options[key] and state["device"] != "nvme":
+                word = str(options[key]).lower()
+                refusals.add(f'{key}: {word} needs offload_optimizer with device "nvme"')
+    with refusals.collect():
+        options |= _state_options(state, zero)
+    window_bytes = 0
+    with refusals.collect():
+        window_bytes = _window_bytes(module, weights)
+    computes_on, gds = torch.device("cpu"), False
+    with refusals.collect():
+        computes_on = _computes_on(module, weights, module_device)
+    aio = known("aio", or_empty(config, "aio"), AIO, refusals)
+    with refusals.collect():
+        gds = flag(aio, "use_gds", False)
+    named = _optimizer_of(config, optimizer_class, optimizer_args, refusals)
+    make_scheduler = named_scheduler(
+        or_empty(config, "scheduler"), None if named is None else named.optimizer_class, refusals
+    )
+    return _Wanted(
+        state,
+        weights,
+        window_bytes,
+        computes_on,
+        aio,
+        gds,
+        named,
+        options,
+        make_scheduler,
+        _clipping_of(config, refusals),
+        batch_sizes(config, refusals),
+    )
+
+
+def _make(
+    module: torch.nn.Module,
+    wanted: _Wanted,
+    params: Callable[[torch.nn.Module], Any] | None,
+    init: Callable[[torch.nn.Module], object] | None,
+    handle: AioHandle | None,
+) -> Offloaded:
+    """Make what was read; after an error all is closed again."""
+    if wanted.named is None:
+        raise TypeError(
+            "there is no optimizer: pass its class (torch.optim.AdamW), or write "
+            '"optimizer": {"type": "AdamW", "params": {"lr": …}} into the configuration'
+        )
+    swapped = module
+    with contextlib.ExitStack() as undo:
+        if wanted.weights["device"] == "nvme":
+            swapped = SwappedModule(
+                module,
+                swap_dir=wanted.weights["nvme_path"],
+                resident_bytes=wanted.window_bytes,
+                device=wanted.computes_on,
+                device_bytes=wanted.window_bytes if wanted.gds else None,
+                init=init,
+                handle=handle,
+            )
+            undo.callback(swapped.close)
+            # With use_gds no host memory is taken that could be locked.
+            pinned = swapped.pinned or wanted.gds
+            if flag(wanted.weights, "pin_memory", False) and not pinned:
+                raise _not_pinned("offload_param")
+        chosen = swapped.parameters() if params is None else params(swapped)
+        if wanted.state["device"] == "none":
+            optimizer = wanted.named.optimizer_class(chosen, **wanted.named.arguments)
+            made = Offloaded(swapped, optimizer)
+        else:
+            optimizer = SwappedOptimizer(
+                wanted.named.optimizer_class,
+                chosen,
+                handle=handle,
+                **wanted.optimizer_options,
+                **wanted.named.arguments,
+            )
+            undo.callback(optimizer.close)
+            if flag(wanted.state, "pin_memory", False) and not optimizer.pinned:
+                raise _not_pinned("offload_optimizer")
+            made = Offloaded(swapped, optimizer)
+        made.batch_sizes = wanted.sizes
+        if wanted.make_scheduler is not None:
+            made.scheduler = wanted.make_scheduler(optimizer)
+            if isinstance(optimizer, SwappedOptimizer):
+                StoredSchedule(made.scheduler).attach(optimizer)
+        if wanted.clipping is not None:
+            wanted.clipping.attach(optimizer)
+            made._clipping = wanted.clipping
+        undo.pop_all()
+    return made
+
+
+def _optimizer_of(
+    config: Mapping[str, Any],
+    optimizer_class: Any,
+    optimizer_args: dict[str, Any],
+    refusals: Refusals,
+) -> NamedOptimizer | None:
+    """The optimizer that the caller passed, or the configuration names."""
+    section = config.get("optimizer")
+    if section is None:
+        return None if optimizer_class is None else NamedOptimizer(optimizer_class, optimizer_args)
+    if optimizer_class is None:
+        return named_optimizer(section, optimizer_args, refusals)
+    name = getattr(optimizer_class, "__name__", optimizer_class)
+    refusals.add(
+        f"optimizer: offload() was given {name} too: leave out the class, offload(module, "
+        'config=config), or "optimizer"'
+    )
+    return None
+
+
+def _clipping_of(config: Mapping[str, Any], refusals: Refusals) -> Clipping | None:
+    value = config.get("gradient_clipping")
+    if value is None:
+        return None
+    if value == "auto":
+        refusals.add(
+            'config: gradient_clipping is "auto", which only transformers\' Trainer fills in: '
+            'write the norm, "gradient_clipping": 1.0, or leave it out'
+        )
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        refusals.add(
+            f"config: gradient_clipping must be the largest norm of all gradients, a number >= 0, "
+            f'not {value!r:.80}: write "gradient_clipping": 1.0'
+        )
+        return None
+    return Clipping(float(value)) if value else None  # 0 clips nothing
+
+
+def _check_stage(
+    stage: int, weights: Mapping[str, Any], state: Mapping[str, Any], refusals: Refusals
+) -> None:
+    if weights["device"] != "none" and stage != 3:
+        refusals.add(f"zero_optimization: offload_param needs stage 3, not {stage!r}")
+    if state["device"] != "none" and stage == 0:
+        refusals.add("zero_optimization: offload_optimizer needs stage 1, 2 or 3, not 0")
 
 
 def _check_places(
@@ -217,11 +373,14 @@ def _check_places(
     weights: Mapping[str, Any],
     state: Mapping[str, Any],
     master_dtype: torch.dtype | None,
+    refusals: Refusals,
 ) -> None:
-    """Raise where parameters and state cannot be where they are wanted, together."""
+    """Refuse parameters and state that cannot be where they are wanted, together."""
+    if state["device"] == "none" and master_dtype is not None:
+        refusals.add('bf16: master weights need offload_optimizer with device "nvme" or "cpu"')
     # With pin_memory, DeepSpeed's default, or without: on the "cpu" nothing is copied from there.
     if weights["device"] == "cpu" and _is_on_device(module):
-        raise ValueError(
+        refusals.add(
             'offload_param: device "cpu" with a module on a device is not supported: parameters '
             'would come from memory part by part. Keep them there (device "none"), or on the '
             'drive (device "nvme")'
@@ -229,18 +388,18 @@ def _check_places(
     if weights["device"] != "nvme" or state["device"] == "nvme":
         return
     if state["device"] == "none":
-        raise ValueError(
+        refusals.add(
             'offload_param: device "nvme" needs offload_optimizer with device "nvme" or "cpu": a '
             "plain optimizer finds no parameters in memory to step"
         )
-    if master_dtype is None:
-        raise ValueError(
+    elif master_dtype is None:
+        refusals.add(
             'offload_param: device "nvme" with offload_optimizer on the "cpu" needs master weights '
             '(bf16: {"enabled": true}). Without them the parameters live in the state files, which '
             'device "nvme" has'
         )
-    if any(p.dtype == master_dtype for p in module.parameters()):
-        raise ValueError(
+    elif any(p.dtype == master_dtype for p in module.parameters()):
+        refusals.add(
             f'bf16: {{"enabled": true}} gives parameters masters of {master_dtype}, and some are '
             "of that dtype themselves: call module.to(torch.bfloat16) first, or put "
             'offload_optimizer on device "nvme"'
@@ -264,13 +423,15 @@ def _state_options(state: Mapping[str, Any], zero: Mapping[str, Any]) -> dict[st
             "buffers; leave it out (it is computed), or switch pipeline_read or pipeline_write off"
         )
     size = number("offload_optimizer", state, "buffer_size", 0)
+    if state["device"] == "none":
+        return {}
     in_memory = state["device"] == "cpu"
     if in_memory and state.get("ratio", 0.0) not in (0, 0.0):
         raise ValueError('offload_optimizer: ratio is for device "nvme"')
     element_bytes = 4
     group = number("zero_optimization", zero, "sub_group_size", 0)
     return {
-        "swap_dir": None if in_memory else state["nvme_path"],
+        "swap_dir": state.get("nvme_path") if state["device"] == "nvme" else None,
         "subgroup_bytes": group * element_bytes if group else DEFAULT_SUBGROUP_BYTES,
         "buffer_bytes": needed * size * element_bytes if size else None,
         "ratio": 0.0 if in_memory else state.get("ratio", 1.0),
@@ -288,6 +449,15 @@ def _not_pinned(section: str) -> OSError:
 
 
 def _window_bytes(module: torch.nn.Module, weights: Mapping[str, Any]) -> int:
+    """The window that a section asks for; 0 where parameters are in memory."""
+    if weights["device"] != "nvme":
+        for key in ("buffer_count", "buffer_size", "max_in_cpu"):
+            if key in weights:
+                raise ValueError(
+                    f'offload_param: {key} is for device "nvme", not {weights["device"]!r}: there '
+                    "all parameters are in memory. Leave it out"
+                )
+        return 0
     widest = max((p.dtype.itemsize for p in module.parameters()), default=4)
     count = number("offload_param", weights, "buffer_count", _DEFAULT_WINDOW_BUFFERS)
     size = number("offload_param", weights, "buffer_size", _DEFAULT_WINDOW_SIZE)
@@ -299,21 +469,30 @@ def _window_bytes(module: torch.nn.Module, weights: Mapping[str, Any]) -> int:
 
 
 def _section(
-    name: str, config: Mapping[str, Any], zero: Mapping[str, Any], words: tuple[str, ...]
+    name: str,
+    config: Mapping[str, Any],
+    zero: Mapping[str, Any],
+    words: tuple[str, ...],
+    refusals: Refusals,
 ) -> dict[str, Any]:
     """A section with its device and path checked; device "none" where there is none."""
     if name in config and name in zero:
-        raise ValueError(f"{name} is given twice: at the top and under zero_optimization")
-    found = dict(known(name, or_empty(config if name in config else zero, name), words))
+        refusals.add(f"{name} is given twice: at the top and under zero_optimization")
+    section = or_empty(config if name in config else zero, name)
+    found = dict(known(name, section, words, refusals))
     device = found.setdefault("device", "none")
     if device not in DEVICES:
-        raise ValueError(f"{name}: device must be one of {DEVICES}, not {device!r}")
+        refusals.add(f"{name}: device must be one of {DEVICES}, not {device!r}")
+        found["device"] = "none"
     path = found.get("nvme_path")
     if device == "nvme" and path is None:
-        raise ValueError(f'{name}: device "nvme" needs an nvme_path')
+        refusals.add(
+            f'{name}: device "nvme" needs an nvme_path: write "nvme_path": "/path/on/the/drive"'
+        )
     if path is not None and not isinstance(path, (str, os.PathLike)):
-        raise ValueError(f"{name}: nvme_path must be a path, not {path!r}")
-    flag(found, "pin_memory", False)
+        refusals.add(f"{name}: nvme_path must be a path, not {path!r}")
+    with refusals.collect():
+        flag(found, "pin_memory", False)
     return found
 
 
@@ -322,14 +501,6 @@ def _resume(config: Mapping[str, Any]) -> bool | str:
         return arguments_module.resume(config.get("resume", False))
     except TypeError as refused:
         raise ValueError(str(refused)) from None
-
-
-def _master_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    half = known("fp16", or_empty(config, "fp16"), ("enabled",))
-    if flag(half, "enabled", False):
-        raise ValueError("fp16: scale losses with torch.amp.GradScaler, which works as always")
-    bf16 = known("bf16", or_empty(config, "bf16"), ("enabled",))
-    return torch.float32 if flag(bf16, "enabled", False) else None
 
 
 def _computes_on(

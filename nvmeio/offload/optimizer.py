@@ -313,9 +313,13 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         return StepInputs([dict(group) for group in self.param_groups], grads, scaled)
 
     def _is_hooked(self) -> bool:
-        """Whether hooks of others have run, which may have changed gradients and options."""
+        """Whether hooks have run that may have changed gradients and options."""
         hooks = [*global_optimizer_pre_hooks.values(), *self._optimizer_step_pre_hooks.values()]
-        return any(not str(getattr(h, "__module__", "")).startswith("nvmeio.") for h in hooks)
+        return any(
+            getattr(h, "changes_inputs", False)
+            or not str(getattr(h, "__module__", "")).startswith("nvmeio.")
+            for h in hooks
+        )
 
     def _step(self, inputs: StepInputs, transaction: Transaction) -> None:
         times = self._check_open().step(inputs, transaction)
@@ -488,6 +492,17 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         with contextlib.suppress(ClosedError):
             self._transactions.run(lambda _: None)
         return store.generation
+
+    @property
+    def has_gradients_on_disk(self) -> bool:
+        """Whether backward's gradients go to the drive."""
+        return self._settings.on_disk
+
+    @property
+    def gradients_clipped(self) -> bool:
+        """Whether the next step multiplies gradients on the drive, as `clip_grad_norm_` found."""
+        gradients = self._opened().gradients
+        return gradients is not None and gradients.factor is not None
 
     @property
     def swap_dir(self) -> str:

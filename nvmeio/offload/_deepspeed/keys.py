@@ -1,4 +1,4 @@
-"""DeepSpeed's words in a config: those that are understood, and why others are not."""
+"""DeepSpeed's keys: those that are understood, and what to write instead of the others."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from nvmeio._checks import switch
 from nvmeio.engines.base import Options
 from nvmeio.errors import nearest
+from nvmeio.offload._deepspeed.refusals import Refusals
 
 # DeepSpeed's words, as its documentation has them: those understood, and why others are not.
 DEVICES = ("none", "cpu", "nvme")
@@ -20,6 +21,13 @@ TOP = (
     "activation_checkpointing",
     "bf16",
     "fp16",
+    "optimizer",
+    "scheduler",
+    "gradient_clipping",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "compile",
     "resume",
     "overwrite",
 )
@@ -33,27 +41,40 @@ _RANKS = (
     "leave it out: FSDP2 (fully_shard) or DistributedDataParallel communicate, with settings of "
     "their own"
 )
-_WINDOW = "set the window instead: offload_param's max_in_cpu, or buffer_count and buffer_size"
-_OLDER = 'an older name: write offload_optimizer or offload_param with its device, "cpu"'
+_WINDOW = 'set the window instead: "offload_param": {…, "max_in_cpu": elements to keep in memory}'
+_OLDER = (
+    'an older name: write offload_optimizer or offload_param with its device, "offload_optimizer": '
+    '{"device": "cpu"}'
+)
 _INSIDE = "leave it out: it is about DeepSpeed's internals"
+_REPORT = "leave it out: torch.profiler and nvmeio.integrations.metrics report what runs here"
 _ASKS = object()  # whatever its value
 # For each word: what to do instead, and the value, DeepSpeed's default, that asks for nothing.
 _NOT_OF_OFFLOADING: dict[str, tuple[str, object]] = {
-    "checkpoint": ("save with nvmeio.Checkpointer, which has settings of its own", _ASKS),
+    "checkpoint": (
+        "save with nvmeio.Checkpointer, which has settings of its own: "
+        "nvmeio.Checkpointer(directory).save_sync(state, step)",
+        _ASKS,
+    ),
     "torch_autocast": (
         'run forward within torch.autocast("cpu", torch.bfloat16), or "cuda"',
         {"enabled": False},
     ),
-    "steps_per_print": ("print from the training loop", _ASKS),
     "wall_clock_breakdown": (
         "optimizer.last_step has the times of a step, torch.profiler the rest",
         False,
     ),
-    "gradient_clipping": ("call optimizer.clip_grad_norm_(max_norm) before each step", _ASKS),
-    "optimizer": ("pass the class, and its arguments by name", _ASKS),
-    "scheduler": ("make one from torch.optim.lr_scheduler over the optimizer", _ASKS),
-    "train_batch_size": ("batches are the training loop's own", _ASKS),
-    "gradient_accumulation_steps": ("call backward() as often as you like before step()", 1),
+    "prescale_gradients": (_RANKS, False),
+    "gradient_predivide_factor": (_RANKS, 1.0),
+    "communication_data_type": (_RANKS, None),
+    "disable_allgather": (_RANKS, False),
+    "memory_breakdown": (_REPORT, False),
+    "flops_profiler": (_REPORT, {"enabled": False}),
+    "comms_logger": (_REPORT, {"enabled": False}),
+    "tensorboard": (_REPORT, {"enabled": False}),
+    "wandb": (_REPORT, {"enabled": False}),
+    "csv_monitor": (_REPORT, {"enabled": False}),
+    "data_types": ("convert the module: module.to(dtype) before offload()", {}),
     "super_offload": ("leave it out: reading, computing and writing overlap anyway", False),
     "cpuadam_cores_perc": ("torch.set_num_threads() says how many threads compute", 0.8),
     "zenflow": ("every step takes all gradients, so that results are those in memory", None),
@@ -99,12 +120,15 @@ _NOT_OF_OFFLOADING: dict[str, tuple[str, object]] = {
 }
 # What only informs, whatever its value, or is always so: state_dict() has all weights.
 _INFORMS = (
-    "train_micro_batch_size_per_gpu",
     "steps_per_print",
+    "dump_state",
+    "log_level",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
     "stage3_gather_16bit_weights_on_model_save",
     "stage3_gather_fp16_weights_on_model_save",
 )
-# Of activation checkpointing: what cannot be, where it is asked for.
+# What cannot be, where a section asks for it.
 _NOT_OF_ACTIVATIONS = {
     "partition_activations": "there is no model parallelism to share them out by",
     "contiguous_memory_optimization": "their memory comes from torch's allocator. On the drive "
@@ -113,6 +137,53 @@ _NOT_OF_ACTIVATIONS = {
     "profile": "torch.profiler shows each region",
 }
 _ACTIVATIONS = (*_NOT_OF_ACTIVATIONS, "cpu_checkpointing", "number_checkpoints")
+_IN_BF16 = (
+    "masters are in fp32. Leave bf16 out, and call module.to(torch.bfloat16): weights and state "
+    "are in bf16 then"
+)
+_NOT_OF_BF16 = {
+    "check_grad_overflow": "no step is skipped. Write false, and look at the loss "
+    "(torch.isfinite(loss)) before each step",
+    "bf16_master_weights_and_grads": _IN_BF16,
+    "bf16_optimizer_states": _IN_BF16,
+}
+_BF16 = ("enabled", "immediate_grad_update", *_NOT_OF_BF16)
+_FP16 = (
+    "enabled",
+    "auto_cast",
+    "loss_scale",
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+    "fp16_master_weights_and_grads",
+)
+_NOT_OF_COMPILE = {
+    "deepcompile": "its passes are those of DeepSpeed's engine. Write false: a swapped module runs "
+    "as it is",
+    "autoep_non_moe": "there are no AutoEP layers here. Write false",
+}
+# The rest says how DeepCompile works, which is off.
+_COMPILE = (
+    *_NOT_OF_COMPILE,
+    "free_activation",
+    "free_activation_threshold",
+    "offload_activation",
+    "offload_activation_pin_memory",
+    "offload_opt_states",
+    "double_buffer",
+    "symmetric_memory",
+    "debug_log",
+    "offload_parameters",
+    "sync_before_reduce",
+    "sync_after_reduce",
+    "sync_before_allgather",
+    "sync_after_allgather",
+    "keep_int_input_tensors",
+    "keep_all_input_tensors",
+    "passes",
+)
 
 
 def or_empty(section: Mapping[str, Any], key: str) -> Any:
@@ -121,31 +192,29 @@ def or_empty(section: Mapping[str, Any], key: str) -> Any:
     return {} if found is None else found
 
 
-def known(name: str, section: Any, among: tuple[str, ...]) -> Mapping[str, Any]:
-    """A section, whose keys are all understood or ask for nothing; without those of "auto"."""
+def known(name: str, section: Any, among: tuple[str, ...], refusals: Refusals) -> Mapping[str, Any]:
+    """A section without the keys of "auto"; keys that ask for what is not done are refused."""
     if not isinstance(section, Mapping):
-        raise ValueError(f"{name} must be a mapping, not {section!r:.80}")
+        refusals.add(f"{name} must be a mapping, not {section!r:.80}")
+        return {}
     for key in section:
-        if key in among:
-            continue
-        if key in _INFORMS or _asks_for_nothing(key, section):
+        if key in among or key in _INFORMS or _asks_for_nothing(key, section):
             continue
         if key in _NOT_OF_OFFLOADING:
             instead, _ = _NOT_OF_OFFLOADING[key]
-            raise ValueError(f"{name}: {key!r} does not belong to offloading: {instead}")
+            refusals.add(f"{name}: {key!r} does not belong to offloading: {instead}")
+            continue
         words = [*among, *_INFORMS, *_NOT_OF_OFFLOADING]
-        raise ValueError(
+        refusals.add(
             f"{name}: unknown key {key!r}{nearest(key, words)}; known are {', '.join(among)}"
         )
     # A device or a stage that is left out is another one: these have to be said.
-    return {k: v for k, v in section.items() if v != "auto" or k in ("device", "stage")}
+    said = ("device", "stage", "gradient_clipping")
+    return {k: v for k, v in section.items() if v != "auto" or k in said}
 
 
 def _asks_for_nothing(key: str, section: Mapping[str, Any]) -> bool:
     value = section[key]
-    if key == "train_batch_size":  # without accumulation it says what the loop does anyway
-        micro = section.get("train_micro_batch_size_per_gpu", value)
-        return bool(section.get("gradient_accumulation_steps", 1) == 1 and micro == value)
     # What DeepSpeed itself makes of its default, null.
     dynamic = key == "overlap_comm" and value is (section.get("stage", 3) == 3)
     return dynamic or value == "auto" or bool(value == _NOT_OF_OFFLOADING.get(key, ("", _ASKS))[1])
@@ -171,24 +240,56 @@ def number(name: str, section: Mapping[str, Any], key: str, default: int) -> int
     return int(value)
 
 
-def check_activations(section: Any, on_device: bool) -> None:
-    """The words for activation checkpointing, which the model does by itself.
+def check_activations(section: Any, on_device: bool, refusals: Refusals) -> None:
+    """Refuse what is not done of activation checkpointing, which the model does by itself.
 
     Args:
         section: Of the config.
         on_device: Whether the module computes elsewhere than on the CPU.
-
-    Raises:
-        ValueError: It asks for what is not done.
+        refusals: Get what is refused.
     """
     name = "activation_checkpointing"
-    for key, why in _NOT_OF_ACTIVATIONS.items():
-        if flag(known(name, section, _ACTIVATIONS), key, False):
-            raise ValueError(f"{name}: {key} is impossible: {why}")
-    if section.get("number_checkpoints") is not None:
-        number(name, section, "number_checkpoints", 1)
-    if flag(section, "cpu_checkpointing", False) and on_device:
-        raise ValueError(
-            f"{name}: cpu_checkpointing is not supported here: run forward within "
-            "torch.autograd.graph.save_on_cpu(), or nvmeio.offload.SwappedActivations for the drive"
-        )
+    section = known(name, section, _ACTIVATIONS, refusals)
+    _check_off(name, section, _NOT_OF_ACTIVATIONS, refusals)
+    with refusals.collect():
+        if section.get("number_checkpoints") is not None:
+            number(name, section, "number_checkpoints", 1)
+    with refusals.collect():
+        if flag(section, "cpu_checkpointing", False) and on_device:
+            refusals.add(
+                f"{name}: cpu_checkpointing is not supported here: run forward within "
+                "torch.autograd.graph.save_on_cpu(), or nvmeio.offload.SwappedActivations for the "
+                "drive"
+            )
+
+
+def check_compile(section: Any, refusals: Refusals) -> None:
+    """Refuse what is not done of "compile"."""
+    section = known("compile", section, _COMPILE, refusals)
+    _check_off("compile", section, _NOT_OF_COMPILE, refusals)
+
+
+def wants_masters(config: Mapping[str, Any], refusals: Refusals) -> bool:
+    """Whether the sections for half precision ask for masters in fp32."""
+    half = known("fp16", or_empty(config, "fp16"), _FP16, refusals)
+    with refusals.collect():
+        if flag(half, "enabled", False):
+            refusals.add(
+                "fp16: scale losses with torch.amp.GradScaler, which works as always, or write "
+                '"bf16": {"enabled": true}'
+            )
+    bf16 = known("bf16", or_empty(config, "bf16"), _BF16, refusals)
+    _check_off("bf16", bf16, _NOT_OF_BF16, refusals)
+    with refusals.collect():
+        return flag(bf16, "enabled", False)
+    return False
+
+
+def _check_off(
+    name: str, section: Mapping[str, Any], impossible: Mapping[str, str], refusals: Refusals
+) -> None:
+    """Refuse each of some switches that is on."""
+    for key, why in impossible.items():
+        with refusals.collect():
+            if flag(section, key, False):
+                refusals.add(f"{name}: {key} is impossible: {why}")
