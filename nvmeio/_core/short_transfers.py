@@ -156,6 +156,12 @@ class ShortTransfers:
             or not is_simple(tensor, reads)
         ):
             return None
+        nbytes = tensor.nbytes
+        if nbytes > way.most_foreign and (
+            # Both are checked again once the memory is held. This saves longer ones the detour.
+            nbytes > way.most or not tensor.untyped_storage().resizable()
+        ):
+            return None
         live, queues = core.live, core.queues
         loop, cq = queues.latest
         if loop is not _running_loop():
