@@ -8,6 +8,7 @@ any case is summed by the same loop (`copy`), at the 10 GB/s of the copy.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 from isal import isal_zlib
@@ -17,9 +18,9 @@ from nvmeio._bindings import lib, memory_at
 CAN_COPY = bool(lib.nv_can_copy_crc32())  # what x86-64 has had since 2010, and others have not
 
 
-def of_bytes(data: bytes | bytearray | memoryview, crc: int = 0) -> int:
-    """The CRC-32 of bytes, going on from `crc`."""
-    return isal_zlib.crc32(data, crc)
+# The CRC-32 of bytes, going on from a second argument. It is the C function itself: there may be
+# thousands of tensors, and each is a call.
+of_bytes: Callable[..., int] = isal_zlib.crc32
 
 
 def of_memory(address: int, nbytes: int, crc: int = 0) -> int:

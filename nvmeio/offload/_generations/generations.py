@@ -126,12 +126,22 @@ class Generations:
 
     def commit(self, change: Change, groups: list[dict[str, Any]]) -> None:
         """Make what was written since `prepare` current. On failure the generation before is."""
+        # Without a call for each piece: there may be 10,000 of them.
         pieces, moved = self.files.pieces, change.moved
         current = [piece.current ^ (piece.number in moved) for piece in pieces]
-        begun = [int(change.begun.get(piece.number, piece.begun)) for piece in pieces]
-        small = [change.small.get(number, before) for number, before in enumerate(self.small)]
-        sums = [change.sums.get(p.number, {}) if p.number in moved else p.sums for p in pieces]
-        spans = [_laid(piece.spans, change.strides.get(piece.number)) for piece in pieces]
+        begun = [int(piece.begun) for piece in pieces]
+        for number, has_state in change.begun.items():
+            begun[number] = int(has_state)
+        small = list(self.small)
+        for number, state in change.small.items():
+            small[number] = state
+        sums = [piece.sums for piece in pieces]
+        for number in moved:
+            sums[number] = change.sums.get(number, {})
+        spans = [piece.spans for piece in pieces]
+        for number, strides in change.strides.items():
+            if strides:
+                spans[number] = _laid(spans[number], strides)
         manifest = Manifest(
             generation=self.generation + 1,
             signature=self.files.signature(),
@@ -140,8 +150,8 @@ class Generations:
             small=small,
             groups=groups,
             sums=[
-                one.get(name, -1)
-                for piece, one in zip(pieces, sums, strict=True)
+                of_piece.get(name, -1)
+                for piece, of_piece in zip(pieces, sums, strict=True)
                 for name in piece.spans
             ],
             strides=_strides_of(spans),
@@ -153,8 +163,8 @@ class Generations:
         self._small_before, self.small = self.small, small
         self._before = [(p.current, p.begun, p.sums, p.spans) for p in pieces]
         self._be(zip(current, map(bool, begun), sums, spans, strict=True))
-        self._unsynced.update(current[number] for number in moved)
-        if any(piece.lent for piece in pieces):
+        self._unsynced.update([current[number] for number in moved])
+        if [piece for piece in pieces if piece.lent]:
             self._unsynced = {0, 1}  # the module writes to what is current
         self._begin_sync(manifest)
 
@@ -382,24 +392,27 @@ class Generations:
 
 
 def _laid(
-    spans: dict[str, SlotSpan], strides: Mapping[str, tuple[int, ...]] | None
+    spans: dict[str, SlotSpan], strides: Mapping[str, tuple[int, ...]]
 ) -> dict[str, SlotSpan]:
-    if not strides:
-        return spans
     return {
         name: span._replace(strides=strides.get(name, span.strides)) for name, span in spans.items()
     }
 
 
 def _strides_of(
-    spans_of_pieces: Iterable[Mapping[str, SlotSpan]],
+    spans_of_pieces: Sequence[Mapping[str, SlotSpan]],
 ) -> dict[int, dict[str, tuple[int, ...]]]:
     """The strides that are not row-major, by number of the piece and name of the span."""
-    strides = {
-        number: {name: span.strides for name, span in spans.items() if span.strides}
+    laid = [
+        (number, name, spans[name].strides)
         for number, spans in enumerate(spans_of_pieces)
-    }
-    return {number: by_name for number, by_name in strides.items() if by_name}
+        for name in spans
+        if spans[name].strides
+    ]
+    strides: dict[int, dict[str, tuple[int, ...]]] = {}
+    for number, name, of_span in laid:
+        strides.setdefault(number, {})[name] = of_span
+    return strides
 
 
 def _tell_of(unusable: Sequence[UnusableGeneration], resumed: Manifest) -> None:

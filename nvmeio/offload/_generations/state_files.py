@@ -46,11 +46,13 @@ class StateFiles:
         self._bands: list[int] = []  # of the files, for their striping
         self.subgroup_of: dict[int, Subgroup] = {}
         self._signature = ""  # of the pieces that there are; "" until somebody asks
+        self.layout = 0  # counts changes of what lies where, or in which open files
         self.pieces: list[Piece] = []
 
     def place(self, subgroups: Sequence[Subgroup]) -> None:
         """Give further subgroups their places; `open` makes the files that long."""
         self._signature = ""
+        self.layout += 1
         for subgroup in subgroups:
             if not subgroup.resident:
                 subgroup.offset = self.nbytes
@@ -64,6 +66,7 @@ class StateFiles:
     def forget(self, subgroups: Sequence[Subgroup], nbytes: int) -> None:
         """Take back what `place` did last; the files stay as long as they are."""
         self._signature = ""
+        self.layout += 1
         while self.nbytes > nbytes:
             self.nbytes -= self._bands.pop()
         for subgroup in subgroups:
@@ -78,6 +81,7 @@ class StateFiles:
             for name in NAMES:
                 opened.append(self._directory.allocate(name, self._bands))
         before, self._files = self._files, opened
+        self.layout += 1
         for file in before:
             file.close()
 
@@ -139,16 +143,17 @@ class StateFiles:
     ) -> Callable[[torch.Tensor], None] | None:
         """A function that compares a slot with the checksums after `reads` or `weights`, if needed.
 
-        Pieces of `state_of` that have no state are left out.
+        Pieces of `state_of` that have no state are left out. Spans that have no checksum then are
+        not compared.
         """
         if not self._checksum:
             return None
-        spans = [(piece, WEIGHTS) for piece in weights_of if WEIGHTS in piece.sums]
+        spans = [(piece, WEIGHTS) for piece in weights_of if WEIGHTS in piece.spans]
         spans += [
             (piece, name)
             for piece in state_of
             if piece.begun
-            for name in piece.sums
+            for name in piece.spans
             if name != WEIGHTS
         ]
         return functools.partial(self._verify, spans) if spans else None
@@ -157,8 +162,10 @@ class StateFiles:
         """Compare what was read with its checksums; errors name file, parameter and span."""
         memory = memory_at(slot.data_ptr(), slot.nbytes)
         for piece, name in spans:
+            if name not in piece.sums:
+                continue
             span, expected = piece.spans[name], piece.sums[name]
-            found = _of_span(memory, span)
+            found = crc32.of_bytes(memory[span.offset : span.offset + span.nbytes])
             if found != expected:
                 file = self._files[piece.current]
                 file_offset = self.subgroup_of[piece.number].offset + span.offset
@@ -174,11 +181,22 @@ class StateFiles:
     def sum_up(
         self, slot: torch.Tensor, pieces: Iterable[Piece], begun: bool = True
     ) -> dict[int, dict[str, int]]:
-        """The checksums of what `writes` takes to the drive, by the numbers of the pieces."""
+        """The checksums of what `writes` takes to the drive, by the numbers of the pieces.
+
+        Those of the weights alone where `begun` says that there is no state.
+        """
         if not self._checksum:
             return {}
         memory = memory_at(slot.data_ptr(), slot.nbytes)
-        return {piece.number: _of_piece(memory, piece, begun) for piece in pieces}
+        sums: dict[int, dict[str, int]] = {}
+        for piece in pieces:
+            sums[piece.number] = of_piece = {}
+            for name in piece.spans:
+                if not piece.lent if name == WEIGHTS else begun:
+                    span = piece.spans[name]
+                    part = memory[span.offset : span.offset + span.nbytes]
+                    of_piece[name] = crc32.of_bytes(part)
+        return sums
 
     def file_parts(self, piece: Piece, name: str) -> list[FileSpan]:
         """A piece's current state as spans of open files, from its place in the parameter on."""
@@ -223,19 +241,6 @@ class StateFiles:
     def close(self) -> None:
         for file in self._files:
             file.close()
-
-
-def _of_piece(memory: memoryview, piece: Piece, begun: bool) -> dict[str, int]:
-    """The checksums of a piece in its slot; of the weights alone where it has not begun."""
-    return {
-        name: _of_span(memory, span)
-        for name, span in piece.spans.items()
-        if (not piece.lent if name == WEIGHTS else begun)
-    }
-
-
-def _of_span(memory: memoryview, span: SlotSpan) -> int:
-    return crc32.of_bytes(memory[span.offset : span.offset + span.nbytes])
 
 
 _FICLONE = 0x40049409  # linux/fs.h

@@ -210,10 +210,10 @@ def placed(small: dict[str, Any], group: dict[str, Any], device: torch.device) -
 
 
 def _state(work: Work, small: dict[str, Any]) -> dict[str, Any]:
-    state = {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in small.items()
-    }
+    state = dict(small)
+    for name in small:
+        if isinstance(state[name], torch.Tensor):
+            state[name] = state[name].clone()
     for name, span in work.piece.spans.items():
         if name != WEIGHTS:
             there = view(work.slot, span)

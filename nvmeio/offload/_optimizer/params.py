@@ -6,6 +6,7 @@ somebody asked for a step.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -47,13 +48,17 @@ class SwappedParam:
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if it was resized, converted, moved or laid out otherwise."""
-        now = local(self.parameter)
+        now, store = local(self.parameter), store_of(self.parameter)
+        there = now.shape == self.shape and (store is None) == (self.param_store is None)
+        alike = there and now.dtype == self.dtype and now.device == self.device
+        if alike and (len(self.pieces) == 1 or self._in_order(now)):
+            return
         for what, was, found in (
             ("shape", self.shape, tuple(now.shape)),
             ("dtype", self.dtype, now.dtype),
             ("device", self.device, now.device),
-            ("contiguity", True, self._in_order(now)),
-            ("place", _PLACES[self.param_store is None], _PLACES[store_of(self.parameter) is None]),
+            ("contiguity", True, len(self.pieces) == 1 or self._in_order(now)),
+            ("place", _PLACES[self.param_store is None], _PLACES[store is None]),
         ):
             if was != found:
                 raise RuntimeError(
@@ -63,8 +68,8 @@ class SwappedParam:
                 )
 
     def _in_order(self, now: torch.Tensor) -> bool:
-        """Whether its pieces are where they were: runs of elements, if there are several."""
-        return len(self.pieces) == 1 or self.param_store is not None or now.is_contiguous()
+        """Whether its pieces are where they were, if there are several: runs of elements."""
+        return self.param_store is not None or now.is_contiguous()
 
 
 class Scaled(NamedTuple):
@@ -97,12 +102,20 @@ class StepInputs(NamedTuple):
 
 def grads_of(params: Sequence[SwappedParam]) -> dict[int, torch.Tensor]:
     """The gradients that are in memory, by the numbers of their parameters."""
-    parameters = ((param.number, param.parameter) for param in params)
-    return {number: p.grad for number, p in parameters if p.grad is not None}
+    return {
+        param.number: gradient for param in params if (gradient := param.parameter.grad) is not None
+    }
 
 
 def check_groups(groups: Sequence[dict[str, Any]], params: Sequence[SwappedParam]) -> None:
     """Raise RuntimeError if somebody changed the parameters of groups by hand."""
+    # With few calls for each: there may be 10,000 of them.
+    given = [parameter for group in groups for parameter in group["params"]]
+    numbers = [number for number, group in enumerate(groups) for _ in group["params"]]
+    if numbers == [param.group for param in params] and all(
+        map(operator.is_, given, [param.parameter for param in params])
+    ):
+        return
     mine: list[list[int]] = [[] for _ in groups]
     for param in params:
         if param.group < len(mine):

@@ -286,6 +286,8 @@ class StateSwapper(Swapped):
 
     def _tell_changed(self, step: Step) -> None:
         """Raise the version of parameters that changed on the drive only; backward looks at it."""
+        if all(param.param_store is None for param in self.params):
+            return
         for store, parameters in self._param_stores(step.stepped_params()).items():
             with suppress(ClosedError):  # of a module that was closed meanwhile
                 store.count_changes(parameters)

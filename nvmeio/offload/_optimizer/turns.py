@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from nvmeio.offload._module.param_store import ParamStore
 from nvmeio.offload._optimizer.arithmetic import Stepper, Work
 from nvmeio.offload._optimizer.gradients import GradientSwapper
 from nvmeio.offload._optimizer.params import SwappedParam
+from nvmeio.offload._optimizer.turn_plans import TurnPlan, TurnPlans
 from nvmeio.offload._swap_files.pipeline import DeviceTurns, Pipeline, SlotTurn, move_all
 from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, SlotRun, Subgroup
 from nvmeio.offload._swap_files.tensors import laid, local, part, strides_of, view
@@ -56,6 +57,9 @@ class Swapped:
     subgroups: list[Subgroup] = field(default_factory=list)
     resident: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.plans = TurnPlans(self.files)
+
     @property
     def files(self) -> StateFiles:
         return self.store.files
@@ -69,7 +73,10 @@ class Swapped:
     @property
     def copies_beside(self) -> bool:
         """Whether the CPU steps what is on devices: gradients come down, weights go up."""
-        return self.device is None and any(p.computes_on.type != "cpu" for p in self.params)
+        if self.device is not None:
+            return False
+        elsewhere = [p for p in self.params if p.param_store or p.device.type != "cpu"]
+        return any(param.computes_on.type != "cpu" for param in elsewhere)
 
     def make_buffers(self) -> None:
         """Make buffers for the largest subgroup; log it if they hold all state."""
@@ -105,7 +112,7 @@ class Swapped:
         for store, parameters in self._param_stores(self.params).items():
             store.make_way(parameters)
 
-    def _param_stores(self, params: Sequence[SwappedParam]) -> dict[ParamStore, list[torch.Tensor]]:
+    def _param_stores(self, params: Iterable[SwappedParam]) -> dict[ParamStore, list[torch.Tensor]]:
         stores: dict[ParamStore, list[torch.Tensor]] = {}
         for param in params:
             if param.param_store is not None:
@@ -118,7 +125,10 @@ class Swapped:
 
     def rounded_moves(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> list[FileSpan]:
         """The moves between a slot and rounded weights that live on the drive."""
-        return self.param_reads((p for p in pieces if self.param_of(p).stores_rounded), subgroup)
+        params = self.params
+        kept = [p for p in pieces if params[p.param].param_store is not None]
+        rounded = [p for p in kept if params[p.param].stores_rounded]
+        return self.param_reads(rounded, subgroup) if rounded else []
 
     # Weights to the drive, and back
 
@@ -275,26 +285,30 @@ class Step:
         there = {*beside} - {torch.device("cpu")}
         self._down = {device: devices.Beside(device, _DOWN) for device in there}
         self._up = {device: devices.Beside(device, "step up") for device in there}
-        for copies in (*self._down.values(), *self._up.values()):
+        self._beside = (*self._down.values(), *self._up.values())
+        for copies in self._beside:
             copies.follow()
+        self._stepped: Container[int] = grads
+        if swapped.gradients is not None:
+            self._stepped = {p.number for p in swapped.params if self._has_gradient(p)}
         for subgroup in swapped.subgroups:
-            pieces = [p for p in subgroup.pieces if self._has_gradient(swapped.param_of(p))]
+            pieces = [piece for piece in subgroup.pieces if piece.param in self._stepped]
             if not subgroup.resident:
-                pieces = [piece for piece in pieces if not self._stays(piece)]
+                pieces = [piece for piece in pieces if not (piece.lent and self._stays(piece))]
             if not pieces:
                 continue
-            numbers = [piece.number for piece in pieces]
-            self.change.begun.update(dict.fromkeys(numbers, True))
             if subgroup.resident:
+                self.change.begun.update(dict.fromkeys([p.number for p in pieces], True))
                 self._resident.append((subgroup, pieces))
                 continue
-            self.change.moved.update(numbers)
-            verify = swapped.files.verifying([p for p in pieces if p.staged], pieces)
+            plan = swapped.plans.plan(subgroup, pieces)
+            self.change.begun.update(plan.begun)
+            self.change.moved.update(plan.begun)
             self.turns.append(
                 SlotTurn(
-                    self._reads(subgroup, pieces),
-                    functools.partial(self._turn, subgroup, pieces),
-                    functools.partial(self._arrived, subgroup, pieces, verify),
+                    [*plan.reads, *self._grad_reads(subgroup, pieces)],
+                    functools.partial(self._turn, plan),
+                    functools.partial(self._arrived, subgroup, pieces, plan.verify),
                     functools.partial(self._seal, pieces),
                 )
             )
@@ -309,7 +323,7 @@ class Step:
         pieces = [*self._unchanged, *(piece for each in touched for piece in each.pieces)]
         numbers = dict.fromkeys(piece.param for piece in pieces)
         params = [self._swapped.params[number] for number in numbers]
-        return [param for param in params if self._has_gradient(param)]
+        return [param for param in params if param.number in self._stepped]
 
     def step_resident(self) -> None:
         """Step what stays in memory: last, for it cannot be undone."""
@@ -328,7 +342,7 @@ class Step:
 
     def settle(self) -> None:
         """Wait until no copy between slots and devices is under way."""
-        for copies in (*self._down.values(), *self._up.values()):
+        for copies in self._beside:
             copies.mark().wait()
 
     def _compute_there(
@@ -346,22 +360,22 @@ class Step:
             device.begin(slot, whole, compute).wait()
 
     def _has_gradient(self, param: SwappedParam) -> bool:
+        """Whether it has one on the drive or in memory."""
         gradients = self._swapped.gradients
-        if gradients is not None:
-            if gradients.has(param.number):
-                return True
-            if gradients.stands_in(param):
-                return False
-        return param.number in self._grads
+        assert gradients is not None
+        if gradients.has(param.number):
+            return True
+        return param.number in self._grads and not gradients.stands_in(param)
 
     def _stays(self, piece: Piece) -> bool:
         """Leave a piece alone whose step would change nothing but its count; True if it does.
 
-        The weights must be on the drive and nowhere else: others are copied there by each step.
+        The weights must be on the drive and nowhere else (`lent`): others are copied there by each
+        step.
         """
         swapped, given = self._swapped, self._grads.get(piece.param)
         group = self._groups[swapped.param_of(piece).group]
-        if not piece.lent or not piece.begun or given is None or swapped.gradients is not None:
+        if not piece.begun or given is None or swapped.gradients is not None:
             return False
         if not self._stepper.leaves_zeros_alone(group, piece.step_dtype):
             return False
@@ -378,31 +392,18 @@ class Step:
         self._unchanged.append(piece)
         return True
 
-    def _reads(self, subgroup: Subgroup, pieces: list[Piece]) -> list[FileSpan]:
-        """The moves of state, weights that are stepped in the slot, and gradients on the drive."""
-        staged = [piece for piece in pieces if piece.staged]
-        plain = [piece for piece in pieces if not piece.staged]
-        files = self._swapped.files
-        reads: list[FileSpan] = []
-        if staged:
-            reads += files.reads(subgroup, staged, weights=True)
-        if plain:
-            reads += files.reads(subgroup, [p for p in plain if p.begun], weights=False)
-        return reads + self._grad_reads(subgroup, pieces)
-
     def _grad_reads(self, subgroup: Subgroup, pieces: Sequence[Piece]) -> list[FileSpan]:
         gradients = self._swapped.gradients
         return [] if gradients is None else gradients.reads(subgroup, pieces, subgroup.grads_at)
 
-    def _turn(
-        self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
-    ) -> list[FileSpan]:
+    def _turn(self, plan: TurnPlan, slot: torch.Tensor) -> Sequence[FileSpan]:
+        subgroup, pieces = plan.subgroup, plan.pieces
         self.touched.append(subgroup)
-        if not all(piece.stored for piece in subgroup.pieces):
+        if not plan.stored:
             self.why_no_undo = _NOT_STORED
         self._compute(subgroup, pieces, slot)
-        writes = self._swapped.files.writes(subgroup, pieces)
-        return writes + self._swapped.rounded_moves(subgroup, pieces)
+        rounded = self._swapped.rounded_moves(subgroup, pieces)
+        return [*plan.writes, *rounded] if rounded else plan.writes
 
     def _seal(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
         self.change.sums.update(self._swapped.files.sum_up(slot, pieces))
@@ -418,7 +419,9 @@ class Step:
         """Look at what was read and bring gradients from devices, beside the turn before."""
         if verify is not None:
             verify(slot)
-        for piece in pieces if self._down else ():
+        if not self._down:
+            return
+        for piece in pieces:
             given = self._given(piece)
             if given is not None and given.device in self._down:
                 self._down[given.device].copy(_grad_in(subgroup, piece, slot), given)
@@ -437,6 +440,8 @@ class Step:
                 "can be stepped (an embedding wants sparse=False)"
             )
         whole = local(given)
+        if not self._down:
+            return part(whole, piece.start, piece.stop, piece.shape)
         # One whose elements are not in order is copied: by the stream that takes it to the host.
         down = whole.device in self._down
         stream = devices.side_stream(whole.device, _DOWN) if down else None
@@ -447,8 +452,9 @@ class Step:
         """Step some pieces of a subgroup in a slot."""
         works: list[Work] = []
         places: list[torch.Tensor | None] = []
+        params = self._swapped.params
         for piece in pieces:
-            param = self._swapped.param_of(piece)
+            param = params[piece.param]
             place = weights = (
                 view(slot, piece.spans[WEIGHTS])
                 if piece.staged
@@ -496,7 +502,9 @@ class Step:
             if factor is not None:
                 gradient.mul_(factor)
         else:
-            gradient = devices.on_host(given) if self._swapped.device is None else given
+            gradient = given
+            if self._swapped.device is None and not given.is_cpu:
+                gradient = devices.on_host(given)
             if param.param_store is not None:  # backward saw no strides where it was on the drive
                 gradient = laid(gradient, piece.grad_strides)
             if factor is not None:

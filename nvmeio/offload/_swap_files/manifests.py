@@ -36,6 +36,9 @@ HEADER_BYTES = len(_MAGIC) + 2 + 16
 _NUMBER = re.compile(rb'"generation": (\d{1,15}),')  # near the beginning of the body
 _NUMBER_WITHIN = HEADER_BYTES + 64
 NAMES = ("manifest.0", "manifest.1")
+_PLAIN_TYPES = frozenset(
+    (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Tensor)
+)
 _MOST_BYTES = 2 << 30  # most of one are sums and what pieces have outside of the files
 
 
@@ -269,10 +272,14 @@ def _plain(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     An option that is left out keeps the value that the resuming optimizer is made with.
     """
-    return [
-        {name: _number(value) for name, value in group.items() if _is_plain(_number(value))}
-        for group in groups
-    ]
+    plain: list[dict[str, Any]] = []
+    for group in groups:
+        plain.append({})
+        for name, value in group.items():
+            number = value if type(value) in _PLAIN_TYPES else _number(value)
+            if type(number) in _PLAIN_TYPES or _is_plain(number):
+                plain[-1][name] = number
+    return plain
 
 
 def _number(value: Any) -> Any:
@@ -286,8 +293,7 @@ def _is_plain(value: Any) -> bool:
         return type(value) in (list, tuple) and all(map(_is_plain, value))
     if isinstance(value, dict):
         return type(value) in (dict, Counter) and all(map(_is_plain, [*value, *value.values()]))
-    plain = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-    return type(value) in (*plain, torch.Tensor)
+    return type(value) in _PLAIN_TYPES
 
 
 def _decode(data: bytes, path: str) -> Manifest | None:
@@ -356,15 +362,19 @@ def _columns(small: list[dict[str, Any]]) -> tuple[dict[str, torch.Tensor], list
     columns: dict[str, torch.Tensor] = {}
     for name in names:
         values = [row[name] for row in small]
-        scalars = all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in values)
+        tensors = all(issubclass(kind, torch.Tensor) for kind in set(map(type, values)))
+        scalars = tensors and not any(map(torch.Tensor.dim, values))
         if scalars and len({value.dtype for value in values}) == 1:
             columns[name] = _stacked(values)
-    return columns, [{k: _on_host(v) for k, v in row.items() if k not in columns} for row in small]
+    left = [row if len(row) > len(columns) else {} for row in small]
+    return columns, [
+        {k: _on_host(v) for k, v in row.items() if k not in columns} if row else row for row in left
+    ]
 
 
 def _stacked(values: list[torch.Tensor]) -> torch.Tensor:
     """Scalars as one tensor on the host, by one copy if all are on a device."""
-    if all(devices.is_device(value) for value in values):
+    if len({value.device for value in values}) == 1:
         return devices.on_host(torch.stack(values))
     return torch.stack([devices.on_host(value) for value in values])
 

@@ -423,6 +423,11 @@ def started(
     handles: DriveHandles, slot: torch.Tensor, moves: Sequence[FileSpan], writing: bool
 ) -> list[Operation]:
     """Begin transfers of a slot; where one cannot begin, the others have ended."""
+    if len(moves) == 1:
+        only = moves[0]
+        handle = handles.of(only.file)
+        begin: Any = handle.async_pwrite if writing else handle.async_pread
+        return [begin(only.part(slot), only.file, only.file_offset)]
     by_handle: dict[AioHandle, list[FileSpan]] = {}
     for move in moves:
         by_handle.setdefault(handles.of(move.file), []).append(move)
@@ -431,7 +436,7 @@ def started(
         for handle, mine in by_handle.items():
             memory = [each.part(slot) for each in mine]
             if len(mine) >= _BATCH_FROM:
-                begin: Any = handle.async_pwrite_batch if writing else handle.async_pread_batch
+                begin = handle.async_pwrite_batch if writing else handle.async_pread_batch
                 files, offsets = [m.file for m in mine], [m.file_offset for m in mine]
                 operations.append(begin(memory, files, offsets))
                 continue

@@ -17,6 +17,8 @@ import torch
 from nvmeio._memory import devices
 from nvmeio.offload._swap_files.subgroups import SlotSpan
 
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor, of which this process has a part."""
@@ -25,7 +27,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's own memory in this process, without autograd."""
-    if not is_sharded(tensor):
+    if type(tensor) in _PLAIN_TYPES or not is_sharded(tensor):
         return tensor.detach()
     sharded: Any = tensor
     shard: torch.Tensor = sharded.to_local().detach()  # not within no_grad: see `calls`
