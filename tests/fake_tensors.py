@@ -62,6 +62,8 @@ def tell_device(patch: pytest.MonkeyPatch, cuda: Any) -> None:
                 there = cuda.like(made)
         return there.copy_(tensor, non_blocking=waits_not) if tensor.numel() else there
 
+    own_tolist = tensors.tolist
+
     def to_cuda(tensor: torch.Tensor, device: Any = None, **options: Any) -> torch.Tensor:
         return to(tensor, torch.device("cuda", cuda.index_of(device)), **options)
 
@@ -119,6 +121,7 @@ def tell_device(patch: pytest.MonkeyPatch, cuda: Any) -> None:
     )
     patch.setattr(tensors, "to", to)
     patch.setattr(tensors, "cpu", lambda t, **options: to(t, "cpu", **options))
+    patch.setattr(tensors, "tolist", lambda t: own_tolist(to(t, "cpu")))
     patch.setattr(tensors, "cuda", to_cuda)
     patch.setattr(torch, "tensor", made_there(own_tensor))
     patch.setattr(torch, "as_tensor", made_there(own_as_tensor))

@@ -23,6 +23,7 @@ from nvmeio._formats.safetensors.open_set import SafetensorsSet, StoredTensor
 from nvmeio._memory import devices, system
 from nvmeio.errors import an
 from nvmeio.inference import hub
+from nvmeio.inference._experts.on_device import level
 from nvmeio.inference._experts.ranks import (
     EXPERTS_PLAN,
     ExpertParallel,
@@ -149,13 +150,17 @@ def _expert_sets(
 ) -> list[ExpertSet]:
     """The experts that are kept one by one; none where they are read with their layers.
 
-    A device's kernels want them there.
+    What is trained on a GPU looks at whole layers in backward.
     """
-    if asked.device.type != "cpu":
+    on_device = asked.device.type != "cpu"
+    if on_device and asked.trainable:
         return []
     sets = find_sets(model, matched)
     for each in sets:
         each.plan(opened, own_alignment)
+    if on_device:
+        level(sets)
+        return sets
     needed = sum(each.all_nbytes for each in sets)
     limits = [
         _left_under(resource.RLIMIT_AS, "VmSize"),

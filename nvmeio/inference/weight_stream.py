@@ -333,6 +333,8 @@ class WeightStream(NotPickled, Closing):
                 entered = in_turn(owner, cache.enter, experts, hit, counts, caller, self._trainable)
                 if entered.waits:
                     entered.arriving.wait()
+                if self._device.type == "cuda":
+                    owner.call(cache.let_compute, self._cuda_stream())
             return entered  # type: ignore[no-any-return]
         except BaseException:
             self._own_pass.spoil()
@@ -561,7 +563,8 @@ class WeightStream(NotPickled, Closing):
             uses = Uses(owner, resources, self._partition, self._trainable)
             uses.open()
             source = Source(handles, checkpoint)
-            cache = ExpertCache(owner, source, self._experts, self._shares.experts)
+            kept = self._experts, self._shares.experts
+            cache = ExpertCache(owner, source, *kept, self._device)
             undo.pop_all()
         self._uses, self._cache = uses, cache
         self._ending = Ending(owner, resources.close)

@@ -14,7 +14,7 @@ from nvmeio._io.drives import DriveHandles
 from nvmeio._threads.closing import on_error
 from nvmeio.errors import BatchError, ClosedError, IntegrityError, TransferError, with_context
 from nvmeio.handle import AioHandle
-from nvmeio.inference._experts.places import Places
+from nvmeio.inference._experts.places import Kept
 from nvmeio.inference._experts.sets import ExpertReads, PartPlace
 from nvmeio.inference._plan.checksums import verify
 from nvmeio.inference._plan.quantization import dequantise
@@ -41,7 +41,7 @@ class Arrival:
         right: Whether its bytes are there, and are what was packed.
     """
 
-    def __init__(self, source: Source, places: Places, expert: int) -> None:
+    def __init__(self, source: Source, places: Kept, expert: int) -> None:
         self._source = source
         self._places = places
         self._expert = expert

@@ -12,9 +12,8 @@ that goes (`places`, `recency`).
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,8 @@ import torch
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio.inference._experts.arrivals import Arrival, Source
-from nvmeio.inference._experts.places import Lent, Places
+from nvmeio.inference._experts.on_device import DeviceExperts, DevicePlaces
+from nvmeio.inference._experts.places import Kept, Lent, Places
 from nvmeio.inference._experts.recency import Recency
 from nvmeio.inference._experts.sets import STAGES, ExpertModules, ExpertSet
 from nvmeio.inference._experts.waiting import Arriving, show_arriving
@@ -44,6 +44,7 @@ class ExpertStats(NamedTuple):
         read_in_vain: Of these, those that went again before a call needed them.
         evictions: Experts that went to make room for others.
         bytes_read: Bytes of all reads.
+        uploads: On a GPU: experts that were copied to it from host memory.
     """
 
     hits: int = 0
@@ -52,6 +53,7 @@ class ExpertStats(NamedTuple):
     read_in_vain: int = 0
     evictions: int = 0
     bytes_read: int = 0
+    uploads: int = 0
 
 
 class Use(NamedTuple):
@@ -78,7 +80,8 @@ class _Computing(NamedTuple):
     """The use under way, as the owner knows it."""
 
     number: int
-    places: Places
+    places: Kept
+    hit: Sequence[int]
     targets: Sequence[Target]
     arriving: dict[int, Arrival]
     lent: Lent
@@ -89,7 +92,7 @@ class _Computing(NamedTuple):
 class _Loan(NamedTuple):
     """Experts that somebody has tensors over after their call, for as long as the mark lives."""
 
-    mark: weakref.ref[Any]
+    mark: Callable[[], Any]
     number: int
     keys: frozenset[_Key]
 
@@ -102,22 +105,34 @@ class ExpertCache:
         source: Where experts are read from.
         sets: In the order of the model's tree.
         budget: Bytes, at least those of all experts of any set, and of any set's `STAGES`.
+        device: Where experts compute. A GPU has `budget` as well, and its sets are `level`.
     """
 
     def __init__(
-        self, owner: OwnerThread, source: Source, sets: Sequence[ExpertSet], budget: int
+        self,
+        owner: OwnerThread,
+        source: Source,
+        sets: Sequence[ExpertSet],
+        budget: int,
+        device: torch.device,
     ) -> None:
         self._owner = owner
         self._source = source
         self._numbers = {experts: number for number, experts in enumerate(sets)}
-        self._places = [Places(experts) for experts in sets]
         self._budget = budget - max((STAGES * each.stage_nbytes for each in sets), default=0)
+        self._device: DeviceExperts | None = None
+        self._places: list[Kept]
+        if sets and device.type == "cuda":
+            there = self._device = DeviceExperts(device, sets, self._budget)
+            self._places = [DevicePlaces(each, number, there) for number, each in enumerate(sets)]
+        else:
+            self._places = [Places(experts) for experts in sets]
         self._in_use = 0  # bytes of pages that experts have
         self._recency: Recency[_Key] = Recency()  # all that have pages
         self._ahead: dict[_Key, Arrival] = {}  # reads that no call has needed yet
         self._held: set[_Key] = set()  # of the call under way
         # Of sets with no other address space: dead once nobody has a tensor over their experts.
-        self._kept_by_others: dict[int, list[weakref.ref[Any]]] = {}
+        self._kept_by_others: dict[int, list[Callable[[], Any]]] = {}
         self._counts: list[Counter[str]] = [Counter() for _ in sets]
         self._computing: _Computing | None = None
         self._loans: list[_Loan] = []
@@ -164,13 +179,38 @@ class ExpertCache:
                 stand_ins.check_frozen(targets)
             self._bring(number, hit, counts, arriving)
             places = self._places[number]
+            if self._device is not None:
+                self._copy([expert for expert in hit if expert not in arriving], number)
             lent = places.lend(hit)
             shown = stand_ins.install(targets, lent.tensors)
             awaited = Arriving(arriving, self._owner)
-            waits = bool(arriving) and not show_arriving(targets, shown, awaited)
-            use = self._computing = _Computing(number, places, targets, arriving, lent, shown)
+            waits = bool(arriving) and (
+                self._device is not None or not show_arriving(targets, shown, awaited)
+            )
+            use = _Computing(number, places, hit, targets, arriving, lent, shown)
+            self._computing = use
         self._read_ahead(number, len(hit))
         return Use(self._owner.claim(self._leave, use, caller), awaited, waits)
+
+    def let_compute(self, stream: Any) -> None:
+        """Order what a stream of the device is asked from now on behind the copies of a call.
+
+        By the caller that has the turn, after all of its experts have arrived.
+        """
+        use = self._computing
+        assert use is not None
+        assert self._device is not None
+        self._copy(list(use.arriving), use.number)
+        self._device.let_compute(stream)
+
+    def _copy(self, experts: Sequence[int], number: int) -> None:
+        """Begin to copy experts to where the device computes with them."""
+        assert self._device is not None
+        places = self._places[number]
+        assert isinstance(places, DevicePlaces)
+        before = self._device.uploads
+        self._device.bring(places, experts)
+        self._counts[number]["uploads"] += self._device.uploads - before
 
     def enter_backward(
         self, waited: Waiting | None, experts: ExpertSet, hit: Sequence[int], caller: Hashable
@@ -188,16 +228,20 @@ class ExpertCache:
             self._leave(self._computing, None)
             self._bring(number, hit, [0] * len(hit), arriving)
             places = self._places[number]
+            assert isinstance(places, Places)
             memory, mark = places.view()
             lent = Lent({}, mark)
             keys = frozenset((number, expert) for expert in hit)
-            use = self._computing = _Computing(number, places, (), arriving, lent, [], keys)
+            use = _Computing(number, places, hit, (), arriving, lent, [], keys)
+            self._computing = use
         claim = self._owner.claim(self._leave, use, caller)
         return Use(claim, Arriving(arriving, self._owner), True), memory
 
     def address_of(self, experts: ExpertSet) -> int:
         """Where the memory of a set begins. From any thread, during a call of the set."""
-        return self._places[self._numbers[experts]].address
+        places = self._places[self._numbers[experts]]
+        assert isinstance(places, Places)
+        return places.address
 
     def check_as_read(self) -> None:
         """Take the weights away from the module that was called; raises if the call changed them.
@@ -243,6 +287,8 @@ class ExpertCache:
         self._ahead.clear()
         self._loans.clear()
         self._places.clear()
+        if self._device is not None:
+            self._device.close()
         self.turns.close()
 
     # --- coming ---------------------------------------------------------------------------------
@@ -259,22 +305,34 @@ class ExpertCache:
         self._hold_loans(len(hit) * self._places[number].nbytes)
         counted = self._counts[number]
         for key in keys:
-            if key not in self._recency:
+            if key in self._recency:
+                counted["hits"] += 1
+                if key in self._ahead:
+                    arriving[key[1]] = self._ahead.pop(key)
+            elif self._device is not None and self._device.has(key):
+                counted["hits"] += 1
+            else:
                 counted["misses"] += 1
                 arriving[key[1]] = self._begin(key, self._held)
-                continue
-            counted["hits"] += 1
-            if key in self._ahead:
-                arriving[key[1]] = self._ahead.pop(key)
-        share = max(1, self._budget // (self._places[number].nbytes * len(self._places)))
         if isinstance(self._places[number].experts, ExpertModules):
             self._in_a_row.update(hit)
-            share = len(keys) if len(self._in_a_row) <= share else 0
-        by_count = sorted(zip(counts, keys, strict=True), reverse=True)
-        for _, key in by_count[share:]:
-            self._recency.pass_by(key)
-        for _, key in by_count[:share][::-1]:
-            self._recency.use(key)
+        by_count = [key for _, key in sorted(zip(counts, keys, strict=True), reverse=True)]
+        share = self._share(number, hit, self._budget // self._places[number].nbytes)
+        for key in by_count[share:]:
+            if key in self._recency:
+                self._recency.pass_by(key)
+        for key in by_count[:share][::-1]:
+            if key in self._recency:
+                self._recency.use(key)
+        if self._device is not None:
+            self._device.expected = set(by_count[: self._share(number, hit, self._device.number)])
+
+    def _share(self, number: int, hit: Sequence[int], kept: int) -> int:
+        """How many of a call's experts are expected again, where so many of all are kept."""
+        share = max(1, kept // len(self._places))
+        if isinstance(self._places[number].experts, ExpertModules):
+            return len(hit) if len(self._in_a_row) <= share else 0
+        return share
 
     def _hold_loans(self, nbytes: int) -> None:
         """Keep what others have tensors over; it is left to them where a call has no room beside.
@@ -320,6 +378,7 @@ class ExpertCache:
             source.release(victim[1])
             self._in_use -= source.nbytes
         self._in_use += places.nbytes
+        places.take(key[1])
 
     def _victim(self, held: Set[_Key], passing_only: bool = False) -> _Key | None:
         """What goes next, of what may go; None if nothing may."""
@@ -336,7 +395,7 @@ class ExpertCache:
             del self._kept_by_others[number]
         return bool(marks)
 
-    def _no_room_for(self, places: Places, held: Set[_Key]) -> str:
+    def _no_room_for(self, places: Kept, held: Set[_Key]) -> str:
         kept = [number for number in list(self._kept_by_others) if self._must_stay(number)]
         if kept:
             names = ", ".join(self._places[number].experts.name for number in kept)
@@ -382,11 +441,13 @@ class ExpertCache:
 
     def _purge(self, number: int) -> None:
         """Drop all of a set: its bytes are not those of the file. Tensors over them stay."""
-        if not self._move_elsewhere(number):
+        if self._device is not None:
+            self._device.forget_room()  # alone was changed
+        elif not self._move_elsewhere(number):
             for expert in range(self._places[number].experts.number):
                 self._drop((number, expert))
 
-    def _leave_to_others(self, number: int, mark: weakref.ref[Any]) -> None:
+    def _leave_to_others(self, number: int, mark: Callable[[], Any]) -> None:
         """Somebody keeps tensors over a set: what lies there must not move from now on."""
         if not self._move_elsewhere(number):  # it stays where it is, until they are gone
             self._kept_by_others.setdefault(number, []).append(mark)

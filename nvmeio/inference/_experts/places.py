@@ -15,9 +15,9 @@ import ctypes
 import math
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -46,11 +46,38 @@ _mremap.argtypes = [
 class Lent(NamedTuple):
     """Tensors over the experts of a set, for one call, by their weight's number in the unit.
 
-    `mark` refers to what they lie over, and is dead once nobody has a tensor over it.
+    `mark` refers to what they lie over, and gives None once nobody has a tensor over it.
     """
 
     tensors: dict[int, Any]
-    mark: weakref.ref[Any]
+    mark: Callable[[], Any]
+
+
+class Kept(Protocol):
+    """Where the experts of one set are kept.
+
+    Attributes:
+        experts: The set.
+        nbytes: Of an expert's region.
+    """
+
+    experts: ExpertSet
+    nbytes: int
+
+    def region(self, expert: int) -> torch.Tensor:
+        """The bytes of one expert, which its read fills."""
+
+    def take(self, expert: int) -> None:
+        """Have memory for an expert."""
+
+    def release(self, expert: int) -> None:
+        """Give an expert's memory back."""
+
+    def take_pages(self, expert: int, other: Any, victim: int) -> bool:
+        """Have the memory of a victim of `other` in place of new one; False if that cannot be."""
+
+    def lend(self, hit: Sequence[int]) -> Lent:
+        """Tensors for a call of some experts, as the model wants them or packed."""
 
 
 class Places:
@@ -86,6 +113,9 @@ class Places:
         """The address of an expert's share of a part."""
         return self.address + expert * self.nbytes + part.start
 
+    def take(self, expert: int) -> None:
+        """Do nothing: the system gives pages to what is written first."""
+
     def release(self, expert: int) -> None:
         """Give an expert's pages back to the system."""
         system.libc.madvise(self.address + expert * self.nbytes, self.nbytes, _MADV_DONTNEED)
@@ -109,23 +139,30 @@ class Places:
     def lend(self, hit: Sequence[int]) -> Lent:
         """Tensors for a call of some experts, as the model wants them or packed."""
         memory, mark = self.view()
-        weights = self.experts.unit.weights
-        tensors: dict[int, Any] = {}
-        laid = self.experts.tensors_over(hit, partial(self._over, memory))
-        for number, parts in laid.items():
-            weight = weights[number]
-            tensors[number] = parts[0] if weight.compute is None else Packed.of(weight, parts)
-        return Lent(tensors, mark)
+        return Lent(lay(self.experts, memory, hit), mark)
 
-    def _over(self, memory: torch.Tensor, part: PartPlace, expert: int | None) -> torch.Tensor:
-        """A part of one expert; of all, [experts, ...], if none is named."""
-        start, shape, strides = part.start, part.shape, _strides(part.shape)
-        if expert is None:
-            shape = (self.experts.number, *shape)
-            strides = (self.nbytes // part.dtype.itemsize, *strides)
-        else:
-            start += expert * self.nbytes
-        return laid_over(memory, [(start, part.dtype, shape, strides)])[0]
+
+def lay(experts: ExpertSet, memory: torch.Tensor, hit: Sequence[int]) -> dict[int, Any]:
+    """Lay tensors over the memory of a set, for a call of some experts; by weight (`Lent`)."""
+    weights = experts.unit.weights
+    tensors: dict[int, Any] = {}
+    for number, parts in experts.tensors_over(hit, partial(_over, experts, memory)).items():
+        weight = weights[number]
+        tensors[number] = parts[0] if weight.compute is None else Packed.of(weight, parts)
+    return tensors
+
+
+def _over(
+    experts: ExpertSet, memory: torch.Tensor, part: PartPlace, expert: int | None
+) -> torch.Tensor:
+    """A part of one expert; of all, [experts, ...], if none is named."""
+    start, shape, strides = part.start, part.shape, _strides(part.shape)
+    if expert is None:
+        shape = (experts.number, *shape)
+        strides = (experts.nbytes // part.dtype.itemsize, *strides)
+    else:
+        start += expert * experts.nbytes
+    return laid_over(memory, [(start, part.dtype, shape, strides)])[0]
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
