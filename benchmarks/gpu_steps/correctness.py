@@ -20,6 +20,7 @@ import torch
 import nvmeio
 from gpu_steps import common, training
 from gpu_steps.common import Plan, Step, check, expected, synchronize
+from gpu_steps.mixture import mixture
 from nvmeio.offload import SwappedActivations
 
 
@@ -544,6 +545,7 @@ def steps(on_gpu: bool) -> dict[str, Plan]:
     return {
         "train, gradients in memory": by_name.pop("train, gradients in memory"),
         "stream": Plan(stream),
+        "experts of a mixture": Plan(mixture),
         "checkpoint, protected": Plan(partial(checkpoint, snapshot="auto"), 90),
         "load and safe_open": Plan(load_and_open),
         "save": Plan(saved),

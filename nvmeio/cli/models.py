@@ -161,6 +161,10 @@ def generate(
         int | None,
         _option.size("Memory for all weights, such as 8G (GiB); by default half of what is left."),
     ] = None,
+    host_bytes: Annotated[
+        int | None,
+        _option.size("With a GPU: page-locked memory for experts of a mixture and all else."),
+    ] = None,
     window: Annotated[
         int | None,
         _option.value("Layers that the window holds; by default 3 or fewer.", "N", min=1),
@@ -210,6 +214,7 @@ def generate(
                 device=device,
                 window=window,
                 resident_bytes=resident_bytes,
+                host_bytes=host_bytes,
                 dtype=dtype_of(dtype),
                 kv_offload=kv_offload,
                 checksum=checksum,

@@ -108,7 +108,14 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
         )
     of_experts = {id(target.empty) for each in experts for target in each.unit.targets}
     others_of = {key: weight for key, weight in matched.items() if key not in of_experts}
+    if asked.host_bytes is not None and not experts:
+        raise ValueError(
+            f"host_bytes keeps more experts of a mixture in host memory, and {asked.label} has "
+            "none that are kept one by one: leave it out"
+        )
     needs = _needs_of(experts, parallel.size if isinstance(parallel, ExpertParallel) else 1)
+    if asked.device.type == "cuda":
+        needs = needs._replace(most=needs.least + needs.most)  # the room of a call is beside them
 
     def cut_to(most: int | None = None) -> Partition:
         """The model in units of so many bytes at most, laid out."""
@@ -136,6 +143,8 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
         parts, shares = fit(parts, cut_to, budget, asked.window, left, needs)
     for unit in (parts.fixed, *parts.units, *(each.unit for each in experts)):
         (stand_ins.freeze if asked.trainable else stand_ins.stand_in)(unit, asked.device)
+    if experts and asked.device.type == "cuda":
+        shares = _with_host_memory(shares, asked.host_bytes, budget, needs)
     part = opened.metadata.get(packed_index.PART)
     stored = dict(opened.tensors)
     return ModelPlan(model, parts, experts, shares, ranks, parallel, stored, packed, part)
@@ -176,6 +185,22 @@ def _expert_sets(
         )
         return []
     return sets
+
+
+def _with_host_memory(
+    shares: Shares, host_bytes: int | None, budget: int, needs: ExpertNeeds
+) -> Shares:
+    """Give what `host_bytes` has beyond the budget of the device to experts, as many as there are.
+
+    Raises ValueError if it has less.
+    """
+    if host_bytes is not None and host_bytes < budget:
+        raise ValueError(
+            f"host_bytes={host_bytes} is less than the {budget} bytes of resident_bytes, which the "
+            "host holds in any case: raise it, or leave it out"
+        )
+    beyond = 0 if host_bytes is None else host_bytes - budget
+    return shares._replace(host_experts=min(shares.experts + beyond, needs.most))
 
 
 def _needs_of(sets: Sequence[ExpertSet], ranks: int = 1) -> ExpertNeeds:
@@ -271,6 +296,7 @@ class Asked(NamedTuple):
     dtype: torch.dtype | None
     window: int | None
     resident_bytes: int | None
+    host_bytes: int | None
     layers: Sequence[nn.Module | str] | None
     strict: bool
     checksum: bool
@@ -295,6 +321,7 @@ class Asked(NamedTuple):
         device: str | int | torch.device,
         dtype: str | torch.dtype | None,
         resident_bytes: int | str | None,
+        host_bytes: int | str | None,
         generates: bool,
         **rest: Any,
     ) -> Asked:
@@ -305,11 +332,16 @@ class Asked(NamedTuple):
         or ValueError that say which argument is wrong, and what it can be.
         """
         resident_bytes = _checks.size("resident_bytes", resident_bytes)
+        host_bytes = _checks.size("host_bytes", host_bytes)
         dtype = _checks.dtype("dtype", dtype)
         where = _checks.device("device", device)
         if rest["compute"] not in get_args(Compute):
             raise ValueError(
                 f'compute must be "auto", "packed" or "widened", not {rest["compute"]!r}'
+            )
+        if host_bytes is not None and where.type == "cpu":
+            raise ValueError(
+                "host_bytes is for a GPU: on the CPU resident_bytes is all memory for weights"
             )
         group, plan, trainable = rest["process_group"], rest["tp_plan"], rest["trainable"]
         if plan is not None:
@@ -332,7 +364,7 @@ class Asked(NamedTuple):
         sources, given = _sources(given if directory is None else directory, checkpoint, rank)
         for source in sources:
             model_directory.refuse_adapter(source)
-        check_numbers(rest["window"], resident_bytes)
+        check_numbers(rest["window"], resident_bytes, host_bytes)
         return cls(
             given,
             directory,
@@ -342,6 +374,7 @@ class Asked(NamedTuple):
             device=where,
             dtype=dtype,
             resident_bytes=resident_bytes,
+            host_bytes=host_bytes,
             **rest,
         )
 

@@ -89,7 +89,7 @@ def spill(
         TypeError: One of these two is no int; a dtype is unknown to safetensors files.
     """
     resident_bytes = _checks.size("resident_bytes", resident_bytes)
-    check_numbers(window, resident_bytes)
+    check_numbers(window, resident_bytes, None)
     if not modules:
         raise ValueError("there are no modules to spill: name one at least")
     with Spiller(directory, handle) as spiller:

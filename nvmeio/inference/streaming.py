@@ -70,6 +70,7 @@ def stream_model(
     device: str | int | torch.device = "cpu",
     window: int | None = None,
     resident_bytes: int | str | None = None,
+    host_bytes: int | str | None = None,
     handle: AioHandle | None = None,
     dtype: torch.dtype | str | None = None,
     kv_offload: bool | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = False,
@@ -100,7 +101,8 @@ def stream_model(
         checkpoint: Where the weights are, as safetensors: a file, an index of shards, a directory
             that holds either, or a list as above. Not needed if the model is a directory.
         device: Where it computes. A GPU gets the layers through page-locked memory, copied on a
-            stream of its own. Host and GPU each hold `resident_bytes`, the window included.
+            stream of its own. Host and GPU each hold `resident_bytes`, the window included, and the
+            host more with `host_bytes`.
         window: How many layers the window holds, the one in use included; 3, or fewer if
             `resident_bytes` has no room for them.
         resident_bytes: Bytes of memory for all weights, or a size such as "24G" (GiB): layers that
@@ -108,6 +110,9 @@ def stream_model(
             fits, layers are cut into their modules, and linear layers into tiles, whose outputs may
             differ in the last bits (docs/inference.md). By default half of the free memory (of the
             machine, the cgroup, or under RLIMIT_AS and RLIMIT_DATA).
+        host_bytes: On a GPU: page-locked memory for weights, or a size such as "96G". What it has
+            beyond `resident_bytes` keeps more experts of a mixture, from where they are copied to
+            the GPU. By default as much as `resident_bytes`.
         handle: Moves the bytes and stays open; by default one for each drive with the setting
             stored for its file system, for as long as the stream is open.
         dtype: Convert weights to this dtype, or the one of this name ("bfloat16"), when they are
@@ -204,6 +209,7 @@ def stream_model(
             dtype=dtype,
             window=window,
             resident_bytes=resident_bytes,
+            host_bytes=host_bytes,
             layers=layers,
             strict=strict,
             checksum=checksum,

@@ -76,6 +76,7 @@ class StreamStats(NamedTuple):
         window_bytes: Memory that weights are streamed through.
         work_bytes: Memory that converted weights are in, and what only other ranks want.
         expert_bytes: Memory for the experts that are kept.
+        expert_host_bytes: On a GPU: page-locked memory for experts, below that of the device.
         streamed_bytes: What one pass reads, with all experts and without rows, where not all stay.
     """
 
@@ -91,6 +92,7 @@ class StreamStats(NamedTuple):
     window_bytes: int
     work_bytes: int
     expert_bytes: int
+    expert_host_bytes: int
     streamed_bytes: int
     experts: ExpertStats
 
@@ -563,8 +565,15 @@ class WeightStream(NotPickled, Closing):
             uses = Uses(owner, resources, self._partition, self._trainable)
             uses.open()
             source = Source(handles, checkpoint)
-            kept = self._experts, self._shares.experts
-            cache = ExpertCache(owner, source, *kept, self._device)
+            shares = self._shares
+            cache = ExpertCache(
+                owner,
+                source,
+                self._experts,
+                shares.host_experts or shares.experts,
+                self._device,
+                shares.experts,
+            )
             undo.pop_all()
         self._uses, self._cache = uses, cache
         self._ending = Ending(owner, resources.close)
@@ -639,8 +648,10 @@ class WeightStream(NotPickled, Closing):
     @property
     def locked(self) -> bool:
         """Whether the memory that weights are in is page-locked."""
-        uses = self._uses
-        return uses is not None and uses.resources.memory.locked
+        uses, cache = self._uses, self._cache
+        if uses is None or cache is None:
+            return False
+        return uses.resources.memory.locked and cache.locked
 
     @property
     def device(self) -> torch.device:
@@ -693,6 +704,7 @@ class WeightStream(NotPickled, Closing):
             experts_read=read,
             experts=experts,
             expert_bytes=self._shares.experts,
+            expert_host_bytes=self._shares.host_experts,
             waited_s=counts.pop("waited_s") + rows.waited_s + self._experts_waited_s,
             resident_bytes=self._shares.resident,
             window_bytes=self._shares.window,
@@ -706,7 +718,8 @@ class WeightStream(NotPickled, Closing):
     def _streamed_expert_bytes(self) -> int:
         """Bytes of all experts, where not all of them stay."""
         total = sum(experts.all_nbytes for experts in self._experts)
-        return total if total > self._shares.experts else 0
+        shares = self._shares
+        return total if total > max(shares.experts, shares.host_experts) else 0
 
     def _counts(self) -> dict[str, Any]:
         now = {} if self._uses is None else self._uses.counts()

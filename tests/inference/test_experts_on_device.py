@@ -251,6 +251,49 @@ def test_a_prompt_leaves_what_decoding_asks_for_on_the_device(
             stream.close()
 
 
+def test_host_memory_beyond_that_of_the_device_keeps_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not fit on the device is copied to it, and not read again."""
+    wanted = in_memory(saved(tmp_path / "m.safetensors"))
+    with accelerator(monkeypatch, Pace.LAZY, Pace.EAGER) as cuda:
+        model = streamed(tmp_path / "m.safetensors", EXPERTS + 2, host_bytes="16M")
+        try:
+            stream = model.weight_stream
+            assert stream.locked
+            assert stream.stats.expert_host_bytes >= LAYERS * EXPERTS * REGION
+            assert stream.stats.streamed_bytes == 0
+            assert all(map(torch.equal, passed(cuda, model), wanted))
+            before = stream.stats
+            assert all(map(torch.equal, passed(cuda, model), wanted))
+            after = stream.stats
+            assert after.bytes_read == before.bytes_read
+            assert after.experts.uploads > before.experts.uploads
+        finally:
+            model.weight_stream.close()
+
+
+def test_host_bytes_that_make_no_sense_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "m.safetensors")
+    dense = nn.Sequential(nn.Linear(8, 8))
+    save_safetensors(dense.state_dict(), tmp_path / "dense.safetensors")
+    with torch.device("meta"):
+        mixture, plain = made(), nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(ValueError, match="host_bytes is for a GPU"):
+        nvmeio.stream_model(mixture, tmp_path / "m.safetensors", host_bytes="1G")
+    with accelerator(monkeypatch):
+        with pytest.raises(ValueError, match="host_bytes=4096 is less than the"):
+            streamed(tmp_path / "m.safetensors", EXPERTS, host_bytes=4096)
+        with pytest.raises(ValueError, match="host_bytes keeps more experts"):
+            nvmeio.stream_model(
+                plain, tmp_path / "dense.safetensors", device="cuda", host_bytes="1G"
+            )
+        with pytest.raises(TypeError, match="host_bytes"):
+            streamed(tmp_path / "m.safetensors", EXPERTS, host_bytes=1.5)
+
+
 @pytest.mark.parametrize("experts", [EXPERTS, EXPERTS + 5])
 def test_no_more_of_the_device_is_used_than_was_given(
     experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -104,8 +104,10 @@ class ExpertCache:
         owner: The thread that owns it, and calls all but `check_as_read`.
         source: Where experts are read from.
         sets: In the order of the model's tree.
-        budget: Bytes, at least those of all experts of any set, and of any set's `STAGES`.
-        device: Where experts compute. A GPU has `budget` as well, and its sets are `level`.
+        budget: Bytes of the host, at least those of all experts of any set, and of any set's
+            `STAGES`.
+        device: Where experts compute. The sets of a GPU are `level`.
+        there_bytes: Bytes on a GPU, at least those of all experts of any set.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class ExpertCache:
         sets: Sequence[ExpertSet],
         budget: int,
         device: torch.device,
+        there_bytes: int = 0,
     ) -> None:
         self._owner = owner
         self._source = source
@@ -123,7 +126,8 @@ class ExpertCache:
         self._device: DeviceExperts | None = None
         self._places: list[Kept]
         if sets and device.type == "cuda":
-            there = self._device = DeviceExperts(device, sets, self._budget)
+            there = DeviceExperts(device, sets, self._budget, there_bytes)
+            self._device = there
             self._places = [DevicePlaces(each, number, there) for number, each in enumerate(sets)]
         else:
             self._places = [Places(experts) for experts in sets]
@@ -243,6 +247,11 @@ class ExpertCache:
         assert isinstance(places, Places)
         return places.address
 
+    @property
+    def locked(self) -> bool:
+        """Whether what is copied to a device is page-locked, if there is such memory."""
+        return self._device is None or self._device.host.locked
+
     def check_as_read(self) -> None:
         """Take the weights away from the module that was called; raises if the call changed them.
 
@@ -287,9 +296,9 @@ class ExpertCache:
         self._ahead.clear()
         self._loans.clear()
         self._places.clear()
+        self.turns.close()
         if self._device is not None:
             self._device.close()
-        self.turns.close()
 
     # --- coming ---------------------------------------------------------------------------------
 

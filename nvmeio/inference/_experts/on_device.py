@@ -40,8 +40,7 @@ def level(sets: Sequence[ExpertSet]) -> None:
 class HostSlots:
     """Page-locked memory in slots, each of which holds any expert."""
 
-    def __init__(self, nbytes: int, budget: int) -> None:
-        number = budget // nbytes
+    def __init__(self, nbytes: int, number: int) -> None:
         self._nbytes = nbytes
         self._pool = PinnedPool(number * nbytes)
         with on_error(self._pool.close):
@@ -87,8 +86,6 @@ class HostSlots:
 class DevicePlaces:
     """The experts of one set on their way to a device; what `Places` is for a CPU."""
 
-    address = 0  # nothing of autograd's lies there
-
     def __init__(self, experts: ExpertSet, number: int, device: DeviceExperts) -> None:
         self.experts = experts
         self.number = number
@@ -132,8 +129,8 @@ class DeviceExperts:
     Args:
         device: A GPU.
         sets: All sets, whose regions have one length (`level`).
-        budget: Bytes on the device, and as many on the host: at least those of all experts of any
-            set.
+        host_bytes, there_bytes: On the host, and on the device: at least those of all experts of
+            any set.
 
     Attributes:
         number: How many experts stay on the device.
@@ -143,14 +140,17 @@ class DeviceExperts:
         uploads: Copies of experts from host memory.
     """
 
-    def __init__(self, device: torch.device, sets: Sequence[ExpertSet], budget: int) -> None:
+    def __init__(
+        self, device: torch.device, sets: Sequence[ExpertSet], host_bytes: int, there_bytes: int
+    ) -> None:
         nbytes = sets[0].nbytes
         room = max(each.all_nbytes for each in sets)
-        self.number = number = min((budget - room) // nbytes, sum(each.number for each in sets))
+        total = sum(each.number for each in sets)
+        self.number = number = min((there_bytes - room) // nbytes, total)
         self.expected: set[Key] = set()
         self._nbytes = nbytes
         self._copies = devices.Beside(device, "weights")
-        self.host = HostSlots(nbytes, budget)
+        self.host = HostSlots(nbytes, min(host_bytes // nbytes, total))
         with on_error(self.host.close):
             self.room = self._copies.empty(room)
             self._memory = self._copies.empty(number * nbytes)

@@ -80,6 +80,7 @@ class Shares(NamedTuple):
         others: Room for what only other ranks want.
         experts: Of a mixture, those that are kept over all layers.
         products: Room for a matrix that is widened for a product.
+        host_experts: On a GPU: memory of the host for experts; not in `total`.
     """
 
     window: int
@@ -89,6 +90,7 @@ class Shares(NamedTuple):
     others: int = 0
     experts: int = 0
     products: int = 0
+    host_experts: int = 0
 
     @property
     def total(self) -> int:
@@ -96,9 +98,10 @@ class Shares(NamedTuple):
         return self.window + self.resident + self.experts + beside
 
 
-def check_numbers(window: int | None, resident_bytes: int | None) -> None:
+def check_numbers(window: int | None, resident_bytes: int | None, host_bytes: int | None) -> None:
     """Check numbers that a user gave: None, or an int from 1 on."""
-    for name, value in (("window", window), ("resident_bytes", resident_bytes)):
+    numbers = {"window": window, "resident_bytes": resident_bytes, "host_bytes": host_bytes}
+    for name, value in numbers.items():
         if value is not None:
             _checks.integer(name, value, 1)
 
