@@ -3,6 +3,9 @@
 Asked through `locked`, by whoever has a turn of the store and cannot be interrupted: under a lock
 that is held while records are written to the page cache, or the file grows. `Index.where` alone is
 read without it: one look into a dict.
+
+Whoever wants to know which blocks come and go is told in the order in which that happened, and
+never under the lock.
 """
 
 from __future__ import annotations
@@ -13,121 +16,23 @@ import logging
 import os
 import secrets
 import threading
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from nvmeio._files.descriptors import open_error
+from nvmeio._kv_blocks.index import BlockPlace, Index
 from nvmeio._kv_blocks.table import WRITER_BYTES, NotATable, Table
+from nvmeio._kv_blocks.transfers import Batch
+from nvmeio._kv_blocks.whole_names import WholeNames
 from nvmeio._pages import round_up
 from nvmeio._storage.durable import free_bytes, make_directory, reserve
 from nvmeio._storage.locks import open_alone
 from nvmeio._storage.untrusted import open_own
 from nvmeio._threads.closing import on_error
+from nvmeio._threads.threads import log_failure
 from nvmeio.errors import TransferError, naming
-
-
-class BlockPlace(NamedTuple):
-    """The slot of a block, its length and its CRC-32."""
-
-    slot: int
-    nbytes: int
-    crc: int
-
-
-class Index:
-    """Blocks by digest, least recently used first; slots up to a `limit`, as the file grows."""
-
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self.limit = 0
-        self.where: OrderedDict[bytes, BlockPlace] = OrderedDict()
-        self.evictions = 0
-        self._holds: dict[int, bytes] = {}
-        self._free: list[int] = []
-        self._pins: dict[int, int] = {}
-        self._writing: set[int] = set()
-
-    def recover(self, digest: bytes, place: BlockPlace) -> None:
-        """Take over what the table says, before `grow`; later records count more."""
-        self.forget_slot(place.slot)
-        self.written(digest, place)
-
-    def grow(self, limit: int) -> None:
-        """Allow slots up to `limit`."""
-        taken = self._holds.keys() | self._writing
-        self._free += [slot for slot in range(self.limit, limit) if slot not in taken]
-        self._free.sort(reverse=True)  # from the beginning of the file on
-        self.limit = max(self.limit, limit)
-
-    def take(self) -> int | None:
-        """A slot to write into; what it held is forgotten. None if all are in use."""
-        if self._free:
-            slot = self._free.pop()
-        else:
-            found = next((p.slot for p in self.where.values() if p.slot not in self._pins), None)
-            if found is None:
-                return None
-            slot = found
-            self._forget(slot)
-            self.evictions += 1
-        self._writing.add(slot)
-        return slot
-
-    def written(self, digest: bytes, place: BlockPlace) -> None:
-        """Note that a slot that was taken holds a block now."""
-        self._writing.discard(place.slot)
-        before = self.where.get(digest)
-        if before is not None:
-            self.forget_slot(before.slot)
-        self.where[digest] = place
-        self._holds[place.slot] = digest
-
-    def give_up(self, slot: int) -> None:
-        """Note that a slot that was taken was not written; or was, and does not count."""
-        self._writing.discard(slot)
-        self._free.append(slot)
-
-    @property
-    def has_free(self) -> bool:
-        return bool(self._free)
-
-    def touch(self, digest: bytes) -> BlockPlace | None:
-        """A block's place; it is the most recently used now."""
-        place = self.where.get(digest)
-        if place is not None:
-            self.where.move_to_end(digest)
-        return place
-
-    def pin(self, slot: int) -> None:
-        """Keep a slot from being taken while it is read."""
-        self._pins[slot] = self._pins.get(slot, 0) + 1
-
-    def unpin(self, slot: int) -> None:
-        count = self._pins.pop(slot) - 1
-        if count:
-            self._pins[slot] = count
-        elif slot not in self._holds and slot not in self._writing and slot < self.limit:
-            self.give_up(slot)
-
-    def forget_slot(self, slot: int) -> None:
-        """Note that a block does not count any more; its slot is free once nobody reads it."""
-        if self._forget(slot) and slot not in self._pins and slot < self.limit:
-            self.give_up(slot)
-
-    def _forget(self, slot: int) -> bool:
-        digest = self._holds.pop(slot, None)
-        if digest is None:
-            return False
-        place = self.where.get(digest)
-        if place is not None and place.slot == slot:
-            del self.where[digest]
-        return True
-
-    def __len__(self) -> int:
-        return len(self.where)
-
 
 logger = logging.getLogger("nvmeio")
 
@@ -136,12 +41,42 @@ STEP_BYTES = 1 << 30
 # So much of the file system is left to others; of a small one the twentieth part.
 FLOOR_BYTES = 1 << 30
 _FLOOR_SHARE = 20
+# So many slots are looked at under the lock when blocks are listed.
+LISTED_SLOTS = 4096
 
 Value = TypeVar("Value")
 
 
+class Sizes(NamedTuple):
+    """How large things are in a store.
+
+    `slots` are of `slot_bytes`, which is `block_bytes` in whole pages. A block has at most
+    `largest_bytes`. Whole names have at most `name_bytes`; 0 keeps none.
+    """
+
+    block_bytes: int
+    slot_bytes: int
+    slots: int
+    largest_bytes: int
+    name_bytes: int = 0
+
+
+class Change(NamedTuple):
+    """A block that is there from now on (`is_stored`), or is not any more, by its whole name."""
+
+    name: bytes
+    nbytes: int
+    is_stored: bool
+
+
+DigestOf = Callable[[bytes], bytes]
+OnChange = Callable[[list[Change]], object]
+
+
 class Catalog:
     """Names, slots and files of a store; raises as `BlockStore`.
+
+    `on_change` is told of blocks that come and go, in that order; it needs their whole names.
 
     Attributes:
         index: Which slot holds which block; `index.where` may be read by anybody.
@@ -151,18 +86,22 @@ class Catalog:
     """
 
     def __init__(
-        self, path: Path, block_bytes: int, slot_bytes: int, slots: int, writer: bool
+        self, path: Path, sizes: Sizes, writer: bool, on_change: OnChange | None = None
     ) -> None:
         self._path = path
-        self._block_bytes = block_bytes
-        self._slot_bytes = slot_bytes
+        self._sizes = sizes
         self._writer = writer
-        self.index = Index(slots)
+        self.index = Index(sizes.slots, sizes.slot_bytes)
         self.stored = self.refused = self.damaged = 0
         self._seen = 0
         self._is_full = False
         self._is_failing = False
         self._lock = threading.Lock()  # never taken by who may be interrupted
+        self._on_change = on_change
+        self._changes: deque[Change] = deque()  # that nobody was told of
+        self._telling = threading.Lock()
+        self._teller = 0  # the thread that has it
+        self._names: WholeNames | None = None
         self._made: list[str] = []  # files that were not there; an opening that fails removes them
         with contextlib.ExitStack() as undo:
             self._table, blocks = self._open()
@@ -170,6 +109,9 @@ class Catalog:
             undo.callback(self._remove_made)  # while the table is locked
             # Closes it, should nobody else.
             self._blocks = undo.enter_context(os.fdopen(blocks, "rb", buffering=0))
+            if sizes.name_bytes:
+                self._names = self._open_names()
+                undo.callback(self._names.close)
             self._recover()
             if writer:
                 self._grow_to(1)
@@ -178,9 +120,31 @@ class Catalog:
             self.close = undo.pop_all().close
 
     def locked(self, change: Callable[..., Value], *args: Any) -> Value:
-        """Call `change(*args)`, with nobody else's beside it."""
+        """Call `change(*args)`, with nobody else's beside it; then tell of what it changed."""
         with self._lock:
-            return change(*args)
+            value = change(*args)
+        if self._changes:
+            self._tell()
+        return value
+
+    def _tell(self) -> None:
+        """Tell of changes in their order; if a thread is doing that, it goes on with these."""
+        while self._changes and self._telling.acquire(blocking=False):
+            try:
+                self._teller = threading.get_ident()
+                changes = [self._changes.popleft() for _ in range(len(self._changes))]
+                assert self._on_change is not None
+                self._on_change(changes)
+            except BaseException as failed:
+                log_failure(failed, "unexpected error in %s", threading.current_thread().name)
+            finally:
+                self._teller = 0
+                self._telling.release()
+
+    @property
+    def is_telling_here(self) -> bool:
+        """Whether it is this thread that tells of changes just now."""
+        return self._teller == threading.get_ident()
 
     @property
     def is_behind(self) -> bool:
@@ -234,6 +198,12 @@ class Catalog:
             self._made.append(os.fspath(self._path))
         return table, blocks
 
+    def _open_names(self) -> WholeNames:
+        path = self._path.with_suffix(".names")
+        if not path.exists():
+            self._made.append(os.fspath(path))
+        return WholeNames(path, self._sizes.name_bytes, self.index.slots)
+
     def _remove_made(self) -> None:
         for path in self._made:
             with contextlib.suppress(OSError):
@@ -249,7 +219,7 @@ class Catalog:
         return self._table_of(fd, new=True)
 
     def _table_of(self, fd: int, new: bool) -> Table:
-        table = Table(fd, self._block_bytes, self.index.slots, new=new, writer=self._writer)
+        table = Table(fd, self._sizes.block_bytes, self.index.slots, new=new, writer=self._writer)
         self.index.slots = table.slots  # a reader's are its writer's
         if table.slots_before != table.slots:
             logger.warning(
@@ -261,22 +231,29 @@ class Catalog:
 
     def _recover(self) -> None:
         """Take over what the table says, as far as there is a file for it."""
-        room = self.index.slots
+        room, slot_bytes = self.index.slots, self._sizes.slot_bytes
+        largest_bytes = max(slot_bytes, self._sizes.largest_bytes)
         if self._writer:
-            if os.fstat(self._blocks.fileno()).st_size > room * self._slot_bytes:
-                os.ftruncate(self._blocks.fileno(), room * self._slot_bytes)
-            room = min(room, os.fstat(self._blocks.fileno()).st_size // self._slot_bytes)
+            if os.fstat(self._blocks.fileno()).st_size > room * slot_bytes:
+                os.ftruncate(self._blocks.fileno(), room * slot_bytes)
+            room = min(room, os.fstat(self._blocks.fileno()).st_size // slot_bytes)
         latest, lost, damaged = self._table.latest, 0, 0
         for slot, record in self._table.records(self._seen):
-            if record is None or record.nbytes > self._slot_bytes:
+            if record is None or record.nbytes > largest_bytes:
                 self.index.forget_slot(slot)
                 damaged += self._table.is_damaged(slot)
-            elif slot >= room:
+            elif slot + self.index.span(record.nbytes) > room:
                 lost += 1
             else:
-                self.index.recover(record.digest, BlockPlace(slot, record.nbytes, record.crc))
+                place = BlockPlace(slot, record.nbytes, record.crc, record.kind)
+                self.index.recover(record.digest, place)
         self._seen = latest
         if self._writer:
+            if largest_bytes > slot_bytes:
+                for _, place in self.index.overlapping():
+                    self.index.forget_slot(place.slot)
+                    self._noted(self._table.empty, place.slot)
+                    damaged += 1
             self.index.grow(room)
         if lost:
             logger.warning("%s was cut: %d blocks of its table are gone", self._path, lost)
@@ -292,10 +269,10 @@ class Catalog:
             return True
         if slots > index.slots or self._is_full:
             return False
-        limit = min(round_up(slots, max(STEP_BYTES // self._slot_bytes, 1)), index.slots)
+        limit = min(round_up(slots, max(STEP_BYTES // self._sizes.slot_bytes, 1)), index.slots)
         try:
             limit = min(limit, self._fitting(slots))
-            reserve(self._blocks.fileno(), limit * self._slot_bytes, os.fspath(self._path))
+            reserve(self._blocks.fileno(), limit * self._sizes.slot_bytes, os.fspath(self._path))
         except TransferError as full:
             if not index.limit:
                 raise
@@ -309,13 +286,13 @@ class Catalog:
         """How many slots the free space allows; TransferError (ENOSPC) if not as many as these."""
         free, size = free_bytes(self._path.parent)
         floor = min(FLOOR_BYTES, size // _FLOOR_SHARE)
-        fitting = self.index.limit + max(free - floor, 0) // self._slot_bytes
+        fitting = self.index.limit + max(free - floor, 0) // self._sizes.slot_bytes
         if fitting < slots:
             raise TransferError(
                 errno.ENOSPC,
                 operation="fallocate",
                 path=os.fspath(self._path),
-                nbytes=(slots - self.index.limit) * self._slot_bytes,
+                nbytes=(slots - self.index.limit) * self._sizes.slot_bytes,
                 detail=f"{free} bytes are free there, of which {floor} are left to others: make "
                 "room, or take another drive",
             )
@@ -323,21 +300,21 @@ class Catalog:
 
     # Storing
 
-    def reserve(self, digests: Sequence[bytes]) -> list[int | None]:
-        """Reserve a slot for each block that is not there; None also if there is no room."""
+    def reserve(self, batch: Batch) -> list[int | None]:
+        """Reserve slots for each block that is not there; None also if there is no room.
+
+        The first slot is returned of those that a block takes.
+        """
         slots: list[int | None] = []
         new: set[bytes] = set()
-        self.touch(digests)  # before any of them makes room for another
-        for digest in digests:
-            if digest in new or digest in self.index.where:
+        self.touch(batch.digests)  # before any of them makes room for another
+        where = self.index.where
+        for digest, block, kind in zip(batch.digests, batch.blocks, batch.kinds, strict=True):
+            place = where.get(digest)
+            if digest in new or (place is not None and place.kind == kind):
                 slots.append(None)
                 continue
-            if not self.index.has_free:
-                self._grow_to(self.index.limit + 1)
-            slot = self.index.take()
-            if slot is not None and not self._noted(self._table.empty, slot):
-                self.index.give_up(slot)
-                slot = None
+            slot = self._take(self.index.span(block.nbytes))
             if slot is None:
                 self.refused += 1
             else:
@@ -346,9 +323,30 @@ class Catalog:
         self._announce()
         return slots
 
+    def _take(self, count: int) -> int | None:
+        """Take slots in a row; what they held is forgotten, and the table says so."""
+        index, table = self.index, self._table
+        slot = index.take(count)
+        if slot is None:
+            most = min(index.limit + count, index.slots)
+            if most > index.limit and self._grow_to(most):
+                slot = index.take(count)
+        if slot is None:
+            slot, gone = index.make_room(count)
+            for _, place in gone if self._on_change else ():
+                self._note_gone(place)
+        if slot is None:
+            return None
+        # A record within would be found after a restart, and be of bytes that are others now.
+        for each in range(slot, slot + count):
+            if not self._noted(table.empty, each):
+                index.give_up(slot)
+                return None
+        return slot
+
     def commit(
         self,
-        digests: Sequence[bytes],
+        batch: Batch,
         slots: Sequence[int | None],
         places: dict[int, BlockPlace],
         failed: dict[int, BaseException],
@@ -357,20 +355,38 @@ class Catalog:
         for number, slot in reversed(list(enumerate(slots))):
             if slot is None:
                 continue
-            digest, place = digests[number], places.get(number)
-            if (
-                place is None
-                or number in failed
-                or not self._noted(self._table.put, slot, digest, place.nbytes, place.crc)
-            ):
+            digest, place = batch.digests[number], places.get(number)
+            name = batch.names[number] if batch.names else b""
+            if place is None or number in failed or not self._put(digest, place, name):
                 self.refused += 1
                 self.index.give_up(slot)
                 continue
+            if self._on_change:
+                before = self.index.where.get(digest)
+                if before is not None:
+                    self._changes.append(Change(name, before.nbytes, False))
+                self._changes.append(Change(name, place.nbytes, True))
             self.index.written(digest, place)
             self.stored += 1
         self._announce()
         for error in list(failed.values())[:1]:
             logger.warning("%d blocks are not stored: %s", len(failed), error)
+
+    def _put(self, digest: bytes, place: BlockPlace, name: bytes) -> bool:
+        if self._names is not None and not self._noted(self._names.put, place.slot, name):
+            return False
+        put, slot = self._table.put, place.slot
+        return self._noted(put, slot, digest, place.nbytes, place.crc, place.kind)
+
+    def _note_gone(self, place: BlockPlace) -> None:
+        """Note that a block went that was there; its name is still in the file."""
+        if self._names is not None and self._on_change:
+            try:
+                name = self._names.get(place.slot)
+            except OSError as failed:
+                logger.warning("%s: the name of a block cannot be read: %s", self._path, failed)
+                return
+            self._changes.append(Change(name, place.nbytes, False))
 
     # Loading
 
@@ -386,7 +402,7 @@ class Catalog:
     def unpin(self, places: Sequence[BlockPlace | None]) -> None:
         for place in places:
             if place is not None:
-                self.index.unpin(place.slot)
+                self.index.unpin(place)
 
     def touch(self, digests: Sequence[bytes]) -> list[BlockPlace | None]:
         """Count blocks as used just now, and return where they lie.
@@ -414,10 +430,10 @@ class Catalog:
             what = why or "they are not what was stored (a crash of the machine, or another writer)"
             logger.warning("%s: %d blocks are dropped: %s", self._path, dropped, what)
 
-    def remove(self, digests: Sequence[bytes]) -> None:
+    def remove(self, digests: Sequence[bytes], spare_pinned: bool = False) -> None:
         for digest in digests:
             place = self.index.where.get(digest)
-            if place is not None:
+            if place is not None and not (spare_pinned and self.index.is_pinned(place.slot)):
                 self._forget(digest, place)
         self._announce()
 
@@ -428,6 +444,30 @@ class Catalog:
         self.index.forget_slot(place.slot)
         if self._writer:
             self._noted(self._table.empty, place.slot)
+            self._note_gone(place)
+
+    # Listing
+
+    def listed(self, first: int, digest_of: DigestOf) -> list[tuple[int, bytes, int]]:
+        """First slot, whole name and length of blocks from a slot to the end of `LISTED_SLOTS`."""
+        if self._names is None:
+            return []
+        blocks = self.index.held(first, LISTED_SLOTS - first % LISTED_SLOTS)
+        names = self._names.among([place.slot for _, place in blocks])
+        return [
+            (place.slot, name, place.nbytes)
+            for (digest, place), name in zip(blocks, names, strict=True)
+            if digest_of(name) == digest
+        ]
+
+    def tell_of(self, prefix: bytes, digest_of: DigestOf) -> None:
+        """Tell of blocks whose names begin with `prefix` as if they were stored now."""
+        for first in range(0, self.index.limit, LISTED_SLOTS):
+            self._changes += [
+                Change(name, nbytes, True)
+                for _, name, nbytes in self.listed(first, digest_of)
+                if name.startswith(prefix)
+            ]
 
     def _announce(self) -> None:
         if self._writer and self._table.is_ahead:

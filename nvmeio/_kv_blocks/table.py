@@ -43,15 +43,17 @@ _WRITER_AT = 128  # a number of the process that has it open for writing
 _TAG_AT = 160  # what the blocks are of, as far as it was said when they were last written
 WRITER_BYTES = 16
 TAG_BYTES = 32
-# Digest, sequence number, nbytes, checksum of the block, checksum of the record.
+# Digest, sequence number, nbytes, checksum of the block, checksum of the record; behind that the
+# kind, which the checksum covers if there is one.
 _RECORD = struct.Struct("<32sQQII")
+_KIND = struct.Struct("<Q")
 _SEQUENCE_WORD = DIGEST_BYTES // 8
 _NBYTES_AT = DIGEST_BYTES + 8
 _WORDS = RECORD_BYTES // 8
 
 
 class SlotRecord(NamedTuple):
-    """A slot that holds a block: the digest of its name, its length and its CRC-32.
+    """A slot that holds a block: the digest of its name, its length, its CRC-32 and its kind.
 
     `sequence` grows with every record that is written.
     """
@@ -61,6 +63,7 @@ class SlotRecord(NamedTuple):
     sequence: int
     nbytes: int
     crc: int
+    kind: int
 
 
 class NotATable(Exception):
@@ -137,9 +140,11 @@ class Table:
         if tag is not None:
             os.pwrite(self._file.fileno(), tag, _TAG_AT)
 
-    def put(self, slot: int, digest: bytes, nbytes: int, crc: int) -> None:
+    def put(self, slot: int, digest: bytes, nbytes: int, crc: int, kind: int = 0) -> None:
         record = _RECORD.pack(digest, self._latest + 1, nbytes, crc, 0)[:-4]
-        self._write(slot, record + struct.pack("<I", crc32.of_bytes(record)) + bytes(8))
+        last = _KIND.pack(kind)
+        own = crc32.of_bytes(record + last if kind else record)
+        self._write(slot, record + struct.pack("<I", own) + last)
 
     def empty(self, slot: int) -> None:
         """Say that a slot holds nothing that counts."""
@@ -186,11 +191,13 @@ class Table:
     def record(self, slot: int) -> SlotRecord | None:
         """What a slot holds; None for nothing, or a record that is damaged."""
         at = self._at(slot)
-        found = self._map[at : at + _RECORD.size]
-        digest, sequence, nbytes, crc, own = _RECORD.unpack(found)
-        if not nbytes or own != crc32.of_bytes(found[:-4]):
+        found = self._map[at : at + RECORD_BYTES]
+        digest, sequence, nbytes, crc, own = _RECORD.unpack_from(found)
+        (kind,) = _KIND.unpack_from(found, _RECORD.size)
+        checked = found[: _RECORD.size - 4] + (found[_RECORD.size :] if kind else b"")
+        if not nbytes or own != crc32.of_bytes(checked):
             return None
-        return SlotRecord(slot, digest, sequence, nbytes, crc)
+        return SlotRecord(slot, digest, sequence, nbytes, crc, kind)
 
     def is_damaged(self, slot: int) -> bool:
         """Whether there is a record of a slot that cannot be used; or one that is being written."""

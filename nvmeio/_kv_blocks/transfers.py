@@ -39,7 +39,7 @@ from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
 
 IN_PLACE_BYTES = 1 << 20
-_MOST_BLOCKS = 64
+_MOST_SLOTS = 64
 
 
 class InPlace:
@@ -52,7 +52,12 @@ class InPlace:
 
     def move(self, blocks: Sequence[torch.Tensor], first: int, writing: bool) -> bool:
         """Move contiguous CPU memory to or from slots in a row; False: the engine has to."""
-        if len(blocks) > _MOST_BLOCKS or len(blocks) * self._slot_bytes > IN_PLACE_BYTES:
+        slot_bytes = self._slot_bytes
+        if len(blocks) > _MOST_SLOTS:
+            return False
+        ends = [*itertools.accumulate(-(-block.nbytes // slot_bytes) for block in blocks)]
+        slots = ends[-1]
+        if slots > _MOST_SLOTS or slots * slot_bytes > IN_PLACE_BYTES:
             return False
         opened = self._file.acquire(user := object(), writing)
         try:
@@ -61,14 +66,14 @@ class InPlace:
                 return False
             given = [memory_at(block.data_ptr(), block.nbytes) for block in blocks]
             memory = [
-                view if self._fits(block, memory_unit or 1) else self._staged(number)
-                for number, (block, view) in enumerate(zip(blocks, given, strict=True))
+                view if self._fits(block, memory_unit or 1) else self._staged(begin, end)
+                for block, view, begin, end in zip(blocks, given, [0, *ends], ends, strict=False)
             ]
             if writing:
                 _copy(given, memory)
             call = os.pwritev if writing else os.preadv
             moved = call(opened.direct_fd, memory, first * self._slot_bytes)
-            if moved != len(blocks) * self._slot_bytes:
+            if moved != slots * slot_bytes:
                 return False
         except OSError:
             return False
@@ -81,14 +86,15 @@ class InPlace:
         return True
 
     def _fits(self, block: torch.Tensor, unit: int) -> bool:
-        return block.nbytes == self._slot_bytes and not block.data_ptr() % unit
+        return not block.nbytes % self._slot_bytes and not block.data_ptr() % unit
 
-    def _staged(self, number: int) -> memoryview:
-        """Memory of a slot's length, for a block that cannot be moved where it lies."""
+    def _staged(self, begin: int, end: int) -> memoryview:
+        """Memory of so many slots' length, for a block that cannot be moved where it lies."""
+        slot_bytes = self._slot_bytes
         if self._room is None:
-            shape = (min(IN_PLACE_BYTES // self._slot_bytes, _MOST_BLOCKS), self._slot_bytes)
+            shape = (min(IN_PLACE_BYTES // slot_bytes, _MOST_SLOTS), slot_bytes)
             self._room = buffers.empty_aligned(shape, dtype=torch.uint8)
-        return memory_at(self._room.data_ptr() + number * self._slot_bytes, self._slot_bytes)
+        return memory_at(self._room.data_ptr() + begin * slot_bytes, (end - begin) * slot_bytes)
 
 
 def _copy(source: Sequence[memoryview], target: Sequence[memoryview]) -> None:
@@ -105,7 +111,7 @@ _GROUP_RUNS = 1024
 
 
 class SlotPiece(NamedTuple):
-    """Block `number` of a batch, its memory, and its slot."""
+    """Block `number` of a batch, its memory, and its first slot."""
 
     number: int
     block: torch.Tensor
@@ -147,9 +153,13 @@ class Transfers:
         return failed | self._move_runs([[piece] for piece in again], writing, note)
 
     def _moved_in_place(self, pieces: Sequence[SlotPiece], writing: bool) -> bool:
-        first = pieces[0].slot
-        if self._in_place is None or any(piece.slot != first + n for n, piece in enumerate(pieces)):
+        if self._in_place is None:
             return False
+        behind = first = pieces[0].slot
+        for piece in pieces:
+            if piece.slot != behind:
+                return False
+            behind -= -piece.block.nbytes // self._slot_bytes
         return self._in_place.move([piece.block for piece in pieces], first, writing)
 
     def _move_runs(
@@ -195,21 +205,22 @@ class Transfers:
 def _runs(pieces: Iterable[SlotPiece], slot_bytes: int) -> Iterator[list[SlotPiece]]:
     """Pieces that are one: each begins where the one before ends, in the file and in memory."""
     run: list[SlotPiece] = []
+    nbytes = 0
     for piece in pieces:
-        if run and not _follows(run[-1], piece, slot_bytes, len(run)):
+        nbytes += piece.block.nbytes
+        if run and not (nbytes <= GROUP_BYTES and _follows(run[-1], piece, slot_bytes)):
             yield run
-            run = []
+            run, nbytes = [], piece.block.nbytes
         run.append(piece)
     if run:
         yield run
 
 
-def _follows(one: SlotPiece, other: SlotPiece, slot_bytes: int, pieces: int) -> bool:
+def _follows(one: SlotPiece, other: SlotPiece, slot_bytes: int) -> bool:
+    nbytes = one.block.nbytes
     return (
-        other.slot == one.slot + 1
-        and one.block.nbytes == slot_bytes
-        and other.block.data_ptr() == one.block.data_ptr() + slot_bytes
-        and (pieces + 1) * slot_bytes <= GROUP_BYTES
+        (other.slot - one.slot) * slot_bytes == nbytes
+        and other.block.data_ptr() == one.block.data_ptr() + nbytes
         and one.block.untyped_storage().data_ptr() == other.block.untyped_storage().data_ptr()
         and not (one.block.is_inference() or other.block.is_inference())
     )
@@ -243,29 +254,48 @@ def _errors(operation: Operation, items: int) -> dict[int, BaseException]:
 Value = TypeVar("Value")
 
 
-class StoreJob(NamedTuple):
-    """Blocks to move in the background, each of a slot.
+class Batch(NamedTuple):
+    """Blocks to move.
 
     Attributes:
-        digests: Their names.
+        digests: Of their names.
         blocks: Their memory.
-        done: Called with the answer for each, by the worker's thread.
+        kinds: What each is besides its name.
+        names: Their whole names; empty if those are not kept.
     """
 
     digests: list[bytes]
     blocks: list[torch.Tensor]
+    kinds: list[int]
+    names: list[bytes]
+
+    @classmethod
+    def joined(cls, batches: Sequence[Batch]) -> Batch:
+        """Several batches as one."""
+        if len(batches) == 1:
+            return batches[0]
+        columns = zip(*batches, strict=True)
+        return cls(*(list(itertools.chain.from_iterable(column)) for column in columns))
+
+
+class StoreJob(NamedTuple):
+    """Blocks to move in the background.
+
+    Attributes:
+        batch: The blocks.
+        slots: How many slots they take.
+        done: Called with the answer for each, by the worker's thread.
+    """
+
+    batch: Batch
+    slots: int
     done: Callable[[list[bool]], object]
 
 
 class Move(Protocol):
     """Moves blocks of several jobs."""
 
-    def __call__(
-        self,
-        digests: list[bytes],
-        blocks: list[torch.Tensor],
-        ended: Callable[[int], object],
-    ) -> list[bool]:
+    def __call__(self, batch: Batch, ended: Callable[[int], object]) -> list[bool]:
         """Return the answer for each; `ended` may be told before of a block that is moved."""
 
 
@@ -299,11 +329,11 @@ class StoreWorker:
             check()
             return work(*args)
 
-    def post(self, move: Move, job: StoreJob, most_blocks: int) -> None:
+    def post(self, move: Move, job: StoreJob, most_slots: int) -> None:
         """Move a job's blocks in the background, then call its `done`; False for all if it failed.
 
-        Jobs of `most_blocks` in all are moved together. A job whose blocks have all been moved is
-        answered while others are.
+        Jobs of `most_slots` slots in all are moved together. A job whose blocks have all been moved
+        is answered while others are.
         """
         with self._lock:
             # An interrupt right behind this costs each later `drain` a round trip, no more.
@@ -312,30 +342,29 @@ class StoreWorker:
             if waiting is None:
                 waiting = deque()
                 # First, so that an interrupt leaves no job that nobody looks for.
-                self.owner.post(self._work_off, move, waiting, most_blocks)
+                self.owner.post(self._work_off, move, waiting, most_slots)
                 self._open = waiting
             waiting.append(job)
 
-    def _work_off(self, move: Move, waiting: deque[StoreJob], most_blocks: int) -> None:
+    def _work_off(self, move: Move, waiting: deque[StoreJob], most_slots: int) -> None:
         """Move the jobs that wait now; those that come meanwhile wait behind other requests."""
         with self._lock:
             if self._open is waiting:
                 self._open = None
         while waiting:
-            jobs, blocks = [waiting.popleft()], 0
+            jobs, slots = [waiting.popleft()], 0
             while waiting:
-                blocks += len(jobs[-1].blocks)
-                if blocks + len(waiting[0].blocks) > most_blocks:
+                slots += jobs[-1].slots
+                if slots + waiting[0].slots > most_slots:
                     break
                 jobs.append(waiting.popleft())
             self._move(move, jobs)
 
     def _move(self, move: Move, jobs: list[StoreJob]) -> None:
-        digests = [digest for job in jobs for digest in job.digests]
-        blocks = [block for job in jobs for block in job.blocks]
-        job_of = [at for at, job in enumerate(jobs) for _ in job.digests]
-        left = [len(job.digests) for job in jobs]
-        found = [False] * len(digests)
+        batch = Batch.joined([job.batch for job in jobs])
+        job_of = [at for at, job in enumerate(jobs) for _ in job.batch.digests]
+        left = [len(job.batch.digests) for job in jobs]
+        found = [False] * len(job_of)
         firsts = [0, *itertools.accumulate(left)]
         unanswered = dict(enumerate(jobs))
 
@@ -353,14 +382,14 @@ class StoreWorker:
 
         try:
             with self._turn:
-                found = move(digests, blocks, ended)
+                found = move(batch, ended)
         except BaseException as failed:
             if len(jobs) > 1:  # of one of them, maybe
                 for job in unanswered.values():
                     self._move(move, [job])
                 return
             log_failure(failed, "unexpected error in %s", threading.current_thread().name)
-            found = [False] * len(digests)
+            found = [False] * len(job_of)
         for at, job in unanswered.items():
             self._answer(job, found[firsts[at] : firsts[at + 1]])
 

@@ -16,7 +16,7 @@ import pytest
 from contract.operating import threads_in
 from support import PATIENCE_S, run_python, spin_until, thread
 
-from nvmeio._kv_blocks.catalog import Catalog
+from nvmeio._kv_blocks.catalog import Catalog, Sizes
 from nvmeio._threads import closing, shutdown
 from nvmeio._threads.closing import collect, members
 from nvmeio._threads.owner import OwnerThread
@@ -180,7 +180,7 @@ def _swap_directory(above: Path) -> Callable[[], object]:
 
 
 def _store_of_blocks(above: Path) -> Callable[[], object]:
-    return Catalog(above / "kv" / "a.blocks", 4096, 4096, 4, writer=True).close
+    return Catalog(above / "kv" / "a.blocks", Sizes(4096, 4096, 4, 4096), writer=True).close
 
 
 @pytest.mark.parametrize("opening", [_swap_directory, _store_of_blocks])
