@@ -277,6 +277,7 @@ def open_store(order: dict[str, Any], rank: int, port_file: Path) -> Any:
 
 
 def be_rank(work: Work, order: dict[str, Any], rank: int, port_file: Path) -> None:
+    faulthandler.enable()  # a rank that crashes says where
     faulthandler.dump_traceback_later(order["limit_s"], exit=True)
     warnings.simplefilter("error")
     world = order["world"]

@@ -58,7 +58,8 @@ def running_ranks(script: str) -> Iterator[Callable[..., None]]:
         process.stdin.flush()
         ended = json.loads(process.stdout.readline())
         codes = [KILLED if rank == victim else 0 for rank in range(world)]
-        assert ended["codes"] == codes, "\n".join(ended["logs"])
+        said = (f"rank {rank}: {log}" for rank, log in enumerate(ended["logs"]))
+        assert ended["codes"] == codes, "\n".join([f"exit codes {ended['codes']}", *said])
 
     yield run
     process.terminate()
