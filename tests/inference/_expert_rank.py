@@ -54,9 +54,10 @@ def assert_own_experts(me: Rank, model: Any) -> None:
 
 def equal(me: Rank) -> None:
     """Each rank has a prompt of its own; a rank's tokens are those of a process alone."""
-    for name in ("mixtral", "qwen3_moe", "olmoe"):
-        whole = models.loaded(whole_of(me, name))
-        for share in (0.6, 1.1):
+    for name in ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "qwen3_moe_bf16", "gpt_oss_bf16"):
+        load = models.loaded_aligned if whole_of(me, name) != me.notes / name else models.loaded
+        whole = load(whole_of(me, name))
+        for share in (0.6,) if name.endswith("bf16") else (0.6, 1.1):
             model = stream(me, name, share)
             for kernel in ("grouped_mm", "batched_mm", "eager"):
                 for each in (model, whole):

@@ -26,8 +26,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"vocab_size": models.VOCABULARY, "eos_token_id": 1, "bos_token_id": 1}
     models.saved(lambda: models.mixtral(experts=8), made / "mixtral")
     models.saved(models.llama, made / "llama")
-    for name, cls in (("qwen3_moe", "Qwen3MoeForCausalLM"), ("olmoe", "OlmoeForCausalLM")):
-        models.saved(partial(_mixtures.family, cls, **sizes), made / name)
+    for name, cls in (
+        ("qwen3_moe", "Qwen3MoeForCausalLM"),
+        ("olmoe", "OlmoeForCausalLM"),
+        ("gpt_oss", "GptOssForCausalLM"),
+    ):
+        make = partial(_mixtures.family, cls, **sizes)
+        models.saved(make, made / name)
+        if name != "olmoe":
+            models.saved(lambda make=make: make().bfloat16(), made / f"{name}_bf16")
     return made
 
 
@@ -35,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same models, the mixtures packed: an expert is one read with one checksum."""
     made = tmp_path_factory.mktemp("packed")
-    for model in list(folder.iterdir()):
+    for model in [each for each in folder.iterdir() if each.is_dir()]:
         pack(model, made / model.name)
     (made / "whole").symlink_to(folder)
     return made

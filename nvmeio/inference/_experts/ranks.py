@@ -29,7 +29,11 @@ from nvmeio.inference._parallel.tensor_parallel import ParallelPasses
 logger = logging.getLogger("nvmeio")
 
 EXPERTS_PLAN = "experts"  # as `stream_model(tp_plan=)`
-_GIVEN = ("hidden_states", "top_k_index", "top_k_weights")  # what transformers' experts take
+# What transformers' experts take: hidden states, the experts of each token, and their weights.
+_GIVEN = {
+    ("hidden_states", "top_k_index", "top_k_weights"),
+    ("hidden_states", "router_indices", "routing_weights"),  # gpt-oss
+}
 # These add the outputs of a token's experts up as they were chosen, others by ascending numbers.
 _AS_CHOSEN = {"grouped_mm", "batched_mm"}
 
@@ -37,7 +41,7 @@ _AS_CHOSEN = {"grouped_mm", "batched_mm"}
 def can_be_shared_out(experts: ExpertSet) -> bool:
     """Whether ranks can compute each other's tokens with a set: fused experts of transformers."""
     takes = tuple(inspect.signature(experts.module.forward).parameters)
-    return not isinstance(experts, ExpertModules) and takes == _GIVEN
+    return not isinstance(experts, ExpertModules) and takes in _GIVEN
 
 
 def owned_nbytes(experts: ExpertSet, ranks: int) -> int:
@@ -67,8 +71,7 @@ class ExpertParallel(ParallelPasses):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        given = inspect.signature(call).bind(*args, **kwargs).arguments
-        hidden, weights = given["hidden_states"], given["top_k_weights"]
+        hidden, _, weights = inspect.signature(call).bind(*args, **kwargs).arguments.values()
         tokens, chosen = top_k_index.shape
         numbers = top_k_index.reshape(-1)
         there = (numbers >= 0) & (numbers < experts.number)
