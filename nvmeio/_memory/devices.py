@@ -435,6 +435,12 @@ def usable(name: str, value: str | int | torch.device) -> torch.device:
     return found
 
 
+def left_on(device: torch.device) -> int:
+    """Bytes that a CUDA device has free; torch's allocator may keep more that it has not lent."""
+    with torch.cuda.device(device):
+        return int(torch.cuda.mem_get_info(device)[0])
+
+
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor's values in new memory of a device, or of the CPU, which waits for them."""
     return tensor.detach().to(device, copy=True)

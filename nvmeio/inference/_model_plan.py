@@ -130,9 +130,12 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
     planned = (parts.fixed, *parts.units, *(each.unit for each in experts))
     check_part(opened, planned, ranks)
     others = 0 if ranks is None else room_for_others(parts.units, ranks.size)
-    budget, left = asked.resident_bytes, None
+    budget, left, half = asked.resident_bytes, None, 0
     if budget is None:
         left = memory_left()
+        half = int(left * SHARE)
+        if asked.device.type == "cuda":
+            left = min(left, devices.left_on(asked.device))
         budget = _default_budget(parts, asked.window, others, needs, left)
     if ranks is not None:
         how = (asked.window, asked.checksum, asked.device.type, asked.compute, asked.tp_plan)
@@ -144,7 +147,8 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
     for unit in (parts.fixed, *parts.units, *(each.unit for each in experts)):
         (stand_ins.freeze if asked.trainable else stand_ins.stand_in)(unit, asked.device)
     if experts and asked.device.type == "cuda":
-        shares = _with_host_memory(shares, asked.host_bytes, budget, needs)
+        host_bytes = max(half, budget) if asked.host_bytes is None else asked.host_bytes
+        shares = _with_host_memory(shares, host_bytes, budget, needs)
     part = opened.metadata.get(packed_index.PART)
     stored = dict(opened.tensors)
     return ModelPlan(model, parts, experts, shares, ranks, parallel, stored, packed, part)
@@ -187,20 +191,17 @@ def _expert_sets(
     return sets
 
 
-def _with_host_memory(
-    shares: Shares, host_bytes: int | None, budget: int, needs: ExpertNeeds
-) -> Shares:
+def _with_host_memory(shares: Shares, host_bytes: int, budget: int, needs: ExpertNeeds) -> Shares:
     """Give what `host_bytes` has beyond the budget of the device to experts, as many as there are.
 
     Raises ValueError if it has less.
     """
-    if host_bytes is not None and host_bytes < budget:
+    if host_bytes < budget:
         raise ValueError(
             f"host_bytes={host_bytes} is less than the {budget} bytes of resident_bytes, which the "
             "host holds in any case: raise it, or leave it out"
         )
-    beyond = 0 if host_bytes is None else host_bytes - budget
-    return shares._replace(host_experts=min(shares.experts + beyond, needs.most))
+    return shares._replace(host_experts=min(shares.experts + host_bytes - budget, needs.most))
 
 
 def _needs_of(sets: Sequence[ExpertSet], ranks: int = 1) -> ExpertNeeds:

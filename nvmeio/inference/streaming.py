@@ -109,10 +109,11 @@ def stream_model(
             stay, the window, and room for conversions. As many layers as fit stay. If not even one
             fits, layers are cut into their modules, and linear layers into tiles, whose outputs may
             differ in the last bits (docs/inference.md). By default half of the free memory (of the
-            machine, the cgroup, or under RLIMIT_AS and RLIMIT_DATA).
+            machine, the cgroup, or under RLIMIT_AS and RLIMIT_DATA; of the GPU, if that is less).
         host_bytes: On a GPU: page-locked memory for weights, or a size such as "96G". What it has
             beyond `resident_bytes` keeps more experts of a mixture, from where they are copied to
-            the GPU. By default as much as `resident_bytes`.
+            the GPU. By default as much as `resident_bytes`, or half of the free memory where that
+            is not given either.
         handle: Moves the bytes and stays open; by default one for each drive with the setting
             stored for its file system, for as long as the stream is open.
         dtype: Convert weights to this dtype, or the one of this name ("bfloat16"), when they are

@@ -273,6 +273,36 @@ def test_host_memory_beyond_that_of_the_device_keeps_more(
             model.weight_stream.close()
 
 
+def test_a_device_without_room_says_what_to_lower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "m.safetensors")
+    with accelerator(monkeypatch) as cuda:
+        cuda.limit_bytes = cuda.in_use_bytes + EXPERTS * REGION // 2
+        with pytest.raises(MemoryError, match=r"cuda:0 has no .* lower that"):
+            streamed(tmp_path / "m.safetensors", 2 * EXPERTS)
+
+
+def test_by_default_it_takes_half_of_what_either_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took half of the host's memory on the device too, whatever that had."""
+    wanted = in_memory(saved(tmp_path / "m.safetensors"))
+    with accelerator(monkeypatch) as cuda:
+        with torch.device("meta"):
+            model = made()
+        cuda.limit_bytes = cuda.in_use_bytes + 3 * EXPERTS * REGION
+        path = tmp_path / "m.safetensors"
+        streaming = nvmeio.stream_model(model, path, device="cuda")
+        try:
+            stats = streaming.weight_stream.stats
+            assert EXPERTS * REGION <= stats.expert_bytes <= 1.5 * EXPERTS * REGION
+            assert stats.expert_host_bytes >= LAYERS * EXPERTS * REGION
+            assert all(map(torch.equal, passed(cuda, streaming), wanted))
+        finally:
+            streaming.weight_stream.close()
+
+
 def test_host_bytes_that_make_no_sense_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

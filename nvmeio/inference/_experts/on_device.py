@@ -152,8 +152,15 @@ class DeviceExperts:
         self._copies = devices.Beside(device, "weights")
         self.host = HostSlots(nbytes, min(host_bytes // nbytes, total))
         with on_error(self.host.close):
-            self.room = self._copies.empty(room)
-            self._memory = self._copies.empty(number * nbytes)
+            try:
+                self.room = self._copies.empty(room)
+                self._memory = self._copies.empty(number * nbytes)
+            except torch.OutOfMemoryError as refused:
+                raise MemoryError(
+                    f"{device} has no {room + number * nbytes} bytes for experts, which "
+                    f"resident_bytes would allow it: lower that (not below {room} for them), or "
+                    "what else is kept there"
+                ) from refused
         self._free = list(range(number))[::-1]
         self._slots: dict[Key, int] = {}
         self._recency: Recency[Key] = Recency()  # of these
