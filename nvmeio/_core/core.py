@@ -382,7 +382,9 @@ class Cores:
 
     def check_open(self) -> None:
         """Raise `ClosedError` once operations are refused."""
-        self.host.live.check_open()
+        live = self.host.live
+        if live.refusal:
+            live.check_open()
 
     # --- waiting --------------------------------------------------------------------------
 

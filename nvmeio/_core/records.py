@@ -125,6 +125,8 @@ class Record:
     # --- for the core, in this order --------------------------------------------------------
 
     def prepare(self, engine: base.Engine, cq: base.CompletionQueue, transfer: Any) -> base.Request:
+        if self.rows is None:
+            return engine.prepare(cq, self.token, transfer)
         return base.prepare(engine, cq, self.token, transfer, self.rows)
 
     def cancel(self) -> None:

@@ -214,6 +214,11 @@ class DriveHandles:
         with files.in_use(file) as opened:
             return self._by_device.get(opened.inode[0], self.first)
 
+    @property
+    def mover(self) -> AioHandle | DriveHandles:
+        """What moves bytes in the fewest calls: the handle if there is just one, else these."""
+        return self.first if len(self._by_device) < 2 else self
+
     def async_pread(self, memory: torch.Tensor, file: File, file_offset: int = 0) -> Operation:
         return self.of(file).async_pread(memory, file, file_offset)
 

@@ -115,7 +115,10 @@ class _Regions:
         _changes.run(lambda: self._delete(address))
 
     def covers(self, address: int, nbytes: int) -> bool:
-        return address + nbytes <= (self.end_of(address) or -1)
+        take_out_dead()  # as `end_of`, with a call less: each transfer asks
+        starts, ends = self._table
+        index = bisect_right(starts, address) - 1
+        return index >= 0 and address + nbytes <= ends[index]
 
     def end_of(self, address: int) -> int:
         """Where the last span ends that begins before an address or there; 0: none does."""

@@ -61,10 +61,10 @@ class Cyclic(Generic[Unit]):
 
     def upcoming(self) -> Iterator[Unit]:
         """What followed the last unit, and so on, until a unit comes twice."""
-        unit = self._last
+        unit, after = self._last, self._after
         seen = {unit}
         while unit is not None:
-            unit = self._following(unit)
+            unit = after[unit] if unit in after else self._given_after(unit)
             if unit in seen:
                 return
             seen.add(unit)
@@ -77,10 +77,7 @@ class Cyclic(Generic[Unit]):
     def forget(self) -> None:
         self._last = None
 
-    def _following(self, unit: Unit) -> Unit:
-        known = self._after.get(unit)
-        if known is not None:
-            return known
+    def _given_after(self, unit: Unit) -> Unit:
         return self._units[(self._place[unit] + 1) % len(self._units)]
 
 

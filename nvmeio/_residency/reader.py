@@ -89,7 +89,9 @@ class Fill:
         after: Mark | None = None,
     ) -> None:
         self.chunks = deque(_chunks(reads))
-        self.nbytes = sum(chunk.memory.nbytes for chunk in self.chunks)
+        self.nbytes = 0
+        for chunk in self.chunks:
+            self.nbytes += chunk.memory.nbytes
         self.left = self._count = len(self.chunks)
         self.operations: list[Operation] = []  # that were begun
         self.arrived = arrived
@@ -98,7 +100,7 @@ class Fill:
         self.after = after
         self.on_device = after is not None
         # Whether the thread sees to it, though nobody waits
-        self.attended = self.on_device or not reads or any((arrived, finished, ended))
+        self.attended = bool(self.on_device or not reads or arrived or finished or ended)
         self.error: BaseException | None = None
         self.failed_at: WantedBytes | None = None
         self.cancelled = False
@@ -215,7 +217,7 @@ class Reader:
 
     def _is_needed(self) -> bool:
         """Whether the thread has work while nobody waits. With the condition held."""
-        return bool(self._queue) or any(fill.attended for _, fill, _, _ in self._flying)
+        return bool(self._queue) or any([fill.attended for _, fill, _, _ in self._flying])
 
     def _call_thread(self) -> None:
         if not self._landing and (self._stopping or self._is_needed()):
@@ -400,6 +402,9 @@ def _chunks(reads: Sequence[WantedBytes]) -> list[WantedBytes]:
     found = []
     for read in reads:
         nbytes = read.memory.nbytes
+        if 0 < nbytes <= CHUNK_BYTES:
+            found.append(read)
+            continue
         for first in range(0, nbytes, CHUNK_BYTES):
             memory = read.memory[first : min(first + CHUNK_BYTES, nbytes)]
             found.append(WantedBytes(read.file, read.start + first, memory, read.at + first))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import itertools
+import math
 import operator
 import time
 import weakref
@@ -57,6 +58,9 @@ class Slot(Generic[Unit]):
         self.bound = False
         self.shares: set[int] | None = None
 
+
+# Where a tensor lies in memory: its first byte, dtype, shape and strides.
+Place = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 SomeSlot = TypeVar("SomeSlot", bound=Slot)  # type: ignore[type-arg]
 
@@ -347,6 +351,8 @@ class Window(Generic[Unit, SomeSlot]):
         slot = self._keeper.take(unit)
         if slot is not None:
             return slot
+        if not self._order.stays:  # used ones went at once
+            return None
         idle = [each.unit for each in self._slots.values() if not each.holds]
         for each in self._order.may_go(idle, None if needed else unit):
             if self._keeper.may_go(self._slots[each], needed):
@@ -425,23 +431,29 @@ class LentPool:
         self._ended: SimpleQueue[weakref.ref[Any]] = SimpleQueue()
         self._out: dict[int, _Lent] = {}  # by the id of the mark
         self._apart_bytes = 0
+        self._refused_bytes = math.inf  # so much was not free, and nothing has come back since
 
     def take(self, unit: Unit, nbytes: int) -> Slot[Unit] | None:
         """Memory for a unit, page-aligned; None if none is free now."""
-        self._take_back()
         arena = self._arena
         if arena is None:
             raise ClosedError("the pool is closed: make a new one")
+        if not self._ended.empty():
+            self._take_back()
+        elif nbytes >= self._refused_bytes:
+            return None
         if self._apart_bytes and self.in_use_bytes + nbytes > self.budget_bytes:
             return None
         charged = round_up(nbytes, PAGE_BYTES)
         start = self._free.take(charged)
         if start is None:
+            self._refused_bytes = nbytes
             return None
         try:
             # The arena stays mapped for as long as the storage lives, whatever is closed.
             return self._lend(unit, arena.tensor(start, (nbytes,), torch.uint8), start, charged)
         except BaseException:
+            self._refused_bytes = math.inf
             self._free.put(start, charged)
             raise
 
@@ -471,6 +483,7 @@ class LentPool:
 
     def _take_back(self) -> None:
         while not self._ended.empty():
+            self._refused_bytes = math.inf
             _, start, nbytes = self._out.pop(id(self._ended.get()))
             if start is None:
                 self._apart_bytes -= nbytes
@@ -499,10 +512,7 @@ def lease_now(pool: PinnedPool, nbytes: int) -> tuple[Lease, torch.Tensor] | Non
         return None
 
 
-def laid_over(
-    memory: torch.Tensor,
-    places: Iterable[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]],
-) -> list[torch.Tensor]:
+def laid_over(memory: torch.Tensor, places: Iterable[Place]) -> list[torch.Tensor]:
     """Lay tensors over memory: each has its first byte, dtype, shape and strides there.
 
     Strides of () are row-major order. Each takes one call of torch: with every call a thread gives
@@ -517,9 +527,10 @@ def laid_over(
         if dtype not in typed:
             typed[dtype] = memory.view(dtype)
         first = start // dtype.itemsize
-        found.append(typed[dtype].as_strided(shape, strides or _strides(shape), first))
+        found.append(typed[dtype].as_strided(shape, strides or row_major(shape), first))
     return found
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor in row-major order."""
     return (*itertools.accumulate(shape[:0:-1], operator.mul, initial=1),)[::-1] if shape else ()

@@ -232,8 +232,12 @@ class Unchanged:
     def check(self, what: str) -> None:
         """Raise IntegrityError, which names `what`, if the file was changed; an fstat, 1 us."""
         before, path = self._before, self._file.path
-        with naming("open", path):
+        try:
             now = _facts(self._file)
+        except TransferError:
+            raise
+        except OSError as failed:
+            raise transfer_error(failed, "open", path) from failed
         if now != before:
             changed = "its size" if now[0] != before[0] else "its time of modification"
             raise IntegrityError(

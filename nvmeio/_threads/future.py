@@ -107,7 +107,7 @@ class Future(Begun[Value]):
     __slots__ = ("__weakref__", "_calls", "_cancel", "_gate", "_value", "done", "error", "seen")
 
     def __init__(self, cancel: Callable[[], object] | None = None) -> None:
-        super().__init__()
+        self._driven = None  # all that `Begun.__init__` does
         self._cancel = cancel
         self._value: Any = None
         self.error: BaseException | None = None

@@ -99,9 +99,11 @@ class OwnerThread:
         raised at once; the work is done all the same, and its value dropped. Raises ClosedError if
         the owner is closed, or another process's.
         """
-        if self.is_here:
+        # `is_here` and `_check_process`, without a call: each layer of a model comes this way.
+        if self._state.ident == _thread.get_ident():
             return work(*args)
-        self._check_process()
+        if self._pid != os.getpid():
+            raise ClosedError(_FORKED)
         second = to_end and being_interrupted()
         request: _Request[Value] = _Request(work, args)
         try:

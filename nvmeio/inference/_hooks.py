@@ -139,11 +139,13 @@ def _computing_with(
     stream: WeightStream, unit: Unit, call: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     _check_grad(repr(unit.name), args, kwargs)
+    without: Any = None
     use = stream.use(unit)
     try:
-        return calls.quietly(lambda: _own(stream, unit, call(*args, **kwargs)))()
+        without = calls.without_grad()
+        return _own(stream, unit, call(*args, **kwargs))
     finally:
-        del use
+        del without, use
 
 
 def _quietly(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -192,14 +194,12 @@ def _own(stream: WeightStream, unit: Unit, output: Any) -> Any:
     """The output, with copies in the place of views of weights that are about to go."""
     if unit.resident and not unit.converted_bytes:
         return output
-    shown = stream.as_read(unit)
-    if unit.targets and not shown and not stream.trainable:
+    storages = stream.as_read(unit)
+    if unit.targets and not storages and not stream.trainable:
         raise RuntimeError(
             f"{unit.name!r} called another streamed layer within its own call, which took its "
             "weights away: give stream_model a module that holds both in layers="
         )
-    # Weights of one unit lie in one mapping; converted ones in the room for conversions.
-    storages = {t.untyped_storage().data_ptr() for t in shown if not stand_ins.is_meta(t)}
 
     def is_view(tensor: torch.Tensor) -> bool:
         kept = not tensor.is_meta and has_storage(tensor)  # sparse ones have none
@@ -220,6 +220,8 @@ def _own(stream: WeightStream, unit: Unit, output: Any) -> Any:
             return found
         return value
 
+    if type(output) is torch.Tensor:
+        return output.clone() if is_view(output) else output
     return copied(output) if any(map(is_view, _tensors_in(output))) else output
 
 

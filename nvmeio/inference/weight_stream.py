@@ -126,6 +126,7 @@ def _caller(lockstep: Lockstep[Any] | None) -> Any:
 
 # An embedding that is used as a matrix is copied for each use up to this size, beside the budget.
 _MOST_TABLE_BYTES = 16 << 20
+_NO_GRADS = GradMode(False, False)
 
 
 class WeightStream(NotPickled, Closing):
@@ -216,7 +217,7 @@ class WeightStream(NotPickled, Closing):
         owner, uses = self._check()
         claim: Claim | None = None
         try:
-            if lockstep is None:
+            if lockstep is None and unit.resident:
                 claim = uses.settled_use(unit, threading.get_ident())
             if claim is None:
                 claim = self._ask(owner, uses, unit, lockstep)
@@ -225,12 +226,13 @@ class WeightStream(NotPickled, Closing):
         finally:
             del claim  # the traceback of an interrupt must not keep the unit
 
-    def as_read(self, unit: Unit) -> list[torch.Tensor]:
-        """The weights of a unit whose call has ended; RuntimeError if it has changed them.
+    def as_read(self, unit: Unit) -> set[int]:
+        """Where the weights of a unit lie whose call has ended: addresses of storages.
 
-        Its modules show those of a unit that does not stay in place no more, unless backward comes.
+        RuntimeError if the call has changed them. Afterwards modules do not show them any more
+        unless they stay in place, or backward comes.
         """
-        return [] if self._uses is None else self._uses.as_read(unit)
+        return set() if self._uses is None else self._uses.as_read(unit)
 
     def _ask(
         self, owner: OwnerThread, uses: Uses, unit: Unit, lockstep: Lockstep[Any] | None
@@ -242,7 +244,8 @@ class WeightStream(NotPickled, Closing):
                 entered = in_turn(
                     owner, uses.enter, unit, _caller(lockstep), self._cuda_stream(), self._grads()
                 )
-            uses.convert()
+            if not unit.as_stored:
+                uses.convert()
             return entered  # type: ignore[no-any-return]
         except BaseException:
             self._own_pass.spoil()
@@ -252,7 +255,7 @@ class WeightStream(NotPickled, Closing):
 
     def _grads(self) -> GradMode:
         if not self._trainable:
-            return GradMode(False, False)
+            return _NO_GRADS
         return GradMode(torch.is_grad_enabled(), in_backward())
 
     def origin_of(self, address: int, offset: int, _: int) -> Origin | None:
@@ -475,7 +478,7 @@ class WeightStream(NotPickled, Closing):
             self._owner.drain()
 
     def _cuda_stream(self) -> Any:
-        return devices.stream_here(self._device)
+        return devices.stream_here(self._device) if self._device.type == "cuda" else None
 
     # --- awaited ------------------------------------------------------------------------------
 

@@ -212,6 +212,27 @@ def test_every_open_file_is_read_the_short_way(file: Path, monkeypatch: pytest.M
         assert raw(tensor) == CONTENT[4000:4096] + b"\x01" * 416
 
 
+@pytest.mark.parametrize("nbytes", [64 << 10, 1 << 20])
+def test_a_longer_transfer_is_not_begun_as_a_short_one(
+    nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of pools and windows was prepared, seen to be too long, and withdrawn."""
+    path = tmp_path / "long"
+    path.write_bytes(bytes(nbytes))
+    memory = nvmeio.empty_aligned(nbytes, dtype=torch.uint8)
+    memory = torch.frombuffer(memory.numpy(), dtype=torch.uint8)  # which torch cannot hold
+    withdraw = Core.withdraw
+
+    def withdrawn(core: Core, record: object) -> None:
+        withdraw(core, record)  # type: ignore[arg-type]
+        pytest.fail("a record was made for nothing")
+
+    monkeypatch.setattr(Core, "withdraw", withdrawn)
+    with nvmeio.AioHandle() as handle, nvmeio.open(path, "r+") as opened:
+        assert handle.async_pread(memory, opened).result(WAIT_S) == nbytes
+        assert handle.async_pwrite(memory, opened).result(WAIT_S) == nbytes
+
+
 def test_one_file_and_several_handles(file: Path) -> None:
     tensor = torch.zeros(512, dtype=torch.uint8)
     with nvmeio.open(file) as opened, nvmeio.AioHandle() as lasting:

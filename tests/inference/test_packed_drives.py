@@ -247,6 +247,8 @@ def test_each_drive_has_a_handle_of_its_own(
             made.update((each, nvmeio.AioHandle(engine="threads")) for each in directories)
             super().__init__(made[directories[0]], directories)
 
+        mover = property(lambda self: self)
+
         def of(self, file: nvmeio.File) -> nvmeio.AioHandle:
             return made[os.path.dirname(file.path)]
 

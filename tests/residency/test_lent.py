@@ -100,3 +100,23 @@ def test_memory_that_could_not_be_lent_is_free_once(monkeypatch: pytest.MonkeyPa
     starts = {memory.data_ptr() for memory in memories if memory is not None}
     assert len(starts) == 2
     pool.close()
+
+
+def test_what_was_refused_is_looked_for_again_once_memory_came_back() -> None:
+    """A full pool says so without a search, for as long as nothing has come back."""
+    pool = LentPool(3 * 4096)
+    slots = [pool.take(number, 4096) for number in range(2)]
+    assert all(slot is not None for slot in slots)
+    for _ in range(2):
+        assert pool.take("large", 2 * 4096) is None
+    small = pool.take("small", 4096)  # less than was refused
+    assert small is not None
+    for _ in range(2):
+        assert pool.take("small", 4096) is None
+    slots.clear()
+    large = pool.take("large", 2 * 4096)
+    assert large is not None
+    assert pool.take("another", 4096) is None
+    del small, large
+    assert pool.in_use_bytes == 0  # which takes it back
+    assert pool.take("whole", 3 * 4096) is not None

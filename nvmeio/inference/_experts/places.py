@@ -12,7 +12,6 @@ man 2 mmap (MAP_NORESERVE).
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ import torch
 
 from nvmeio._bindings import memory_at
 from nvmeio._memory import system
-from nvmeio._residency.window import laid_over
+from nvmeio._residency.window import laid_over, row_major
 from nvmeio.inference._experts.sets import ExpertSet, PartPlace
 from nvmeio.inference._stream.packed_weights import Packed
 
@@ -156,15 +155,10 @@ def _over(
     experts: ExpertSet, memory: torch.Tensor, part: PartPlace, expert: int | None
 ) -> torch.Tensor:
     """A part of one expert; of all, [experts, ...], if none is named."""
-    start, shape, strides = part.start, part.shape, _strides(part.shape)
+    start, shape, strides = part.start, part.shape, row_major(part.shape)
     if expert is None:
         shape = (experts.number, *shape)
         strides = (experts.nbytes // part.dtype.itemsize, *strides)
     else:
         start += expert * experts.nbytes
     return laid_over(memory, [(start, part.dtype, shape, strides)])[0]
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a tensor in row-major order."""
-    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))

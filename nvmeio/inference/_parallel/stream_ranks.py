@@ -192,7 +192,7 @@ def new_reader(
 ) -> Reader:
     """The reader of a stream's units: with several ranks, each reads a part of each."""
     if ranks is None:
-        return Reader(handles)
+        return Reader(handles.mover)
     exchange = ranks.connected()
     with on_error(exchange.end, False):
         parts = [shares(unit.layout.reads, ranks.size) for unit in units]

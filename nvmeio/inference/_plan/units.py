@@ -20,6 +20,7 @@ from torch.nn import functional
 from nvmeio._formats.safetensors.open_set import SafetensorsSet
 from nvmeio._pages import TENSOR_ALIGNMENT, round_up
 from nvmeio._residency.tiled_linear import can_be_tiled
+from nvmeio._residency.window import Place, row_major
 from nvmeio.errors import an
 from nvmeio.inference._plan.checksums import ExpectedBytes, expected_of
 from nvmeio.inference._plan.slot_layout import SlotLayout, Weight, dealt, lay_out, rows_of
@@ -74,6 +75,9 @@ class Unit:
         row_modules: Embeddings that can do with the rows of their tokens.
         weights: Each once.
         layout: Its slot; set by `plan`.
+        places: Where the parts of its weights lie in the slot, in order: the first byte, dtype,
+            shape and strides; set by `plan`.
+        as_stored: Whether each weight is one part, just as the model wants it; set by `plan`.
         sums: Checksums of what lies there, where the file has them; set by `plan`.
         resident: Whether it stays once it is there; set by the budget.
         tiles: What is read in its place, the rows of its only weight in order.
@@ -89,6 +93,8 @@ class Unit:
         self.weights: list[Weight] = []
         self.experts: Experts | None = None
         self.layout = SlotLayout(0, (), ())
+        self.places: tuple[Place, ...] = ()
+        self.as_stored = False
         self.sums: tuple[ExpectedBytes, ...] = ()
         self.resident = False
         self.is_layer = False
@@ -108,11 +114,24 @@ class Unit:
         count = 0 if self.experts is None else self.experts.number
         layout = lay_out(parts, sizes, marks, count, own_alignment)
         self.layout = dealt(layout, checkpoint.spans)
+        self.places = tuple(
+            (start, part.dtype, part.shape, part.strides or row_major(part.shape))
+            for start, part in zip(layout.starts, parts, strict=True)
+        )
+        self.as_stored = all(
+            len(weight.parts) == 1
+            and weight.order is None
+            and weight.compute is None
+            and not weight.converted_bytes
+            for weight in self.weights
+        )
         self.sums = expected_of(self.weights, layout.starts, marks, count, checkpoint.spans)
 
     @property
     def converted_bytes(self) -> int:
         """Room for its converted weights while it is used."""
+        if self.as_stored:
+            return 0
         return sum(round_up(weight.converted_bytes, TENSOR_ALIGNMENT) for weight in self.weights)
 
     @property

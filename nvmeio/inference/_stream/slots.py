@@ -59,6 +59,7 @@ class WeightSlot(window.Slot[Unit]):
         experts: For each expert, 1 where its bytes are there.
         tensors: The weights, while they are bound.
         shown: What the modules show, for each target, while they are bound.
+        storages: Addresses of the memory that it lies in.
         conversions: What is not converted yet of these.
         work: Where converted weights are, if that is memory of its own.
         streams: On a GPU: those that compute with the weights since they were bound.
@@ -78,6 +79,7 @@ class WeightSlot(window.Slot[Unit]):
         self.used: list[Mark] = []
         self.tensors: list[Any] = []
         self.shown: list[torch.Tensor] = []
+        self.storages: set[int] = set()
         self.conversions = Conversions()
         self.work: torch.Tensor | None = None
 
@@ -208,7 +210,8 @@ class SlotPools:
 
     def take(self, unit: Unit, stays: bool, beyond: bool = False) -> WeightSlot | None:
         """A slot for a unit, or None where none is free now; on a CPU, `beyond` the budget then."""
-        devices.check_answers(self.device)
+        if self._copies is not None:
+            devices.check_answers(self.device)
         if self._lent is not None and not stays:
             nbytes = unit.layout.nbytes
             # In like parts of the largest: layers whose sizes differ by pages leave no odd pieces.
@@ -292,9 +295,13 @@ class SlotPools:
 
     def fill(self, slot: WeightSlot, reads: Sequence[Read], files: Sequence[File]) -> Fill:
         """The reads that fill a slot, followed by copies to the device."""
-        wanted = [WantedBytes(files[r.file], r.start, r.part(slot.host), r.at) for r in reads]
+        host = slot.host
+        wanted = [
+            WantedBytes(files[number], start, host[at : at + end - start], at)
+            for number, start, end, at in reads
+        ]
         slot.files = {read.file for read in reads}
-        sums = [each for each in slot.unit.sums if slot.has(each)]
+        sums = [each for each in slot.unit.sums if slot.has(each)] if slot.unit.sums else ()
         arriving = Arriving(sums, files) if sums else None
         copies = self._copies
         if copies is None:
@@ -366,6 +373,8 @@ class SlotPools:
 
     def let_go(self, slot: WeightSlot) -> None:
         """Note that its weights are not shown any more; streams may still read them."""
+        if self._copies is None:
+            return
         streams, slot.streams, slot.converted = slot.streams, [], None
         marks = [devices.asked_of(stream) for stream in streams]
         slot.used = _not_done(slot.used) + marks
@@ -414,6 +423,8 @@ class SlotPools:
         converted ones get memory of their own, instead of the room that all units share.
         """
         unit = slot.unit
+        if unit.as_stored:
+            return laid_over(slot.memory, unit.places)
         found: list[Any] = []
         at = 0
         room: torch.Tensor | None = None
@@ -483,10 +494,7 @@ def _not_done(marks: list[Mark]) -> list[Mark]:
 def _weights_in(slot: WeightSlot) -> Iterator[tuple[Weight, list[torch.Tensor]]]:
     """Each weight of a unit, with its parts as they lie in the slot."""
     unit = slot.unit
-    parts = [part for weight in unit.weights for part in weight.parts]
-    starts = zip(unit.layout.starts, parts, strict=True)
-    places = [(start, part.dtype, part.shape, part.strides) for start, part in starts]
-    laid = iter(laid_over(slot.memory, places))
+    laid = iter(laid_over(slot.memory, unit.places))
     for weight in unit.weights:
         yield weight, list(itertools.islice(laid, len(weight.parts)))
 

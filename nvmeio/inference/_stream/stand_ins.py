@@ -25,7 +25,6 @@ from torch import nn
 
 from nvmeio._distributed import rank_store
 from nvmeio._residency.calls import Origin, saving, version_of
-from nvmeio._threads.closing import on_error
 from nvmeio._torch_private import (
     DisableTorchFunctionSubclass,
     disabled_torch_function,
@@ -281,7 +280,10 @@ class _Unchanged(torch.Tensor):
 
 def on_disk(value: object) -> bool:
     """Whether something stands for a weight that is on disk."""
-    return isinstance(value, (Absent, Elsewhere))
+    return isinstance(value, _STAND_INS)
+
+
+_STAND_INS = (Absent, Elsewhere)
 
 
 def is_meta(tensor: torch.Tensor) -> bool:
@@ -502,10 +504,16 @@ def check_absent(targets: Sequence[Target]) -> None:
 
     Such a change (`copy_`, an initialisation, adapters that are merged) would be lost.
     """
-    check(targets, [target.empty for target in targets])
     with DisableTorchFunctionSubclass():  # else each look goes through Python
-        for module, attribute, _, _, empty, version in targets:
-            if version is not None and (not is_meta(empty) or version_of(empty) != version):
+        for module, attribute, is_buffer, _, empty, version in targets:
+            held: dict[str, Any] = module._buffers if is_buffer else module._parameters
+            if held.get(attribute) is not empty:
+                check(targets, [target.empty for target in targets])  # which says more
+            has_memory = not (isinstance(empty, _STAND_INS) or empty.is_meta)
+            if version is None:
+                continue
+            now = 0 if empty.is_inference() else empty._version  # `version_of`
+            if has_memory or now != version:
                 if rank_store.several():
                     raise RuntimeError(_CHANGED_BY_RANKS)
                 raise RuntimeError(
@@ -527,16 +535,20 @@ def install(
     check_absent(targets)
     parameters: dict[int, nn.Parameter] = {}
     shown: list[torch.Tensor] = []
-    with on_error(uninstall, targets), DisableTorchFunctionSubclass():  # as above
-        for module, attribute, is_buffer, number, empty, _ in targets:
-            if is_buffer:
-                shown.append(tensors[number].data)
-                module._buffers[attribute] = shown[-1]
-                continue
-            if number not in parameters:  # tied parameters are one
-                parameters[number] = shown_as(empty, tensors[number])
-            module._parameters[attribute] = parameters[number]
-            shown.append(parameters[number])
+    try:
+        with DisableTorchFunctionSubclass():  # as above
+            for module, attribute, is_buffer, number, empty, _ in targets:
+                if is_buffer:
+                    shown.append(tensors[number].data)
+                    module._buffers[attribute] = shown[-1]
+                    continue
+                if number not in parameters:  # tied parameters are one
+                    parameters[number] = shown_as(empty, tensors[number])
+                module._parameters[attribute] = parameters[number]
+                shown.append(parameters[number])
+    except BaseException:
+        uninstall(targets)
+        raise
     return shown
 
 
@@ -584,6 +596,13 @@ def check_as_read(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> N
 
     Not of embeddings with `max_norm`: they scale the same rows again in each call.
     """
+    for (module, attribute, is_buffer, *_), wanted in zip(targets, shown, strict=True):
+        held: dict[str, Any] = module._buffers if is_buffer else module._parameters
+        same = held.get(attribute) is wanted
+        if not same or not (wanted.is_inference() or wanted._version == 0):
+            break  # it is looked at more closely
+    else:
+        return
     found = _replaced(targets, shown, _is_lost)
     if found is not None:
         raise RuntimeError(

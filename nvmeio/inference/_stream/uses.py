@@ -142,31 +142,38 @@ class Uses:
         queued = self.turns.take(caller, waited)
         if queued is not None:
             return queued
-        with on_error(self._end_turn, caller), on_error(self._give_up):
+        try:
             with devices.on_stream(cuda_stream):
                 slot = self._bring(unit, grad_mode)
                 self.resources.memory.ready(slot)  # it may have been bound for another stream
             self._settle(slot, caller)
+        except BaseException:
+            try:
+                self._give_up()
+            finally:
+                self._end_turn(caller)
+            raise
         use = self._use = (slot, cuda_stream)
         self.units_used += 1
         return self._owner.claim(self._leave, use, caller)
 
-    def as_read(self, unit: Unit) -> list[torch.Tensor]:
-        """What a unit shows; raises if the call that uses it has changed that.
+    def as_read(self, unit: Unit) -> set[int]:
+        """Where what a unit shows lies, as addresses of storages; none if it shows nothing.
 
-        In the thread that has the turn, and at the call's end. What does not stay goes from its
-        modules now: when the owner gives the memory away, a moment later, somebody may have taken
-        a weight from them.
+        Raises if the call that uses it has changed that. In the thread that has the turn, and at
+        the call's end. What does not stay goes from its modules now: when the owner gives the
+        memory away, a moment later, somebody may have taken a weight from them.
         """
         slot = self._window.slot(unit)
-        shown = [] if slot is None else slot.shown
-        stand_ins.check_as_read(unit.targets if shown else [], shown)
-        if slot is not None and shown and not (self._order.stays or self._keeper.settled(slot)):
+        if slot is None or not slot.shown:
+            return set()
+        stand_ins.check_as_read(unit.targets, slot.shown)
+        if not (self._order.stays or self._keeper.settled(slot)):
             stand_ins.uninstall(unit.targets)
             slot.shown = []
             if torch.is_autocast_enabled(self.resources.memory.device.type):
                 torch.clear_autocast_cache()  # keeps weights, and copies, to the end of its block
-        return shown
+        return slot.storages
 
     def convert(self) -> None:
         """Convert what is in use. In the thread that uses it, and has the turn."""
@@ -264,12 +271,15 @@ class Uses:
         self._use = None
         slot, cuda_stream = use
         try:
-            with on_error(self._give_up), devices.on_stream(cuda_stream):
+            with devices.on_stream(cuda_stream):
                 if isinstance(caller, Lockstep) and caller.shared:
                     self._kept = slot
                 else:
                     self._window.let_go([slot])
                 self._window.look_ahead()
+        except BaseException:
+            self._give_up()
+            raise
         finally:
             self._end_turn(caller)
 

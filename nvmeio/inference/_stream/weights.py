@@ -101,10 +101,15 @@ class Weights(Keeper[Unit, WeightSlot]):
             self._put_away_converted(slot)
         self._memory.ready(slot)
         slot.tensors = self._memory.tensors(slot)
-        self._memory.converted(slot)
+        if not slot.unit.as_stored:
+            self._memory.converted(slot)
         if self._trainable:
             self._note_places(slot)
         slot.shown = stand_ins.install(slot.unit.targets, slot.tensors)
+        slot.storages = {slot.memory.untyped_storage().data_ptr()}
+        if not slot.unit.as_stored:
+            kept = [tensor for tensor in slot.shown if not stand_ins.is_meta(tensor)]
+            slot.storages |= {tensor.untyped_storage().data_ptr() for tensor in kept}
 
     def unbind(self, slot: WeightSlot) -> None:
         """Show nothing; the room for conversions is the next one's."""

@@ -116,7 +116,7 @@ class ParamStore:
         self._fits = sum(unit.nbytes for unit in self.units) <= window_bytes
         streams = self.device if self.direct else torch.device("cpu")
         self._ordered = OrderedReads(self._handles, streams)
-        self._reader = reader = Reader(self._ordered if self.direct else self._handles)
+        self._reader = reader = Reader(self._ordered if self.direct else self._handles.mover)
         self._resources.callback(reader.stop)
         order: Limited[ParamUnit] | ThereAndBack[ParamUnit] = _new_order(self.units)
         if self.device_bytes:
