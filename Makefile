@@ -27,7 +27,7 @@ DOCS_STAMP := $(VENV)-docs/.installed
 CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-clients serve-vllm serve-sglang stress interrupts power native-check coverage lint type editor-check format bench bench-small bench-instructions bench-checkpoint bench-offload bench-inference figures tables docs plots clients gpu-test gpu-check wheel-check clean
+.PHONY: help demo test test-fast test-clients serve-vllm serve-sglang serve-lmcache stress interrupts power native-check coverage lint type editor-check format bench bench-small bench-instructions bench-checkpoint bench-offload bench-inference figures tables docs plots clients gpu-test gpu-check wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -72,6 +72,11 @@ SGLANG_STAMP := $(VENV)-sglang/.nvmeio-installed
 serve-sglang: $(SGLANG_STAMP) ## the tests inside SGLang, likewise
 	@$(VENV)-sglang/bin/python -m pytest -p no:randomly tests/integrations/test_servers_hicache.py \
 	    tests/integrations/test_servers_sglang_real.py $(PYTEST_ARGS)
+
+LMCACHE_STAMP := $(VENV)-lmcache/.nvmeio-installed
+
+serve-lmcache: $(LMCACHE_STAMP) ## the tests inside LMCache, likewise
+	@$(VENV)-lmcache/bin/python -m pytest -p no:randomly tests/integrations/test_servers_lmcache.py $(PYTEST_ARGS)
 
 # Saves under attack (tests/stress/test_snapshots_attacked.py): so many trials of writes, and so many kills.
 SNAPSHOT_TRIALS ?= 3000
@@ -176,7 +181,7 @@ wheel-check: $(STAMP) ## build the wheel and use it where there is no compiler
 	@TORCH='$(TORCH)' PYTHON='$(BIN)/python' .ci/wheel_check
 
 clean: ## remove .venv and whatever was built
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-vllm $(VENV)-sglang site .cache build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-vllm $(VENV)-sglang $(VENV)-lmcache site .cache build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f nvmeio/_native*.so nvmeio/_native*.c
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -240,6 +245,20 @@ $(SGLANG_STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim
 	    xgrammar outlines apache-tvm-ffi torchao
 	@sed -i -e 's/^@torch.library.register_fake(.*/@(lambda f: f)/' -e 's/^@register_meta(.*/@(lambda f: f)/' \
 	    $(@D)/lib/python3*/site-packages/torchvision/_meta_registrations.py
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --editable .
+	@touch $@
+
+# Without what it needs for GPUs and for other stores. Its server needs all of these, and `lmcache bench l2` as well;
+# beside raw_block, install transformers and lmcache-rust-raw-block-io too.
+$(LMCACHE_STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*/*.[ch])
+	@test -x $(@D)/bin/python || { echo "== making $(@D)"; $(PYTHON) -m venv $(@D); }
+	@echo "== installing LMCache for CPUs: minutes"
+	@$(SERVE_TORCH_INSTALLED)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps lmcache==0.5.6
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet numba aiofile aiofiles blake3 aiohttp cryptography fastapi httpx msgspec "numpy<=2.2.6" nvtx \
+	    opentelemetry-api opentelemetry-sdk opentelemetry-exporter-otlp opentelemetry-exporter-prometheus prometheus_client psutil \
+	    py-cpuinfo pyyaml pyzmq redis safetensors sortedcontainers uvicorn httptools cachetools "protobuf<7" grpcio \
+	    pytest pytest-timeout pytest-asyncio hypothesis uvloop
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --editable .
 	@touch $@
 
