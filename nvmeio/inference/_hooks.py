@@ -78,8 +78,6 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
             _attach_tiles(linear, unit, stream)
         for embedding in unit.row_modules:
             _attach_rows(embedding, unit, stream)
-        if unit.experts is not None:
-            routing.attach(unit.experts.module, functools.partial(_with_read_experts, stream, unit))
     for experts in stream.experts:
         compute = functools.partial(_with_kept_experts, stream, experts)
         if isinstance(experts.module, nn.ModuleList):
@@ -358,19 +356,6 @@ def _check(unit: Unit, stream: WeightStream) -> None:
     stand_ins.check_absent(unit.targets)
     if stream.trainable:
         stand_ins.check_frozen(unit.targets)
-
-
-def _with_read_experts(
-    stream: WeightStream,
-    unit: Unit,
-    routing: torch.Tensor,
-    call: Callable[..., Any],
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    stream.need_experts(unit, routing)
-    return call(*args, **kwargs)
 
 
 def _with_kept_experts(

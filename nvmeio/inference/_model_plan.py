@@ -121,8 +121,6 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
         """The model in units of so many bytes at most, laid out."""
         parts = partition(model, others_of, asked.layers, most)
         for unit in (parts.fixed, *parts.units):
-            if experts or asked.trainable:
-                unit.experts = None  # kept one by one, or read with their layers
             unit.plan(opened, own_alignment=own_alignment)
         return parts
 

@@ -288,27 +288,6 @@ class WeightStream(NotPickled, Closing):
             )
         return make()
 
-    def need_experts(self, unit: Unit, top_k_index: torch.Tensor) -> None:
-        """Have those experts in place that tokens are routed to.
-
-        Args:
-            unit: In use.
-            top_k_index: Numbers of experts, any shape; others than 0 to count - 1 mean none.
-
-        Raises:
-            TransferError, IntegrityError: As for `use`.
-        """
-        owner, uses = self._check()
-        if unit.experts is None:
-            return
-        hit = [e for e in torch.unique(top_k_index).tolist() if 0 <= e < unit.experts.number]
-        try:
-            owner.call(uses.need_experts, unit, hit, self._cuda_stream())
-            uses.convert()
-        except BaseException:
-            self._own_pass.spoil()
-            raise
-
     def use_experts(self, experts: ExpertSet, top_k_index: torch.Tensor) -> Use:
         """Have those experts in place, or on their way, that tokens are routed to.
 
@@ -700,7 +679,7 @@ class WeightStream(NotPickled, Closing):
                 counts = owner.call(self._counts)
         rows, units = self._rows, self._partition.units
         experts = ExpertStats(*map(sum, zip(*self.expert_stats, strict=True)))
-        read = counts.pop("experts_read") + experts.misses + experts.read_ahead
+        read = experts.misses + experts.read_ahead
         return StreamStats(
             bytes_read=counts.pop("bytes_read") + rows.nbytes + experts.bytes_read,
             rows_read=rows.number,

@@ -29,10 +29,10 @@ from nvmeio.inference._plan.units import Unit, as_code, find_layers
 from nvmeio.inference._stream.slots import SlotPools
 
 
-def filled(layout: SlotLayout, reads: tuple[Read, ...], files: list[bytes]) -> bytearray:
+def filled(layout: SlotLayout, files: list[bytes]) -> bytearray:
     """What the reads leave in a slot."""
     slot = bytearray(layout.nbytes)
-    for read in reads:
+    for read in layout.reads:
         assert 0 <= read.start < read.end <= len(files[read.file])
         assert read.at >= 0 and read.at + read.end - read.start <= layout.nbytes
         slot[read.at : read.at + read.end - read.start] = files[read.file][read.start : read.end]
@@ -48,64 +48,39 @@ def wanted(part: WeightPart, files: list[bytes]) -> bytes:
 
 
 @st.composite
-def checkpoints(draw: st.DrawFn) -> tuple[list[bytes], list[WeightPart], list[bool], int]:
-    """Files of random bytes, and parts anywhere in them; some count experts."""
-    count = draw(st.integers(1, 4))
+def checkpoints(draw: st.DrawFn) -> tuple[list[bytes], list[WeightPart]]:
+    """Files of random bytes, and parts anywhere in them."""
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     generator = random.Random(draw(st.integers(0, 1000)))
     files = [generator.randbytes(size * 30_000 + draw(st.integers(0, 4095))) for size in sizes]
-    parts, marks = [], []
+    parts = []
     for _ in range(draw(st.integers(1, 6))):
         file = draw(st.integers(0, len(files) - 1))
-        expert = draw(st.booleans())
-        split = draw(st.integers(1, 3)) if not expert else draw(st.sampled_from([1, count]))
-        each = 4 * draw(st.integers(1, 1500)) * (count if expert and split == 1 else 1)
+        each = 4 * draw(st.integers(1, 1500))
         extents, at = [], 0
-        for _ in range(split):
+        for _ in range(draw(st.integers(1, 3))):
             offset = draw(st.integers(0, (len(files[file]) - each) // 4)) * 4
             extents.append(FileExtent(file, offset, each, at))
             at += each
-        shape = (count, at // 4 // count) if expert else (at // 4,)
-        parts.append(WeightPart(torch.float32, shape, tuple(extents)))
-        marks.append(expert)
-    return files, parts, marks, count
+        parts.append(WeightPart(torch.float32, (at // 4,), tuple(extents)))
+    return files, parts
 
 
 @given(checkpoints(), st.booleans())
 def test_reads_fill_every_part(
-    checkpoint: tuple[list[bytes], list[WeightPart], list[bool], int], own_alignment: bool
+    checkpoint: tuple[list[bytes], list[WeightPart]], own_alignment: bool
 ) -> None:
-    files, parts, marks, count = checkpoint
-    layout = lay_out(parts, [len(data) for data in files], marks, count, own_alignment)
+    files, parts = checkpoint
+    layout = lay_out(parts, [len(data) for data in files], own_alignment)
     assert layout.nbytes % PAGE_BYTES == 0
-    slot = filled(layout, layout.reads + layout.all_experts, files)
-    one_by_one = filled(
-        layout, layout.reads + tuple(r for reads in layout.experts for r in reads), files
-    )
+    slot = filled(layout, files)
     taken: list[tuple[int, int]] = []
     for part, start in zip(parts, layout.starts, strict=True):
         assert slot[start : start + part.nbytes] == wanted(part, files)
-        assert one_by_one[start : start + part.nbytes] == wanted(part, files)
         assert start % 4 == 0
         if own_alignment:
             assert start % 16 == 0
         taken.append((start, start + part.nbytes))
-
-
-@given(checkpoints(), st.integers(0, 3))
-def test_an_expert_is_read_without_the_others(
-    checkpoint: tuple[list[bytes], list[WeightPart], list[bool], int], expert: int
-) -> None:
-    files, parts, marks, count = checkpoint
-    expert %= count
-    layout = lay_out(parts, [len(data) for data in files], marks, count)
-    slot = filled(layout, layout.experts[expert], files)
-    for part, start, mark in zip(parts, layout.starts, marks, strict=True):
-        if mark:
-            share = part.nbytes // count
-            first = start + expert * share
-            data = wanted(part, files)[expert * share : (expert + 1) * share]
-            assert slot[first : first + share] == data
 
 
 def test_neighbours_in_a_file_are_one_read() -> None:

@@ -241,7 +241,7 @@ class ExpertSet:
         if total is None:
             return ExpertReads(reads, ())
         place = (files, first, 0, packed.nbytes)
-        return ExpertReads(reads, (ExpectedBytes(name, *place, total, range(0)),))
+        return ExpertReads(reads, (ExpectedBytes(name, *place, total),))
 
     def _reads(
         self,
@@ -269,7 +269,7 @@ class ExpertSet:
                     offset = stored.extents[expert][0].offset
                     found = stored.sums[expert]
                     place_of = (files, offset, part.start, part.nbytes)
-                    expected.append(ExpectedBytes(name, *place_of, found, range(0)))
+                    expected.append(ExpectedBytes(name, *place_of, found))
         return ExpertReads(_joined(reads), tuple(expected))
 
     def _of_one(self) -> list[tuple[Weight, tuple[WeightPart, ...]]]:

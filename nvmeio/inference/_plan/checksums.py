@@ -29,7 +29,6 @@ class ExpectedBytes(NamedTuple):
         offset: Where they lie there.
         at: Where they lie in the slot.
         sum: Their CRC-32.
-        experts: Which experts have to be there for it; none for what is always read.
         cut: For a tile, whose `sum` is that of the whole: the tiles' checksums, and which it is.
     """
 
@@ -39,21 +38,18 @@ class ExpectedBytes(NamedTuple):
     at: int
     nbytes: int
     sum: int
-    experts: range
     cut: tuple[CutSums, int] | None = None
 
 
 def expected_of(
     weights: Sequence[Weight],
     starts: Sequence[int],
-    marks: Sequence[bool],
-    experts: int,
     spans: Callable[[int, int, int], Sequence[tuple[int, int, int]]],
 ) -> tuple[ExpectedBytes, ...]:
     """The checksums of a unit, in the order of its slot.
 
-    For each part, `starts` has the slot's byte at which it begins, and `marks` whether its first
-    dimension counts experts. `spans` is as in `SafetensorsSet`.
+    For each part, `starts` has the slot's byte at which it begins. `spans` is as in
+    `SafetensorsSet`.
     """
 
     def files(file: int, offset: int, nbytes: int) -> tuple[int, ...]:
@@ -62,7 +58,7 @@ def expected_of(
     found: list[ExpectedBytes] = []
     named = [(weight.sources, n, part) for weight in weights for n, part in enumerate(weight.parts)]
     regions: set[ExpertRegion] = set()
-    for (sources, number, part), start, mark in zip(named, starts, marks, strict=True):
+    for (sources, number, part), start in zip(named, starts, strict=True):
         if not part.extents:
             continue
         region = part.region
@@ -74,23 +70,19 @@ def expected_of(
                     read = region.read_of(one, start - part.start_in_region)
                     among_files = files(read.file, read.start, read.nbytes)
                     place = (among_files, read.start, read.at)
-                    of = one if mark else range(0)
-                    found.append(ExpectedBytes(region.name, *place, read.nbytes, value, of))
+                    found.append(ExpectedBytes(region.name, *place, read.nbytes, value))
             continue
         extent, count = part.extents[0], len(part.sums)
         if part.cut is not None:
             among_files = files(extent.file, extent.offset, part.nbytes)
             place = (among_files, extent.offset, start)
             whole = part.nbytes, part.cut[0].whole
-            found.append(ExpectedBytes(sources[number], *place, *whole, range(0), part.cut))
+            found.append(ExpectedBytes(sources[number], *place, *whole, part.cut))
         for share, value in enumerate(part.sums):
             nbytes = part.nbytes // count
             at = share * nbytes
-            # Its experts, where there are as many checksums as these or not.
-            among = range(share * experts // count, -(-(share + 1) * experts // count))
             place = (files(extent.file, extent.offset + at, nbytes), extent.offset + at, start + at)
-            of = among if mark else range(0)
-            found.append(ExpectedBytes(sources[number], *place, nbytes, value, of))
+            found.append(ExpectedBytes(sources[number], *place, nbytes, value))
     return tuple(sorted(found, key=lambda each: each.at))
 
 

@@ -49,22 +49,17 @@ class Read(NamedTuple):
 class SlotLayout(NamedTuple):
     """The slot of one unit, in whole pages.
 
-    `starts` has the byte at which each part begins; `reads` fill every part but those of experts;
-    `experts` are the reads of each expert's share of these, `all_experts` of all, as few reads.
+    `starts` has the byte at which each part begins; `reads` fill them.
     """
 
     nbytes: int
     starts: tuple[int, ...]
     reads: tuple[Read, ...]
-    experts: tuple[tuple[Read, ...], ...] = ()
-    all_experts: tuple[Read, ...] = ()
 
 
 def lay_out(
     parts: Sequence[WeightPart],
     sizes: Sequence[int],
-    experts: Sequence[bool] = (),
-    count: int = 0,
     own_alignment: bool = False,
 ) -> SlotLayout:
     """Plan a slot. Reads begin on a page boundary in file and memory wherever these agree.
@@ -72,23 +67,16 @@ def lay_out(
     Args:
         parts: The unit's.
         sizes: The size of each file in bytes.
-        experts: For each part, whether its first dimension counts experts, which are read when they
-            are needed; none by default.
-        count: How many experts there are.
         own_alignment: A tensor that lies on an odd address for 16 bytes in its file is moved to one
             that torch's allocator would give it, which costs a bounce.
     """
-    marks = list(experts) or [False] * len(parts)
     starts = [0] * len(parts)
     reads: list[Read] = []
     end = 0
     plain = [
         index
         for index, part in enumerate(parts)
-        if len(part.extents) == 1
-        and part.region is None
-        and not marks[index]
-        and _may_stay(part, own_alignment)
+        if len(part.extents) == 1 and part.region is None and _may_stay(part, own_alignment)
     ]
     plain.sort(key=lambda index: parts[index].extents[0][:2])
     for index in plain:
@@ -103,8 +91,6 @@ def lay_out(
             reads.append(run)
         starts[index] = run.at + extent.offset - run.start
         end = round_up(run.at + run.nbytes, PAGE_BYTES)
-    by_expert: list[list[Read]] = [[] for _ in range(count)]
-    together: list[Read] = []
     region_starts: dict[ExpertRegion, int] = {}
     for index, part in enumerate(parts):
         if index in plain or not part.extents:
@@ -113,51 +99,28 @@ def lay_out(
         if region is not None:
             if region not in region_starts:
                 region_starts[region] = end
-                if marks[index]:
-                    together.append(region.read_of(range(region.number), end))
-                    for number in range(count):
-                        by_expert[number].append(region.read_of(range(number, number + 1), end))
-                else:
-                    reads.append(region.read_of(range(region.number), end))
+                reads.append(region.read_of(range(region.number), end))
                 end = round_up(end + region.number * region.nbytes, PAGE_BYTES)
             starts[index] = region_starts[region] + part.start_in_region
             continue
         whole = len(part.extents) == 1 and _may_stay(part, own_alignment)
         shift = part.extents[0].offset % PAGE_BYTES if whole else 0
         starts[index] = end + shift
-        moved = [_read(extent, starts[index], sizes, whole) for extent in _joined(part.extents)]
-        if marks[index]:
-            together += moved
-            share = part.nbytes // count
-            for number in range(count):
-                some = extents_within(part.extents, number * share, (number + 1) * share)
-                by_expert[number] += [
-                    _read(extent, starts[index], sizes, whole) for extent in _joined(some)
-                ]
-        else:
-            reads += moved
+        reads += [_read(extent, starts[index], sizes, whole) for extent in _joined(part.extents)]
         end = round_up(starts[index] + part.nbytes, PAGE_BYTES)
-    own = tuple(map(tuple, by_expert))
-    return SlotLayout(max(end, PAGE_BYTES), tuple(starts), tuple(reads), own, tuple(together))
+    return SlotLayout(max(end, PAGE_BYTES), tuple(starts), tuple(reads))
 
 
 def dealt(
     layout: SlotLayout, spans: Callable[[int, int, int], Sequence[tuple[int, int, int]]]
 ) -> SlotLayout:
     """The same with reads of the files in which the bytes really lie (`SafetensorsSet.spans`)."""
-
-    def cut(reads: Sequence[Read]) -> tuple[Read, ...]:
-        return tuple(
-            Read(file, start, end, read.at + start - read.start)
-            for read in reads
-            for file, start, end in spans(read.file, read.start, read.end)
-        )
-
-    return layout._replace(
-        reads=cut(layout.reads),
-        experts=tuple(map(cut, layout.experts)),
-        all_experts=cut(layout.all_experts),
+    reads = (
+        Read(file, start, end, read.at + start - read.start)
+        for read in layout.reads
+        for file, start, end in spans(read.file, read.start, read.end)
     )
+    return layout._replace(reads=tuple(reads))
 
 
 def _may_stay(part: WeightPart, own_alignment: bool) -> bool:

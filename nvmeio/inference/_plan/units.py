@@ -55,7 +55,7 @@ class Target(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """The fused experts of a unit.
+    """The fused experts of a unit, each of which `pack` gives a checksum.
 
     `module` is called with the experts that each token is routed to; `weights` are numbers of those
     whose first dimension counts experts.
@@ -106,13 +106,7 @@ class Unit:
         self.own_alignment = own_alignment
         sizes = [file.size() for file in checkpoint.files]
         parts = [part for weight in self.weights for part in weight.parts]
-        marks = [
-            self.experts is not None and number in self.experts.weights
-            for number, weight in enumerate(self.weights)
-            for _ in weight.parts
-        ]
-        count = 0 if self.experts is None else self.experts.number
-        layout = lay_out(parts, sizes, marks, count, own_alignment)
+        layout = lay_out(parts, sizes, own_alignment)
         self.layout = dealt(layout, checkpoint.spans)
         self.places = tuple(
             (start, part.dtype, part.shape, part.strides or row_major(part.shape))
@@ -125,7 +119,7 @@ class Unit:
             and not weight.converted_bytes
             for weight in self.weights
         )
-        self.sums = expected_of(self.weights, layout.starts, marks, count, checkpoint.spans)
+        self.sums = expected_of(self.weights, layout.starts, checkpoint.spans)
 
     @property
     def converted_bytes(self) -> int:

@@ -27,7 +27,7 @@ from nvmeio._threads.closing import collect, on_error
 from nvmeio.files import File
 from nvmeio.inference._parallel.rank_reader import RankReader, SharedFill
 from nvmeio.inference._plan.budget import Shares
-from nvmeio.inference._plan.checksums import Arriving, ExpectedBytes, verify
+from nvmeio.inference._plan.checksums import Arriving, verify
 from nvmeio.inference._plan.quantization import dequantise
 from nvmeio.inference._plan.slot_layout import Read, Weight
 from nvmeio.inference._plan.units import Unit
@@ -56,7 +56,6 @@ class WeightSlot(window.Slot[Unit]):
         host: Page-locked memory, as long as `Unit.layout` says.
         memory: The bytes on the device that computes; `host` itself on a CPU.
         files: Indices of the files that its reads are of.
-        experts: For each expert, 1 where its bytes are there.
         tensors: The weights, while they are bound.
         shown: What the modules show, for each target, while they are bound.
         storages: Addresses of the memory that it lies in.
@@ -72,7 +71,6 @@ class WeightSlot(window.Slot[Unit]):
         super().__init__(unit, host, memory)
         self.lease = lease
         self.files: set[int] = set()
-        self.experts = bytearray(unit.experts.number if unit.experts else 0)
         self.event: Mark | None = None  # on a GPU, once all copies were begun: when they are made
         self.converted: Mark | None = None  # and when what is bound is converted
         self.streams: list[Any] = []
@@ -82,10 +80,6 @@ class WeightSlot(window.Slot[Unit]):
         self.storages: set[int] = set()
         self.conversions = Conversions()
         self.work: torch.Tensor | None = None
-
-    def has(self, sum_: ExpectedBytes) -> bool:
-        """Whether all bytes of a checksum are there, or asked for."""
-        return all(self.experts[expert] for expert in sum_.experts)
 
 
 class _WorkRoom:
@@ -301,7 +295,7 @@ class SlotPools:
             for number, start, end, at in reads
         ]
         slot.files = {read.file for read in reads}
-        sums = [each for each in slot.unit.sums if slot.has(each)] if slot.unit.sums else ()
+        sums = slot.unit.sums
         arriving = Arriving(sums, files) if sums else None
         copies = self._copies
         if copies is None:
@@ -321,12 +315,9 @@ class SlotPools:
         return Fill(wanted, arrived, finished)
 
     def fill_together(self, slot: WeightSlot, number: int, ranks: RankReader) -> SharedFill:
-        """`fill` with other ranks, which read parts of it; checked and copied once all are there.
-
-        Experts are not filled.
-        """
+        """`fill` with other ranks, each a part; checked and copied once all are there."""
         host, memory, copies = slot.host, slot.memory, self._copies  # not the slot: see `Resources`
-        sums = [each for each in slot.unit.sums if slot.has(each)]
+        sums = slot.unit.sums
 
         def arrived() -> None:
             verify(host, sums, ranks.files)
@@ -390,37 +381,14 @@ class SlotPools:
             with contextlib.suppress(RuntimeError):  # a device that failed computes no more
                 devices.synchronize(self.device)
 
-    def check(self, slot: WeightSlot, reads: Sequence[Read], files: Sequence[File]) -> None:
-        """Compare what was read outside of a fill with its checksums.
-
-        A read is of whole pages and brings the edges of the neighbours again: these are compared
-        too.
-        """
-        touched = [
-            each
-            for each in slot.unit.sums
-            if slot.has(each)
-            and any(
-                each.at < read.at + read.nbytes and read.at < each.at + each.nbytes
-                for read in reads
-            )
-        ]
-        verify(slot.host, touched, files)
-
-    def copied(self, slot: WeightSlot, read: Read) -> None:
-        """Bring what was read outside of a fill to the device."""
-        if self._copies is not None:
-            read.part(slot.memory).copy_(read.part(slot.host))
-
     # Tensors
 
     def tensors(self, slot: WeightSlot, keep: bool = False) -> list[Any]:
         """The weights of a unit whose reads are done, in the order of `Unit.weights`.
 
         They have the model's dtypes and shapes; those that modules compute with while packed are
-        `Packed`. On a CPU `WeightSlot.conversions` are to be made before they are used. Experts
-        have their places, but `convert_expert` is to be called for what is read later. With `keep`,
-        converted ones get memory of their own, instead of the room that all units share.
+        `Packed`. On a CPU `WeightSlot.conversions` are to be made before they are used. With
+        `keep`, converted ones get memory of their own, instead of the room that all units share.
         """
         unit = slot.unit
         if unit.as_stored:
@@ -430,7 +398,7 @@ class SlotPools:
         room: torch.Tensor | None = None
         if unit.converted_bytes and not keep and self._work is not None:
             room = self._work.take(slot)
-        for index, (weight, parts) in enumerate(_weights_in(slot)):
+        for weight, parts in _weights_in(slot):
             if weight.compute is not None:
                 found.append(Packed.of(weight, parts))
                 continue
@@ -444,21 +412,9 @@ class SlotPools:
                 raise RuntimeError(f"no room was set aside to convert {weight.name!r}")
             (out,) = laid_over(memory, [(start, weight.dtype, weight.shape, ())])
             at += round_up(weight.converted_bytes, TENSOR_ALIGNMENT)
-            if unit.experts is None or index not in unit.experts.weights:
-                self._convert(slot, weight, parts, out)
+            self._convert(slot, weight, parts, out)
             found.append(out)
-        if unit.converted_bytes:
-            for expert in itertools.compress(itertools.count(), slot.experts):
-                self.convert_expert(slot, found, expert)
         return found
-
-    def convert_expert(self, slot: WeightSlot, tensors: list[Any], expert: int) -> None:
-        """Convert one expert that was read after `tensors`."""
-        experts = slot.unit.experts
-        for index, (weight, parts) in enumerate(_weights_in(slot)):
-            if experts is not None and index in experts.weights and weight.converted_bytes:
-                out = tensors[index][expert]
-                self._convert(slot, weight, [p[expert : expert + 1] for p in parts], out)
 
     def _convert(self, slot: WeightSlot, *conversion: Any) -> None:
         """A device does it in the order of what is asked of it; on a CPU, who computes does."""

@@ -7,7 +7,7 @@ flight, and what was on its way is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,10 +25,6 @@ from nvmeio.inference._stream.lockstep import Lockstep
 from nvmeio.inference._stream.slots import WeightSlot
 from nvmeio.inference._stream.turns import CLOSED, Turns, Waiting
 from nvmeio.inference._stream.weights import Resources, Weights
-
-# Where a token's routing named this share of the experts or more, the next layer's are read whole
-# and ahead; below it, those that are named are read when they are.
-_DENSE_SHARE = 0.75
 
 
 class GradMode(NamedTuple):
@@ -65,7 +61,7 @@ class Uses:
         self._fixed_slot: WeightSlot | None = None
         self._fixed_shown: list[torch.Tensor] = []
         self._settled: dict[Unit, list[torch.Tensor]] = {}  # and what their modules show
-        self.units_used = self.experts_read = 0
+        self.units_used = 0
 
     def open(self) -> None:
         """Read the weights that are always in memory."""
@@ -300,7 +296,7 @@ class Uses:
                 self._window.drop(slot.unit)
         self._order.forget()
 
-    # --- experts --------------------------------------------------------------------------------
+    # --- one weight -----------------------------------------------------------------------------
 
     def weight(self, unit: Unit, number: int, cuda_stream: Any) -> Callable[[], torch.Tensor]:
         """What makes a copy of one weight: of what stays as it is, or else read."""
@@ -309,8 +305,7 @@ class Uses:
         memory = self.resources.memory
         with devices.on_stream(cuda_stream):
             alone = self._keeper.alone(unit, number)
-            stays = unit.resident and unit.experts is None
-            if stays and not (unit.converted_bytes or unit.weights[number].compute):
+            if unit.resident and not (unit.converted_bytes or unit.weights[number].compute):
                 slot = self._window.need(unit, computing=False)
                 memory.ready(slot)
                 copy = memory.tensors(alone, keep=True)[0]
@@ -320,18 +315,6 @@ class Uses:
                 alone.event.wait()  # its host memory goes
             memory.ready(alone)
             return partial(alone.conversions.make, memory.tensors(alone, keep=True)[0])
-
-    def need_experts(self, unit: Unit, hit: Sequence[int], cuda_stream: Any) -> None:
-        """Read those experts of a unit in use that are missing."""
-        slot = self._window.slot(unit)
-        if unit.experts is None or slot is None:
-            return
-        self._keeper.dense = len(hit) >= _DENSE_SHARE * unit.experts.number
-        missing = [expert for expert in hit if not slot.experts[expert]]
-        if missing:
-            with on_error(self._give_up), devices.on_stream(cuda_stream):
-                self._keeper.read_experts(slot, missing)
-        self.experts_read += len(missing)
 
     # --- what it has done -----------------------------------------------------------------------
 
@@ -359,6 +342,5 @@ class Uses:
             "units_used": self.units_used + self.turns.shared_count,
             "mispredicted": window.mispredicted,
             "dropped": window.dropped,
-            "experts_read": self.experts_read,
             "waited_s": window.waited_s,
         }

@@ -1,4 +1,4 @@
-"""Reads a stream's weights and shows them: units, experts, single weights, rows.
+"""Reads a stream's weights and shows them: units, single weights, rows.
 
 `Weights` keeps the units of the stream's window: their memory, reads, checks, and what shows them.
 Rows of an embedding that stays in its file come by themselves: those that a pass asks for.
@@ -17,15 +17,13 @@ from nvmeio._io.drives import DriveHandles
 from nvmeio._residency.reader import Fill, Reader
 from nvmeio._residency.window import Keeper
 from nvmeio._threads.closing import collect, do_all
-from nvmeio.errors import BatchError, RowsError, TransferError, counted, with_context
-from nvmeio.handle import AioHandle
+from nvmeio.errors import RowsError, TransferError, counted, with_context
 from nvmeio.inference._parallel.rank_reader import RankReader, SharedFill
-from nvmeio.inference._plan.slot_layout import FileExtent, Read, WeightPart
+from nvmeio.inference._plan.slot_layout import FileExtent, WeightPart
 from nvmeio.inference._plan.units import Unit
 from nvmeio.inference._stream import stand_ins
 from nvmeio.inference._stream.packed_weights import Packed
 from nvmeio.inference._stream.slots import Conversions, SlotPools, WeightSlot
-from nvmeio.operation import Operation
 
 
 class Resources(NamedTuple):
@@ -54,7 +52,6 @@ class Weights(Keeper[Unit, WeightSlot]):
         reader = resources.reader
         self._ranks = reader if isinstance(reader, RankReader) else None
         self._numbers = {unit: number for number, unit in enumerate(units)}
-        self.dense = False
         self.beside_bytes = 0  # read past the queue
         self._trainable = trainable
         self._converted: WeightSlot | None = None  # that was bound last, if the room is not shared
@@ -66,18 +63,10 @@ class Weights(Keeper[Unit, WeightSlot]):
         return self._memory.take(unit, unit.resident)
 
     def fill(self, slot: WeightSlot) -> Fill:
-        """Everything but experts; these too where the last token needed most of them.
-
-        With several ranks, whose tokens differ, never: each reads those that it needs.
-        """
         unit = slot.unit
         if self._ranks is not None and unit in self._numbers:
             return self._memory.fill_together(slot, self._numbers[unit], self._ranks)
-        reads = unit.layout.reads
-        if self.dense and unit.experts is not None:
-            reads += unit.layout.all_experts
-            slot.experts = bytearray(b"\1" * unit.experts.number)
-        return self._memory.fill(slot, reads, self._checkpoint.files)
+        return self._memory.fill(slot, unit.layout.reads, self._checkpoint.files)
 
     def check(self, slot: WeightSlot) -> None:
         """Raise if a file was written to."""
@@ -147,7 +136,7 @@ class Weights(Keeper[Unit, WeightSlot]):
     def settled(self, slot: WeightSlot) -> bool:
         """Whether a unit stays in place between its uses."""
         unit = slot.unit
-        return slot.bound and unit.resident and not unit.converted_bytes and unit.experts is None
+        return slot.bound and unit.resident and not unit.converted_bytes
 
     def give_back(self, slot: WeightSlot) -> None:
         self._memory.give_back(slot)
@@ -166,46 +155,6 @@ class Weights(Keeper[Unit, WeightSlot]):
         return slot
 
     # Past the queue, for somebody who waits
-
-    def read_experts(self, slot: WeightSlot, missing: Sequence[int]) -> None:
-        reads = [read for expert in missing for read in slot.unit.layout.experts[expert]]
-        self._read_beside(slot, reads)
-        for expert in missing:
-            slot.experts[expert] = 1
-        self._memory.check(slot, reads, self._checkpoint.files)
-        for expert in missing:
-            self._memory.convert_expert(slot, slot.tensors, expert)
-        self._memory.converted(slot)
-
-    def _read_beside(self, slot: WeightSlot, reads: Sequence[Read]) -> None:
-        files = self._checkpoint.files
-        by_handle: dict[AioHandle, list[Read]] = {}
-        for read in reads:
-            by_handle.setdefault(self._resources.handles.of(files[read.file]), []).append(read)
-        begun: list[tuple[list[Read], Operation]] = []
-        try:
-            for handle, own in by_handle.items():
-                batch = handle.async_pread_batch(
-                    [read.part(slot.host) for read in own],
-                    [files[read.file] for read in own],
-                    [read.start for read in own],
-                )
-                begun.append((own, batch))
-        finally:
-            ended = [(own, batch.exception()) for own, batch in begun]
-        for own, failed in ended:
-            if isinstance(failed, BatchError):
-                item, failed = failed.failures[0]
-                if isinstance(failed, TransferError):
-                    names = stand_ins.names_in(slot.unit, own[item].at, own[item].nbytes)
-                    failed = with_context(failed, f"weights {names} of {slot.unit.name}")
-            if failed is not None:
-                raise failed
-        for index in {read.file for read in reads}:
-            self._checkpoint.check(index, f"layer {slot.unit.name!r}")
-        for read in reads:
-            self._memory.copied(slot, read)
-        self.beside_bytes += sum(read.nbytes for read in reads)
 
     def alone(self, unit: Unit, number: int) -> WeightSlot:
         """A slot for a copy of one weight, in memory of its own that lasts as long as it.
