@@ -186,13 +186,13 @@ def loaded(directory: Path, dtype: torch.dtype | str = "auto") -> Any:
     return getattr(transformers, config.architectures[0]).from_pretrained(directory, dtype=dtype)
 
 
-def loaded_aligned(directory: Path) -> Any:
+def loaded_aligned(directory: Path, dtype: torch.dtype | str = "auto") -> Any:
     """`loaded`, with each weight where torch's allocator puts it, as it lies in a packed file.
 
     transformers maps the file, in which weights lie at any multiple of 8. Some processors multiply
     otherwise there: by one row, the last bits differ.
     """
-    model = loaded(directory)
+    model = loaded(directory, dtype)
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model
