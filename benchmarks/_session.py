@@ -34,6 +34,7 @@ TARGETS = {
     "sizes": "peers.sizes:Sizes",
     "offload": "peers.offloads:Offloads",
     "activations": "peers.activations:Activations",
+    "parking": "peers.parking:Parking",
     "ZeRO-3": "peers.zero3:OnItsOwn",
     "streaming": "peers.inference:Streaming",
     "accelerate offload": "peers.inference:Accelerate",

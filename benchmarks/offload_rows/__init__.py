@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from _program import Row
 
-from offload_rows import activations, passes, steps
+from offload_rows import activations, parking, passes, steps
 
 ROWS: dict[str, Row] = {
     "step": Row("optimizer step", steps.measure, lambda size, _: 4 * size),
@@ -15,4 +15,5 @@ ROWS: dict[str, Row] = {
     "deepspeed": Row("step of ZeRO-3 on NVMe", steps.measure_deepspeed, lambda size, _: 6 * size),
     "passes": Row("forward and backward", passes.measure, lambda size, _: 2 * size),
     "activations": Row("activations on the drive", activations.measure, lambda size, _: size // 2),
+    "parking": Row("parking", parking.measure, lambda size, _: size),
 }

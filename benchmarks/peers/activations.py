@@ -128,6 +128,11 @@ class Activations:
         self.release()
 
 
+def resident_bytes() -> int:
+    """The process's memory as the kernel counts it."""
+    return _status("VmRSS")
+
+
 def _status(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))

@@ -31,7 +31,9 @@ from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._threads.threads import helped
 
 _NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered; driver_types.h
+_MADV_DONTNEED = 4
 _MADV_HUGEPAGE = 14
+_MADV_COLD = 20  # Linux 5.4
 _MADV_POPULATE_READ = 22  # Linux 5.14; linux/mman.h
 _MADV_POPULATE_WRITE = 23
 _MLOCK_ONFAULT = 1  # Linux 4.4
@@ -466,6 +468,54 @@ def accessible(address: int, nbytes: int, writing: bool) -> bool:
 def _knows_populate() -> bool:
     page = mmap.mmap(-1, PAGE_BYTES)
     return bool(system.libc.madvise(_address_of(page), PAGE_BYTES, _MADV_POPULATE_READ) == 0)
+
+
+def give_back_pages(address: int, nbytes: int) -> None:
+    """Give the whole pages of some private memory back to the system; they read as zeros then.
+
+    What lies on them is lost; addresses stay valid. Memory of a file reads as the file does.
+
+    Raises:
+        OSError: It cannot be given back; some of it may have been.
+    """
+    start, length = _whole_pages(address, nbytes)
+    if length and system.libc.madvise(start, length, _MADV_DONTNEED) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"madvise(MADV_DONTNEED): {os.strerror(code)}")
+
+
+def bring_pages(address: int, nbytes: int) -> None:
+    """Have memory for the whole pages of a span that was given back: huge pages if possible.
+
+    Pages that are not brought here come when they are touched.
+    """
+    start, length = _whole_pages(address, nbytes)
+    if length:
+        system.libc.madvise(start, length, _MADV_HUGEPAGE)
+    for at in range(start, start + length, _POPULATE_BYTES):
+        step = min(_POPULATE_BYTES, start + length - at)
+        if system.libc.madvise(at, step, _MADV_POPULATE_WRITE) != 0:
+            return
+
+
+def can_be_given_back(address: int, nbytes: int) -> bool:
+    """Whether `give_back_pages` will do: not for memory that is locked, or a device's.
+
+    Before Linux 5.4 it is taken to.
+    """
+    start, length = _whole_pages(address, nbytes)
+    return not length or system.libc.madvise(start, length, _MADV_COLD) == 0 or not _knows_cold()
+
+
+def _whole_pages(address: int, nbytes: int) -> tuple[int, int]:
+    start = round_up(address, PAGE_BYTES)
+    return start, max(0, (address + nbytes) // PAGE_BYTES * PAGE_BYTES - start)
+
+
+@functools.cache
+def _knows_cold() -> bool:
+    page = mmap.mmap(-1, PAGE_BYTES)
+    return bool(system.libc.madvise(_address_of(page), PAGE_BYTES, _MADV_COLD) == 0)
 
 
 class Prefault:

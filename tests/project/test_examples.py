@@ -26,7 +26,11 @@ def command(example: str, folder: Path, *arguments: str) -> list[str]:
 
 
 # They measure their own memory, or limit it: torch's pages are not to be there before.
-ALONE = ("12_larger_than_memory.py", "13_train_beyond_memory.py")
+ALONE = (
+    "12_larger_than_memory.py",
+    "13_train_beyond_memory.py",
+    "21_park_while_generating.py",
+)
 
 
 def run(example: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -79,6 +83,10 @@ RUNS = {
     "20_mixture_beyond_memory.py": (
         ["--experts", "32", "--width", "128", "--tokens", "24"],
         "of the experts in memory",
+    ),
+    "21_park_while_generating.py": (
+        ["--width", "256", "--layers", "4", "--rounds", "2"],
+        "and another one went on",
     ),
 }
 

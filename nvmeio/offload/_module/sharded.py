@@ -234,3 +234,12 @@ def _flat(memory: torch.Tensor, span: SlotSpan, numel: int) -> torch.Tensor:
 
 def _ranks_of(group: Any) -> int:
     return int(getattr(group.mesh_info, "shard_mesh_size", 1))
+
+
+def shards_of(module: torch.nn.Module) -> list[Any]:
+    """What FSDP2 keeps of each parameter, all of them sharded: what was gathered is given up."""
+    shards: list[Any] = []
+    for _, each in _fsdp_modules(module):
+        each.reshard()
+        shards += [shard for group in _groups_of(each) for shard in group.fsdp_params]
+    return shards

@@ -38,7 +38,7 @@ _REMOVES = "overwrite=True removes it"
 LOCK = "lock"
 # All that is ever made here. Nothing else is removed: the directory may have been somebody's.
 RECORD = "drives"  # of one that is part of a set
-OURS = ("state.0", "state.1", "manifest.0", "manifest.1", "gradients", "weights", RECORD)
+OURS = ("state.0", "state.1", "manifest.0", "manifest.1", "gradients", "weights", "parked", RECORD)
 
 
 class SwapDir:
