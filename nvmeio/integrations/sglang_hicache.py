@@ -31,8 +31,7 @@ from typing import Any
 
 import torch
 
-from nvmeio import buffers
-from nvmeio._formats.safetensors.shards import parse_size
+from nvmeio import _checks, buffers
 from nvmeio._kv_blocks.store import BlockStore
 from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio._threads.closing import members
@@ -127,7 +126,7 @@ class HiCache:
             )
         self._config = storage_config
         self._directory = str(extra["directory"])
-        self._capacity = parse_size(extra["capacity_bytes"])
+        self._capacity = _checks.size("capacity_bytes", extra["capacity_bytes"], 1)
         models, trained, settings = served(storage_config.model_name)
         said = WeightOptions.of(extra)
         self._identity = identity_of(models, trained, said, settings, self._directory)

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from nvmeio._formats.safetensors.shards import parse_size
+from nvmeio import _checks
 from nvmeio._kv_blocks.store import BlockStore
 from nvmeio.integrations._clients import client, joined, on_demand
 from nvmeio.integrations._serving.kv_identity import (
@@ -128,7 +128,7 @@ class Tier:
         parallel = offloading_spec.config.parallel
         if getattr(parallel, "data_parallel_size", 1) > 1:
             name += f"-dp{parallel.data_parallel_index}"
-        capacity = parse_size(capacity_bytes)
+        capacity = _checks.size("capacity_bytes", capacity_bytes, 1)
         said = WeightOptions.of(
             {
                 "weights": weights,

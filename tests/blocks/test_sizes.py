@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -233,3 +235,44 @@ def test_the_files_are_private_and_within_their_size(tmp_path: Path, handle: Aio
     assert [os.stat(file).st_mode & 0o777 for file in files] == [0o600] * 3
     assert os.stat(files[0]).st_size <= SLOTS * PAGE
     assert os.stat(files[1]).st_size <= SLOTS * 64
+
+
+def keeps_storing(directory: Path) -> None:
+    """Store blocks of all sizes until killed; the numbers of those that were answered are said."""
+    with opened(directory, None, name_bytes=8) as store:
+        first = int(torch.randint(1 << 20, (1,)))
+        for seed in range(first, first + 100_000):
+            store.store([str(seed)], [block(seed, size_of(seed))])
+            print(seed, flush=True)
+
+
+def size_of(seed: int) -> int:
+    return 1 + (seed * 7919) % LARGEST
+
+
+KILLS = 4
+
+
+def test_a_killed_writer_leaves_no_wrong_block(tmp_path: Path, handle: AioHandle) -> None:
+    """Blocks of several sizes lie over the slots of others that were there before."""
+    program = (
+        f"import sys; sys.path[:0] = {sys.path!r}\n"
+        "from pathlib import Path; from blocks import test_sizes\n"
+        f"test_sizes.keeps_storing(Path({str(tmp_path)!r}))"
+    )
+    for turn in range(KILLS):
+        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            for _ in range(40 + 37 * turn):
+                last = int(writer.stdout.readline())
+            writer.kill()
+            said = writer.stdout.read().split()
+        last = int(said[-1]) if said else last
+        with opened(tmp_path, handle, name_bytes=8) as store:
+            listed, _ = store.listed(most=100)
+            assert len(listed) == len(store) > 3
+            for name, nbytes in listed:
+                assert nbytes == size_of(int(name))
+                assert is_right(store, int(name), nbytes)
+            assert is_right(store, last, size_of(last))
+            assert store.stats.damaged == 0

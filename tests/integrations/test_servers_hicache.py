@@ -791,7 +791,7 @@ def test_clear_forgets(opened: Callable[..., Any]) -> None:
 def test_missing_settings_are_named(opened: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="lacks directory and capacity_bytes"):
         opened(extra_config={"backend_name": "nvmeio"})
-    with pytest.raises(ValueError, match="is no size"):
+    with pytest.raises(ValueError, match="capacity_bytes: 'much' is not a size"):
         opened(extra_config={"directory": "/tmp", "capacity_bytes": "much"})
 
 

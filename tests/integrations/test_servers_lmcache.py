@@ -517,6 +517,16 @@ def test_parameters_that_make_no_sense_are_refused(params: dict[str, Any], messa
 
 
 @in_lmcache
+def test_a_capacity_in_words_is_binary(tmp_path: Path) -> None:
+    """As the documents say; it was read as safetensors' shards are, 7% smaller."""
+    from nvmeio.integrations.lmcache import NvmeL2Adapter
+
+    adapter = NvmeL2Adapter({"directory": str(tmp_path), "capacity_bytes": "4MB"})
+    adapter.close()
+    assert adapter.get_usage().total_capacity_bytes == 4 << 20
+
+
+@in_lmcache
 def test_cursors_of_others_are_refused(tmp_path: Path) -> None:
     with adapter_in(tmp_path) as adapter:
         with pytest.raises(ValueError, match="is not one that was returned here"):

@@ -769,8 +769,14 @@ def test_a_reset_of_vllms_caches_reaches_the_tier(
     assert ended(tier) == [(5, True, (b"b",))]
 
 
+def test_a_capacity_in_words_is_binary(opened: Callable[..., Any]) -> None:
+    """As the documents say; it was read as safetensors' shards are, 5% smaller."""
+    tier = opened(Primary(), capacity_bytes="1MB")
+    assert store_of(tier).usage.capacity_bytes == 1 << 20
+
+
 def test_what_makes_no_sense_is_refused(opened: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match="is no size"):
+    with pytest.raises(ValueError, match="capacity_bytes: 'much' is not a size"):
         opened(Primary(), capacity_bytes="much")
     with pytest.raises(ValueError, match=r"capacity_bytes must be \d+ or more, for one block"):
         opened(Primary(), capacity_bytes=CHUNK - 1)

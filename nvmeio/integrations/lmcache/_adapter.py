@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nvmeio._formats.safetensors.shards import parse_size
+from nvmeio import _checks
 from nvmeio._kv_blocks.catalog import Change
 from nvmeio._kv_blocks.store import BlockStore
 from nvmeio._threads.owner import OwnerThread
@@ -72,10 +72,10 @@ class Adapter:
 
     Args:
         params: LMCache's "adapter_params". "directory", on the drive; "capacity_bytes", a number or
-            a text such as "200GB" (sizes are binary); "name" of the store, "lmcache" if it is left
-            out; "weights", "weights_id", "adapters" and "fingerprint": which weights the objects
-            are of (docs/serving.md); "settings", an object with all else that changes what their
-            bytes mean, such as the attention backend.
+            a text such as "200GB" (GiB: sizes are binary); "name" of the store, "lmcache" if it is
+            left out; "weights", "weights_id", "adapters" and "fingerprint": which weights the
+            objects are of (docs/serving.md); "settings", an object with all else that changes what
+            their bytes mean, such as the attention backend.
         l1_memory_desc: LMCache's memory; not needed.
 
     Raises:
@@ -101,7 +101,7 @@ class Adapter:
         settings = params.get("settings") or {}
         if not isinstance(settings, Mapping):
             raise ValueError(f'"settings" must be an object, not {settings!r}')
-        units = parse_size(params["capacity_bytes"]) // UNIT_BYTES
+        units = _checks.size("capacity_bytes", params["capacity_bytes"], 1) // UNIT_BYTES
         parent: Any = super()
         parent.__init__(max_capacity_bytes=units * UNIT_BYTES)
         api = importlib.import_module("lmcache.v1.distributed.api")
