@@ -344,12 +344,16 @@ def record_use(memory: torch.Tensor, stream: Any) -> None:
         memory.record_stream(stream)
 
 
-@contextlib.contextmanager
-def on_stream(stream: Any) -> Iterator[None]:
+def on_stream(stream: Any) -> contextlib.AbstractContextManager[None]:
     """Queue the calling thread's work on a device on a stream of `stream_here` meanwhile."""
-    if stream is None:
-        yield
-        return
+    return _AS_EVER if stream is None else _on_stream(stream)
+
+
+_AS_EVER = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _on_stream(stream: Any) -> Iterator[None]:
     # The device first: put back on another one, a thread would make a context there.
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield

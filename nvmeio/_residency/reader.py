@@ -217,10 +217,14 @@ class Reader:
 
     def _is_needed(self) -> bool:
         """Whether the thread has work while nobody waits. With the condition held."""
-        return bool(self._queue) or any([fill.attended for _, fill, _, _ in self._flying])
+        if self._queue or not self._flying:
+            return bool(self._queue)
+        return any([fill.attended for _, fill, _, _ in self._flying])
 
     def _call_thread(self) -> None:
-        if not self._landing and (self._stopping or self._is_needed()):
+        if self._landing:
+            return
+        if self._stopping or self._queue or self._is_needed():
             self._condition.notify()
 
     def _step(self, only_if_needed: bool = False) -> bool:

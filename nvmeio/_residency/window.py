@@ -444,7 +444,7 @@ class LentPool:
             return None
         if self._apart_bytes and self.in_use_bytes + nbytes > self.budget_bytes:
             return None
-        charged = round_up(nbytes, PAGE_BYTES)
+        charged = nbytes + -nbytes % PAGE_BYTES  # `round_up`: each layer comes this way
         start = self._free.take(charged)
         if start is None:
             self._refused_bytes = nbytes

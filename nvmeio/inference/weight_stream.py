@@ -238,11 +238,12 @@ class WeightStream(NotPickled, Closing):
         self, owner: OwnerThread, uses: Uses, unit: Unit, lockstep: Lockstep[Any] | None
     ) -> Claim:
         self._own_pass.waits()
+        grads = self._grads() if self._trainable else _NO_GRADS
         entered: Any = None
         try:
             with profiled("wait", unit.name):
                 entered = in_turn(
-                    owner, uses.enter, unit, _caller(lockstep), self._cuda_stream(), self._grads()
+                    owner, uses.enter, unit, _caller(lockstep), self._cuda_stream(), grads
                 )
             if not unit.as_stored:
                 uses.convert()

@@ -18,7 +18,7 @@ import torch
 from nvmeio import buffers
 from nvmeio._memory import devices
 from nvmeio._memory.devices import Mark
-from nvmeio._pages import PAGE_BYTES, TENSOR_ALIGNMENT, round_down, round_up
+from nvmeio._pages import PAGE_BYTES, TENSOR_ALIGNMENT, round_up
 from nvmeio._residency import window
 from nvmeio._residency.on_device import DevicePool
 from nvmeio._residency.reader import Fill, WantedBytes
@@ -210,7 +210,7 @@ class SlotPools:
             nbytes = unit.layout.nbytes
             # In like parts of the largest: layers whose sizes differ by pages leave no odd pieces.
             like = self._largest // (self._largest // nbytes)
-            lent = self._lent.take(unit, round_down(like, PAGE_BYTES))
+            lent = self._lent.take(unit, like - like % PAGE_BYTES)
             lent = lent or (self._lent.take_beyond(unit, nbytes) if beyond else None)
             if lent is None:
                 return None

@@ -141,7 +141,8 @@ class Uses:
         try:
             with devices.on_stream(cuda_stream):
                 slot = self._bring(unit, grad_mode)
-                self.resources.memory.ready(slot)  # it may have been bound for another stream
+                if cuda_stream is not None:
+                    self.resources.memory.ready(slot)  # it may have been bound for another stream
             self._settle(slot, caller)
         except BaseException:
             try:

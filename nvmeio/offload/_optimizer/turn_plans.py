@@ -9,6 +9,7 @@ import torch
 
 from nvmeio._io.drives import FileSpan
 from nvmeio.offload._generations.state_files import StateFiles
+from nvmeio.offload._optimizer.params import SwappedParam
 from nvmeio.offload._swap_files.subgroups import Piece, Subgroup
 
 # Plans kept for each subgroup: from either place, with two sets of gradients.
@@ -24,6 +25,7 @@ class TurnPlan(NamedTuple):
         writes: The moves of all that the step changes.
         verify: Compares with the checksums; None for nothing.
         stored: Whether the drive has the weights of all pieces of the subgroup.
+        rounded: The pieces whose rounded weights go to a module's store.
     """
 
     subgroup: Subgroup
@@ -33,18 +35,21 @@ class TurnPlan(NamedTuple):
     writes: Sequence[FileSpan]
     verify: Callable[[torch.Tensor], None] | None
     stored: bool
+    rounded: Sequence[Piece]
 
 
 class TurnPlans:
     """Keeps the plans of the last steps.
 
     A plan follows from the layout of the files, which pieces are stepped, and from which of its
-    two places each comes. Anything else is none of its subject: options, gradients on the drive,
-    parameters of a module.
+    two places each comes. Options, gradients on the drive, and where a module keeps its parameters
+    are not in it: these may be others in each step.
     """
 
-    def __init__(self, files: StateFiles) -> None:
+    def __init__(self, files: StateFiles, params: Sequence[SwappedParam]) -> None:
+        """`params` are all of them, by number; others are added to it later."""
         self._files = files
+        self._params = params
         self._layout = files.layout
         self._plans: dict[Subgroup, dict[tuple[tuple[int, int, bool], ...], TurnPlan]] = {}
 
@@ -78,4 +83,5 @@ class TurnPlans:
             files.writes(subgroup, pieces),
             files.verifying(staged, pieces),
             all(piece.stored for piece in subgroup.pieces),
+            [piece for piece in pieces if self._params[piece.param].stores_rounded],
         )

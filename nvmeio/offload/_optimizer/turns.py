@@ -58,7 +58,7 @@ class Swapped:
     resident: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.plans = TurnPlans(self.files)
+        self.plans = TurnPlans(self.files, self.params)
 
     @property
     def files(self) -> StateFiles:
@@ -125,10 +125,7 @@ class Swapped:
 
     def rounded_moves(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> list[FileSpan]:
         """The moves between a slot and rounded weights that live on the drive."""
-        params = self.params
-        kept = [p for p in pieces if params[p.param].param_store is not None]
-        rounded = [p for p in kept if params[p.param].stores_rounded]
-        return self.param_reads(rounded, subgroup) if rounded else []
+        return self.param_reads((p for p in pieces if self.param_of(p).stores_rounded), subgroup)
 
     # Weights to the drive, and back
 
@@ -402,12 +399,14 @@ class Step:
         if not plan.stored:
             self.why_no_undo = _NOT_STORED
         self._compute(subgroup, pieces, slot)
-        rounded = self._swapped.rounded_moves(subgroup, pieces)
-        return [*plan.writes, *rounded] if rounded else plan.writes
+        if not plan.rounded:
+            return plan.writes
+        return [*plan.writes, *self._swapped.param_reads(plan.rounded, subgroup)]
 
     def _seal(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
         self.change.sums.update(self._swapped.files.sum_up(slot, pieces))
-        self.settle()
+        if self._beside:
+            self.settle()
 
     def _arrived(
         self,

@@ -157,7 +157,8 @@ class Pipeline:
                 start = time.perf_counter()
                 slot = filled.next(turn)
                 times.read_wait_s += time.perf_counter() - start
-                times.read_bytes += sum(move.nbytes for move in turn.reads)
+                for move in turn.reads:
+                    times.read_bytes += move.nbytes
                 if check is not None:
                     check()
                 start = time.perf_counter()
@@ -204,7 +205,8 @@ class Pipeline:
             if mark is not None:
                 mark.wait()
             writes = started(self._handles, slot, moves, writing=True)
-            times.written_bytes += sum(move.nbytes for move in moves)
+            for move in moves:
+                times.written_bytes += move.nbytes
             try:
                 if turn.seal is not None:
                     turn.seal(slot)
