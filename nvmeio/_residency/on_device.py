@@ -249,7 +249,8 @@ class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
         raise MemoryError(
             f"device_bytes={pool.budget_bytes} is too small: {nbytes} bytes are needed for one "
             f"more part, and {pool.in_use_bytes} are held by the modules that run now or by "
-            "tensors over parameters: raise device_bytes, or checkpoint smaller regions"
+            f"tensors over parameters: give device_bytes={pool.in_use_bytes + nbytes} or more "
+            "(further parts may come), or checkpoint smaller regions"
         )
 
     def give_back(self, slot: DeviceSlot[Unit]) -> None:

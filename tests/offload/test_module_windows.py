@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,37 @@ def test_the_number_in_the_refusal_is_enough_and_so_is_any_above(tmp_path: Path)
     (enough,) = map(int, found)
     for window in range(enough, 4 * enough, 8192):
         SwappedModule(wide(), swap_dir=tmp_path, resident_bytes=window).close()
+
+
+def test_a_gradient_penalty_names_the_window_that_it_needs(tmp_path: Path) -> None:
+    """It said to raise resident_bytes, and not to what."""
+    torch.manual_seed(0)
+    theirs = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(5)))
+    x = torch.randn(4, 32, requires_grad=True)
+
+    def penalised(module: torch.nn.Module) -> None:
+        (gradient,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+
+    penalised(theirs)
+    window, sizes = 3 * 8192, []
+    while True:
+        ours = copy.deepcopy(theirs)
+        ours.zero_grad()
+        with SwappedModule(ours, swap_dir=tmp_path, resident_bytes=window) as module:
+            try:
+                penalised(module)
+            except MemoryError as small:
+                told = re.search(r"create_graph=True\): give resident_bytes=(\d+)", str(small))
+                assert told is not None
+                assert int(told[1]) > window
+                window = int(told[1])
+                sizes.append(window)
+                continue
+            for mine, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
+                if wanted.grad is not None:
+                    assert mine.grad is not None
+                    assert torch.equal(mine.grad, wanted.grad)
+        break
+    assert sizes
+    assert window <= 5 * 8192

@@ -568,3 +568,30 @@ def test_an_optimizer_that_is_not_elementwise(tmp_path: Path) -> None:
                 stepping.step()
                 stepping.zero_grad()
         assert all(map(torch.equal, first, second))
+
+
+def test_hooks_see_a_gradient_that_goes_to_the_drive_if_they_are_older(tmp_path: Path) -> None:
+    """As docs/offload.md says; an older hook may change it, a newer one finds None."""
+    torch.manual_seed(0)
+    ours = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    theirs = copy.deepcopy(ours)
+    seen: list[bool] = []
+
+    def halve(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    for module in (ours, theirs):
+        module[0].weight.register_post_accumulate_grad_hook(halve)
+    optimizer = SwappedOptimizer(
+        torch.optim.SGD, ours.parameters(), swap_dir=tmp_path, gradients="disk", lr=0.1
+    )
+    reference = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    ours[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is None))
+    for module, stepping in ((ours, optimizer), (theirs, reference)):
+        module(torch.ones(2, 8)).square().sum().backward()
+        stepping.step()
+    assert seen == [True]
+    for mine, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, wanted)
+    optimizer.close()

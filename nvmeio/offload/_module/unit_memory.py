@@ -105,11 +105,13 @@ class UnitMemory(Keeper[ParamUnit, ParamSlot]):
             slot = self.take(unit) or self.pool.take_apart(unit, unit.nbytes)
         if slot is not None:
             return slot
+        held_bytes = self.pool.in_use_bytes
         raise MemoryError(
             f"resident_bytes={self.pool.budget_bytes} is too small: {unit.nbytes} bytes are "
-            f"needed for one more unit, and {self.pool.in_use_bytes} are held by the modules that "
-            "run now or by tensors over parameters (of a checkpointed region, for one): raise "
-            "resident_bytes, or checkpoint smaller regions"
+            f"needed for one more unit, and {held_bytes} are held by the modules that "
+            "run now or by tensors over parameters (of a checkpointed region, or of a backward "
+            f"pass with create_graph=True): give resident_bytes={held_bytes + unit.nbytes} or more "
+            "(further units may come), or checkpoint smaller regions"
         )
 
     def fill(self, slot: ParamSlot) -> Fill:
