@@ -499,10 +499,13 @@ class BlockStore(NotPickled, Closing):
 
         What is stored from now on is found until the store is closed, or this is called again; the
         next opening finds what was stored before the first call. Nothing is written: the blocks
-        make room as others do. Processes that read the store call this as often as its writer.
+        make room as others do, pinned or not. Processes that read the store call this as often as
+        its writer.
         """
         self._check_open()
         self._name(self._names.generation + 1)
+        if len(self._pins):
+            self._change(self._stores, self._pins.clear, wait=False)
 
     def _check_writer(self) -> None:
         if not self.is_writer:

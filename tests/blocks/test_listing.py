@@ -277,6 +277,16 @@ def test_a_pin_is_of_the_block_it_was_taken_for(tmp_path: Path, handle: AioHandl
         assert sum(count for _, count in store._catalog.index._free) == SLOTS
 
 
+def test_a_new_generation_ends_pins(tmp_path: Path, handle: AioHandle) -> None:
+    """Their names are others then, so nobody could end them."""
+    with opened(tmp_path, handle) as store:
+        put(store, "a")
+        assert store.pin(["a"]) == [True]
+        store.new_generation()
+        spin_until(lambda: store.usage.pinned == 0)
+        assert put(store, *(str(n) for n in range(SLOTS))) == [True] * SLOTS
+
+
 def test_a_reader_has_no_pins(tmp_path: Path, handle: AioHandle) -> None:
     with (
         opened(tmp_path, handle),
