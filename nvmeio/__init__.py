@@ -1,10 +1,19 @@
-"""nvmeio: tensors to and from files at the speed of the drive, awaited.
+"""nvmeio: PyTorch tensors saved, loaded and streamed at the speed of an NVMe drive.
 
-Reading order for newcomers: `errors`, `engines.transfers` (what goes direct), `engines.base` (the
-contract), `native_shim/pump/lane.c` (the pump), `operation`, `_core.core` (who notices an end),
-`handle`. The map is docs/architecture.md. What stands on that begins in `checkpoint/__init__.py`,
-`inference/__init__.py`, `offload/__init__.py` and `data/__init__.py`. All names but those of errors
-are loaded when they are first asked for: `import nvmeio` imports no torch.
+    AioHandle          reads and writes tensors; awaited, as futures, or blocking
+    save, load         checkpoints, durable; `Checkpointer` saves while training goes on
+    stream_model       runs a model that is larger than memory
+    SwappedOptimizer   trains with the optimizer's state on the drive; `SwappedModule` the rest
+    data.Records       rows of a file by their numbers
+
+    >>> import nvmeio, torch
+    >>> nvmeio.save({"weights": torch.ones(1000)}, "model.pt")
+    >>> nvmeio.load("model.pt")["weights"].sum()
+    tensor(1000.)
+
+The guides are in docs/, and the commands under `nvmeio --help`. Whoever changes nvmeio begins with
+docs/architecture.md. Names are loaded when they are first asked for: `import nvmeio` imports no
+torch.
 """
 
 import importlib
@@ -71,7 +80,7 @@ if typing.TYPE_CHECKING:
     from nvmeio.operation import as_future as as_future
     from nvmeio.pool import PinnedPool as PinnedPool
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Names that are loaded at first use (PEP 562), by where they are.
 _LATER = {

@@ -17,12 +17,19 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_one_version_everywhere() -> None:
-    """The change log has its section, with a date, below one for what comes next."""
+    """The change log begins with its section: not released yet, or with a date."""
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert headings[0] == "Unreleased"
-    assert re.fullmatch(re.escape(nvmeio.__version__) + r" - 20\d\d-\d\d-\d\d", headings[1])
+    when = r" - (unreleased|20\d\d-\d\d-\d\d)"
+    assert re.fullmatch(re.escape(nvmeio.__version__) + when, headings[0])
     recipe = (ROOT / "packaging" / "conda" / "meta.yaml").read_text()
     assert f'{{% set version = "{nvmeio.__version__}" %}}' in recipe
+
+
+def test_the_change_log_has_a_line_an_entry() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    entries = lines[next(n for n, line in enumerate(lines) if line.startswith("## ")) :]
+    assert [line for line in entries if len(line) > 160] == []
+    assert all(not line or line.startswith(("#", "- ")) or line.endswith(".") for line in entries)
 
 
 def test_the_recipe_asks_for_what_the_package_asks_for() -> None:
