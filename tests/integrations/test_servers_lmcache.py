@@ -529,7 +529,7 @@ def test_a_capacity_in_words_is_binary(tmp_path: Path) -> None:
 @in_lmcache
 def test_cursors_of_others_are_refused(tmp_path: Path) -> None:
     with adapter_in(tmp_path) as adapter:
-        with pytest.raises(ValueError, match="is not one that was returned here"):
+        with pytest.raises(ValueError, match="must be a number that this call returned"):
             adapter.list_l2_keys(cursor="-1")
         with pytest.raises(ValueError, match="page_size must be 1 or more"):
             adapter.list_l2_keys(page_size=0)

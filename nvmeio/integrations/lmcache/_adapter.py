@@ -295,7 +295,10 @@ class Adapter:
         if page_size < 1:
             raise ValueError(f"page_size must be 1 or more, not {page_size}")
         if cursor is not None and not (cursor.isascii() and cursor.isdigit()):
-            raise ValueError(f"cursor {cursor!r} is not one that was returned here")
+            raise ValueError(
+                f"cursor {cursor!r} must be a number that this call returned as next_page_token: "
+                "give that, or None to begin at the first page"
+            )
         at: int | None = int(cursor or 0)
         entries: list[Any] = []
         while at is not None and len(entries) < page_size:
