@@ -52,18 +52,10 @@ class Pick:
 _HEADLINE = """
 save 2 GB, durable | checkpoint save | save | ^torch.save | torch.save and fsync
 load 2 GB, cold | checkpoint load | nvmeio.load, cold | ^torch.load$ | torch.load
-save 64 KB, durable | checkpoint sizes | save 64 KB | torch | torch.save and fsync
-steps with a save of 2 GB, a core free | checkpoint protect | the same, one | without | no saves
-tokens a second, 1/8 of a Llama in memory | inference accelerate | tokens/s, 1 | cold | accelerate
-a token of it | inference pass | forward | bytes | the drive's limit, by fio
+tokens of a Llama, 1/8 of it in memory | inference accelerate | tokens/s, 1 | cold | accelerate
 AdamW steps, bf16, state on the drive | offload deepspeed | AdamW | DeepSpeed | DeepSpeed ZeRO-3
-AdamW step, fp32 | offload step | AdamW | slower of | the drive's limit, by fio
 read a `torch.empty` tensor | transfers unpinned | read | DeepSpeed | DeepSpeed `aio_handle`
-overwrite from one | transfers unpinned | overwrite | DeepSpeed | DeepSpeed `aio_handle`
-read a page-locked tensor | transfers sequential | read | huge | the drive's limit, by fio
-overwrite from one | transfers sequential | overwrite | huge | the drive's limit, by fio
-gather 100,000 rows of 4 KiB | small gather | gather | depth 128$ | random reads by fio
-random reads of 4 KiB, 32 coroutines | transfers random | 4 KiB | fio | random reads by fio
+overwrite a file from one | transfers unpinned | overwrite | DeepSpeed | DeepSpeed `aio_handle`
 """
 
 

@@ -126,6 +126,9 @@ CLAIMS = {
         ("correctness gds", "train, gds"),
         by_dma=True,
     ),
+    "experts of a mixture stay on a GPU, and below it": Claim(
+        ("docs/inference.md",), ("experts of a mixture",)
+    ),
     "several ranks have a GPU each": Claim(
         ("README.md", "docs/gds.md", "docs/inference.md", "docs/offload.md")
     ),

@@ -90,7 +90,7 @@ exec {sys.executable} {HERE / "gpu_on_stand_in.py"} {library} {scratch} "$@"
     claims = gpu_check.CLAIMS.values()
     shown, steps = sum(bool(c.shown) for c in claims), sum(bool(c.steps) for c in claims)
     assert told.count("; right here too**") == shown >= 6
-    assert told.count("**may go**") == steps - shown == 1, "by DMA: the fake's mode is p2p"
+    assert told.count("**may go**") == steps - shown == 2, "by DMA (p2p), and experts"
     assert told.count("stays:") == told.count("stays: not in these steps") == len(claims) - steps
     assert "Skipped: nothing." in told
     assert "- passes through host memory / by gds, >= 1: " in told, "of parts B and C"
