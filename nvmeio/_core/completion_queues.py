@@ -1,4 +1,4 @@
-"""Where completions arrive, who watches there, how event loops are woken, what a thread takes over.
+"""Completion queues: where completions arrive, who watches them, and how event loops are woken.
 
 - The *default* completion queue takes the operations that were started with no event loop running.
   Nobody watches it until somebody asks to be told; then a dispatcher thread does.

@@ -1,4 +1,4 @@
-"""What an `AioHandle` and its operations share: an engine, and the life of what it moves.
+"""The core that an `AioHandle` and its operations share: an engine, and the life of its transfers.
 
 A record is *started* here; it is in flight in `LiveRecords`; its end is noticed and concluded by
 the `Reaper`, and told to the `Watchers`. `Cores` are those of one handle: host memory's, and

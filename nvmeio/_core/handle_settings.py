@@ -1,4 +1,4 @@
-"""What a handle was set to, by DeepSpeed's names; page-locked memory; what it says of itself."""
+"""A handle's settings by DeepSpeed's names; its page-locked memory; its own description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a core knows of its operations; `operation.Operation` is the face that users have of one.
+"""Records: a core's own view of its operations. `operation.Operation` is the users' view.
 
 A record's `State` changes once. It keeps storage and descriptors alive until the kernel has
 reported, whoever else lets go of them. `LiveRecords` has those of one core that are in flight.

@@ -1,4 +1,4 @@
-"""What ranks tell each other: keys and values in the store of torch.distributed, no collectives.
+"""Messages of ranks: keys and values in the store of torch.distributed, no collectives.
 
 Collectives are the training's. Those of two threads on one group meet in a different order on every
 rank, which hangs or mixes their data; a group of our own would do, but one rank that fails in the

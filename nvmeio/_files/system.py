@@ -1,4 +1,4 @@
-"""What the kernel says of files: their mount, whether a journal keeps order, what is cached.
+"""Facts about files from the kernel: their mount, whether a journal keeps order, what is cached.
 
 nvmeio reads direct and leaves the cache alone. But a file that was just written or downloaded may
 be in it, and then a processor brings some of the bytes while the drive brings others.

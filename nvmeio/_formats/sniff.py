@@ -1,4 +1,4 @@
-"""What kind of file a checkpoint is, from its name and its first bytes."""
+"""The kind of a checkpoint file, told from its name and its first bytes."""
 
 from __future__ import annotations
 

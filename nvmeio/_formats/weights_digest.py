@@ -1,4 +1,4 @@
-"""What tells a model's weights in files from others: a digest of what the files hold.
+"""A digest of the weights in files, which tells one model's from another's.
 
 Of each file all bytes count, as a CRC-32 of every MiB; or, of models that are too large for that,
 samples do: of each tensor 16 blocks of 4 KiB, first and last among them, and the file's time of

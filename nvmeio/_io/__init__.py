@@ -1,4 +1,4 @@
-"""What everything above a handle needs to move bytes.
+"""Moving bytes, for everything above a handle.
 
 `handles` (what ``handle=None`` means), `inflight` (a bounded number of operations, first in first
 out, the memory that they go through, and a file written through it from start to end), `spans`

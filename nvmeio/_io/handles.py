@@ -1,4 +1,4 @@
-"""What ``handle=None`` means, for every function and class that takes a handle.
+"""The handle that ``handle=None`` stands for, in every function and class that takes one.
 
 One rule: a handle of its own, with the setting that `nvmeio tune --save` stored for the file system
 of the files it is for, else with the defaults. Settings that cannot be read or used are no reason

@@ -1,4 +1,4 @@
-"""Who has which bytes of a memory, and who waits for some; for `PinnedPool`."""
+"""Leases of a memory: which bytes are lent to whom, and who waits for some; for `PinnedPool`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernel and CUDA do and say of memory: their calls, how much there is, why not more.
+"""Memory as the kernel and CUDA see it: their calls, how much there is, why not more.
 
 Sources: Documentation/admin-guide/mm/transhuge.rst in the kernel tree, man 5 proc, man 2 getrlimit.
 """

@@ -1,4 +1,4 @@
-"""What keeps the drive busy: reads of units, first come first served.
+"""The reader, which keeps the drive busy: reads of units, first come first served.
 
 The engine below serves its requests fairly, a block of each in turn. That is right for strangers
 and wrong here, where the unit that is needed next should have the drive to itself. So the reads of

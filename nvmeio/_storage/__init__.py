@@ -1,4 +1,4 @@
-"""What makes bytes durable, and whose they are.
+"""Durability, and locks: bytes that survive a loss of power, and whose files they are.
 
 Reading order for newcomers: `durable` (room ahead of writing, fsync of files and directories),
 `replace` (all of a new file or all of the old one, whatever happens, and what the new one has of

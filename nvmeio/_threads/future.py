@@ -1,4 +1,4 @@
-"""What has begun before anybody waits for it: `Future`, and what `asyncio` asks of such a thing.
+"""`Future`: work that has begun before anybody waits for it, as `asyncio` asks of such a thing.
 
 `KeyboardInterrupt` is raised in the main thread only, there between any two bytecodes, also within
 ``finally`` and within the `threading` module's own classes, whose locks it can leave held. So who

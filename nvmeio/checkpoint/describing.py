@@ -1,4 +1,4 @@
-"""What is in a checkpoint, without loading it: tensors, where each lies, how it is aligned."""
+"""The contents of a checkpoint, without loading it: tensors, where each lies, how it is aligned."""
 
 from __future__ import annotations
 

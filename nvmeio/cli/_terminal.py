@@ -1,4 +1,4 @@
-"""What people write and see: sizes, times and counts, tables that fit, bars, and how it ends.
+"""Terminals: sizes, times and counts as people write them, tables that fit, bars, and the end.
 
 Sizes are binary (1K = 1024), rates in 10**9 bytes. Tables leave columns out where there is little
 room, and show the others whole. Progress is on stderr, where somebody looks at it. docs/cli.md

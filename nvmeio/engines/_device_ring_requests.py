@@ -1,4 +1,4 @@
-"""What goes through the ring: transfers of device memory, cut into parts of a chunk at most.
+"""Requests of the ring: transfers of device memory, cut into parts of a chunk at most.
 
 A plain transfer is cut where it comes to a chunk's end. A gather or scatter is cut into as many
 rows as a chunk holds, in the caller's order: the host engine moves them as rows between the file

@@ -1,4 +1,4 @@
-"""What engines written in Python have in common: completion queues, requests, counting.
+"""The common part of engines written in Python: completion queues, requests, counting.
 
 `QueuedEngine` and `QueuedRequest` are the base of all of them: the portable engine
 (`nvmeio.engines.threads`), and those that move device memory (`DeviceRequest`), which are the ring

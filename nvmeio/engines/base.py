@@ -1,4 +1,4 @@
-"""What an engine is: something that moves planned transfers and reports each once.
+"""The contract of an engine: it moves planned transfers, and reports each once.
 
 The handle above knows tensors, files, loops and tasks; an engine knows blocks. Between them lie
 three small things: a `Transfer` goes in, a `Request` stands for it, and a `CompletionQueue` hands

@@ -1,4 +1,4 @@
-"""What `stream_model` was asked for, and the plan that comes of it; no weights are read.
+"""The plan of a stream, made of the arguments of `stream_model`; no weights are read.
 
 A plan is a model without weights: what each is read from, and what memory is spent on.
 """

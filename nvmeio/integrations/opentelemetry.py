@@ -1,4 +1,4 @@
-"""What nvmeio moves, as instruments of OpenTelemetry.
+"""nvmeio's counters as instruments of OpenTelemetry.
 
 Once in a process:
 

@@ -1,4 +1,4 @@
-"""What nvmeio moves, as metrics for Prometheus.
+"""nvmeio's counters as metrics for Prometheus.
 
 Once in a process:
 

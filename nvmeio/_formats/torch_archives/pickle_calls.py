@@ -1,4 +1,4 @@
-"""What the calls of a pickle would make, told before any is made.
+"""The calls that a pickle would make, told before any is made.
 
 ``weights_only=True`` lets a pickle call some thirty functions of Python and torch, with whatever
 arguments: ``bytearray(2**38)`` takes 256 GiB for ten bytes of pickle, and a set of one tuple that

@@ -1,4 +1,4 @@
-"""What a pickle says, as values: names, calls not made, storages that are not there.
+"""The values in a pickle: names, calls not made, storages that are not there.
 
 Of any pickle, Python's own unpickler in Python finds that (`scan`), with steps of ours in place of
 those that would run something, or take more than the pickle brings along: globals are names, calls

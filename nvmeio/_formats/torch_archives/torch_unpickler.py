@@ -1,4 +1,4 @@
-"""What a torch pickle says, and the object of a plain one, read by CPython's own unpickler in C.
+"""The contents of a torch pickle, read by CPython's own unpickler in C; plain objects are made.
 
 That unpickler must not meet what a hostile pickle may hold: a place in its memo that takes
 gigabytes, a key that is hashed for weeks or deeper than the stack, a call of anything. So a pickle

@@ -1,4 +1,4 @@
-"""What the background of a save does: files, parts of files, and when they get their names.
+"""The background of a save: files, parts of files, and when they get their names.
 
 Rank 0 makes the file (or the directory), under a temporary name, and tells the others; every rank
 writes its part of it and makes that durable; when all have, rank 0 gives the name, then moves

@@ -1,4 +1,4 @@
-"""What the background of a save does where each rank has a drive of its own.
+"""The background of a save where each rank has a drive of its own.
 
     write the part under a temporary name      each rank, on its drive
     tell its checksums, patch those of others  all

@@ -1,4 +1,4 @@
-"""What the ranks agree upon before anything of a save is written: that they save the same, and who.
+"""The agreement of ranks before anything of a save is written: that they save the same, and who.
 
 They tell each other a digest of their layouts, and who differs is told in which way. Of a file that
 all of them have, some write: all, one of each machine, or so many.

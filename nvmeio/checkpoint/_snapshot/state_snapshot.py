@@ -1,4 +1,4 @@
-"""What one save keeps of a state: every byte as it was when `save` was called.
+"""The snapshot of one save: every byte as it was when `save` was called.
 
 Most of it is not copied. What a record becomes depends on where its bytes are:
 

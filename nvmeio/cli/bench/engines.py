@@ -1,4 +1,4 @@
-"""Who can move a tensor: nvmeio, plain Python, torch, DeepSpeed, and fio on whole files.
+"""The contenders that can move a tensor: nvmeio, plain Python, torch, DeepSpeed, and fio on files.
 
 An engine does one transfer when it is told; files, buffers and clocks are the task's (`task.py`).
 """

@@ -1,4 +1,4 @@
-"""What was measured, and how `nvmeio bench` tells it: a table for people, JSON for programs."""
+"""The report of `nvmeio bench`: a table for people, JSON for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be measured, as plain data that goes to other processes."""
+"""The workload that is measured, as plain data that goes to other processes."""
 
 from __future__ import annotations
 

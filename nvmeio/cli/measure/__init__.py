@@ -1,4 +1,4 @@
-"""What every measurement here is made with, that of `nvmeio bench` and those of benchmarks/.
+"""Tools that every measurement here is made with: `nvmeio bench`, and those of benchmarks/.
 
 All that benchmarks/ takes from the command line is in here: `worker` (a process of its own for a
 peer, and who runs when), `peers` (fio and DeepSpeed's op), `disk` (directories to

@@ -1,4 +1,4 @@
-"""What there is on this machine and in these directories, as plain data.
+"""The machine and its directories, as plain data.
 
 Reading order: `gather` calls one function per subject below it; of cuFile `find_cufile` says where
 it lies, and `look_into_cufile` tries it in a process of its own. Nothing here judges

@@ -1,4 +1,4 @@
-"""What a search came to, for people, for programs and for the next handle."""
+"""The result of a search, for people, for programs and for the next handle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is registered with cuFile: memory (base → length) and files (descriptor → handle).
+"""The registry of cuFile: memory (base → length) and files (descriptor → handle).
 
 Both are process-wide, because addresses and descriptors are. Memory is always named by the base of
 its registration plus an offset: cuFile takes an address in the middle for unregistered memory, and

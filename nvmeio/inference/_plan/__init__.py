@@ -1,1 +1,1 @@
-"""What is streamed: the units of a model, where their bytes are, what memory is spent on."""
+"""Plans: the units of a model, where their bytes are, and what memory is spent on."""

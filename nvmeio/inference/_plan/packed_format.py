@@ -1,4 +1,4 @@
-"""What makes a safetensors file a packed one: names and metadata.
+"""The format of packed models: a safetensors file with names and metadata of ours.
 
 A packed file is a valid safetensors file, one for the whole model. Its tensors have the model's own
 names and lie in the order in which they are streamed, a layer's one behind the other, each on a

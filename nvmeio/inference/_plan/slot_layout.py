@@ -1,4 +1,4 @@
-"""What a weight is read from, and where it lies in its unit's slot. No I/O here.
+"""The layout of a slot: what a weight is read from, and where it lies. No I/O here.
 
 A weight is one tensor of a checkpoint, or put together from several, or quantised.
 

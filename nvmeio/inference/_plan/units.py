@@ -1,4 +1,4 @@
-"""What is streamed as one: the units of a model, found in its module tree. No I/O here.
+"""Units, which are streamed as one: found in a model's module tree. No I/O here.
 
 A unit is a layer with everything in it, or a larger leaf outside of the layers (an output head), or
 leaves that share their weights. Whatever is small and outside of the layers is `fixed`: always

@@ -1,4 +1,4 @@
-"""What modules show in the place of weights that are on disk, and of a base that is not trained.
+"""Stand-ins: modules show them in place of weights on disk, and of a base that is not trained.
 
 The place of a weight on disk is taken by a tensor on the meta device, with its shape and dtype. Who
 looks at its elements outside of its module's call (an adapter that begins with the norms of a

@@ -1,4 +1,4 @@
-"""What an nvmeio offloader in SGLang is told, and what it refuses.
+"""The settings of an nvmeio offloader in SGLang, and its refusals.
 
 `read_settings` reads a JSON file in either of two formats.
 

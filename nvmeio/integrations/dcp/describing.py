@@ -1,4 +1,4 @@
-"""What is in a DCP checkpoint: each part of each tensor, and where it lies. No tensor is read."""
+"""The contents of a DCP checkpoint: each part of each tensor, and its place. No tensor is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a checkpoint's items: by its ``.metadata``, and within each item by torch.save.
+"""The metadata of a checkpoint's items: from its ``.metadata``, and from torch.save within each.
 
 ``.metadata`` is a pickle, of which nothing but DCP's own classes is taken (`load_metadata`):
 torch's reader unpickles it without a look, so that whoever wrote it can run anything; and it opens

@@ -1,4 +1,4 @@
-"""What a load wants, read: many small pieces in a few reads, the large ones in place.
+"""A load's reads: many small pieces in a few reads, the large ones in place.
 
 Items come in rounds. In each, small items are read as a whole, and of large ones the pages with
 the headers before and behind the data, all with few large reads (`_io.spans`). Then the data of the

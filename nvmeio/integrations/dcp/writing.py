@@ -1,4 +1,4 @@
-"""What a save writes: a file of items, placed one after another and written group after group.
+"""A save's writes: a file of items, placed one after another and written group after group.
 
 `DataFile` is written, `Skeletons` lays out each item as torch.save would.
 `SnapshotStager` stages a state dict, which is copied while training goes on (`nvmeio.snapshot`).

@@ -1,4 +1,4 @@
-"""What a configuration asks for and cannot have, told as one error."""
+"""The refusals of a configuration: all that it cannot have, told as one error."""
 
 from __future__ import annotations
 

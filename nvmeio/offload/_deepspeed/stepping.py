@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine does around a step: clip before it, and keep the schedule with it."""
+"""The work of DeepSpeed's engine around a step: clip before it, and keep the schedule with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `SwappedOptimizer`, `SwappedModule` and their like are given, checked in words."""
+"""The arguments of `SwappedOptimizer`, `SwappedModule` and their like, checked in words."""
 
 from __future__ import annotations
 

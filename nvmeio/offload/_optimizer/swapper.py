@@ -1,4 +1,4 @@
-"""What opens an optimizer's state, and moves it between the drive, memory and the parameters."""
+"""The swapper opens an optimizer's state, and moves it between drive, memory and parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where state lies in the swap files: pieces, subgroups, places. Pure arithmetic.
+"""The places of state in swap files: pieces, subgroups. Pure arithmetic.
 
 A piece is a parameter, or a run of elements of one. Pieces are packed into subgroups; a subgroup is
 one span of the file, section by section: first the weights of all its pieces, then each kind of

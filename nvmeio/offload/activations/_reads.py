@@ -1,4 +1,4 @@
-"""What autograd saved and is on the drive alone: read ahead of backward, within half of the budget.
+"""Reads of activations that are on the drive alone: ahead of backward, within half of the budget.
 
 A window over saved storages. Backward goes the other way round: when it asks for one, those that
 were saved before it are read ahead, as far as there is memory for them. What it got leaves the
