@@ -130,6 +130,15 @@ def is_torchs(storage: torch.UntypedStorage, held: Any) -> bool:
     return held is not None or storage.resizable()
 
 
+_users: list[Callable[[int], object | None]] = []  # of all that was told to `refuse_sharing`
+
+
+def user_of(storage: torch.UntypedStorage) -> object | None:
+    """What is in flight in a storage, an operation or a save; None for nothing."""
+    users = (ask(storage._cdata) for ask in _users)
+    return next((user for user in users if user is not None), None)
+
+
 def refuse_sharing(user_of: Callable[[int], object | None]) -> None:
     """Let torch refuse to move a storage to shared memory while it is in use.
 
@@ -137,6 +146,7 @@ def refuse_sharing(user_of: Callable[[int], object | None]) -> None:
     the bytes and free the memory, whoever else refers to it. Both come by one of two methods.
     `user_of` says what is in flight in a storage, given its ``_cdata``, or None.
     """
+    _users.append(user_of)
     for name in ("_share_fd_cpu_", "_share_filename_cpu_"):
         share = getattr(torch.UntypedStorage, name, None)
         if share is not None:

@@ -507,6 +507,20 @@ def can_be_given_back(address: int, nbytes: int) -> bool:
     return not length or system.libc.madvise(start, length, _MADV_COLD) == 0 or not _knows_cold()
 
 
+def shared_or_read_only() -> list[tuple[int, int]]:
+    """Where mappings of this process begin and end that it shares, or may not write to.
+
+    Empty if there is no /proc.
+    """
+    spans = []
+    for line in system.text_of("/proc/self/maps").splitlines():
+        span, permissions, _ = line.split(maxsplit=2)
+        if permissions[1] != "w" or permissions[3] != "p":
+            low, high = span.split("-")
+            spans.append((int(low, 16), int(high, 16)))
+    return spans
+
+
 def _whole_pages(address: int, nbytes: int) -> tuple[int, int]:
     start = round_up(address, PAGE_BYTES)
     return start, max(0, (address + nbytes) // PAGE_BYTES * PAGE_BYTES - start)

@@ -40,7 +40,9 @@ from nvmeio.offload._parking.members import (
     STATE,
     Member,
     ParkedStorage,
+    check_unused,
     members_of,
+    parameters_of,
     storages_of,
 )
 from nvmeio.offload._parking.memory import ATTRIBUTE, Away, Guard
@@ -64,8 +66,9 @@ def park(
 
     Parameters, gradients, buffers and the optimizer's state go, each storage once: tied parameters
     and views stay what they are. Storages below 64 KiB stay in memory. `Parked.restore` brings all
-    back, into the same objects, bit for bit. Meanwhile calling the module, stepping, and state
-    dicts raise `RuntimeError`, and parameters are NaN.
+    back, into the same objects, bit for bit. Meanwhile parameters are NaN, and these raise
+    `RuntimeError`: calling, converting or moving the module, backward of an older call, stepping,
+    and state dicts.
 
     It is written and durable before anything is given back: whatever fails, and after Ctrl-C,
     module and optimizer are as before. A process that is killed later leaves the state to
@@ -82,11 +85,11 @@ def park(
         overwrite: Remove what a dead process has parked there; without it that is refused.
 
     Raises:
-        TypeError: It is swapped already (`SwappedModule`, `SwappedOptimizer`), or a tensor is
-            sparse or quantized.
+        TypeError: It is swapped already (`SwappedModule`, `SwappedOptimizer`), a part of it is a
+            ScriptModule, or a tensor is sparse or quantized.
         ValueError: A tensor is parked already, on the meta device, or in memory that cannot be
-            given back: page-locked, shared with other processes, or (on a device) with a view that
-            is not of module or optimizer.
+            given back: page-locked, read-only, shared with other processes, in use (by a save or an
+            operation), or (on a device) with a view that is not of module or optimizer.
         TransferError: The drive is full or failed; another process (or `Parked`) uses the directory
             (EBUSY), or has left its state there (EEXIST).
 
@@ -107,6 +110,12 @@ def park(
         raise TypeError(f"optimizer must be a torch optimizer, not {type(optimizer).__name__}")
     arguments.handle(handle)
     switch("checksum", checksum)
+    for name, each in module.named_modules():
+        if isinstance(each, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{name or 'module'} is a ScriptModule, whose calls cannot be refused while it is "
+                "parked: park the module that it was made from"
+            )
     already = Parked.of(module)
     if already is not None:
         raise ValueError(
@@ -190,11 +199,12 @@ class Parked(NotPickled, Closing):
             self._resources.callback(self._file.close)
             with self._moving(cancellation) as (handles, flight):
                 self._file.write([*large, together], handles, flight)
-            directory.sync_names()
-            manifest = index.manifest_of(storages, together, optimizer)
+            manifest = index.manifest_of(storages, together, module, optimizer)
             manifests.store(directory.path, manifest)
+            directory.sync_names()  # the manifest's too: it is what makes the state found
             manifests.mark_durable(directory.path, manifest)
             cancellation.check()
+            check_unused(large)  # again: what began meanwhile
             self._guard = Guard(module, optimizer, self, directory.path)
             self._away = [Away(each) for each in large]
             for each in self._away:
@@ -225,8 +235,8 @@ class Parked(NotPickled, Closing):
             ClosedError: It was closed, or belongs to the parent of this forked process.
             TransferError, IntegrityError: The drive failed, or has other bytes. What was read by
                 then is back, the rest is parked as before, and `restore` may be called again.
-            RuntimeError: A parameter was converted or moved meanwhile; nothing was changed. A
-                device may also have no room (torch.OutOfMemoryError).
+            RuntimeError: A tensor was converted, moved, or given other values meanwhile; nothing
+                was changed. A device may also have no room (torch.OutOfMemoryError).
             KeyboardInterrupt: As after a failure.
 
         Once all is back the files are removed. Calling it again does nothing then.
@@ -441,7 +451,7 @@ class _Resuming:
             for each in members_of(module, optimizer)
             if each.kind in (PARAMETERS, BUFFERS) and each.name != SHARD
         }
-        self._check(targets, optimizer)
+        self._check(targets, module, optimizer)
         together = self._read(len(self._found.sizes) - 1)
         for number, start in self._found.small.items():
             self._kept[number] = together[start : start + self._found.sizes[number]].clone()
@@ -454,7 +464,7 @@ class _Resuming:
                 memory_here = self._read(number) if memory_here is None else memory_here
                 for key in keys:
                     targets[key].copy_(self._found.members[key].tensor(memory_here))
-        parameters = _parameters(module, optimizer)
+        parameters = parameters_of(module, optimizer)
         for (kind, name), where in self._found.members.items():
             if kind == GRADIENTS and name in parameters:
                 shard = self._tensor(where, parameters[name].device)
@@ -463,7 +473,10 @@ class _Resuming:
             self._fill(optimizer)
 
     def _check(
-        self, targets: dict[tuple[str, str], torch.Tensor], optimizer: torch.optim.Optimizer | None
+        self,
+        targets: dict[tuple[str, str], torch.Tensor],
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
     ) -> None:
         stored = {
             key: where
@@ -490,6 +503,12 @@ class _Resuming:
                 f"{counted(len(self._found.state), 'parameter')}",
                 f"this one has {len(groups)} of {count}",
             )
+        names = index.names_in_order(module, optimizer)
+        for number, (theirs, ours) in enumerate(zip(self._found.parameters, names, strict=True)):
+            if theirs != ours:
+                raise self._other(
+                    f"parameter {number} of its optimizer is {theirs}", f"this one's is {ours}"
+                )
 
     def _other(self, stored: str, here: str) -> IntegrityError:
         return IntegrityError(
@@ -513,9 +532,8 @@ class _Resuming:
         if isinstance(content, dict):
             return {key: self._decoded(each, parameter) for key, each in coded.items()}
         if kind == "tensor":
-            where = index.placed(content)
-            scalar = not where.shape  # a step count stays where torch made it
-            return self._tensor(where, torch.device("cpu") if scalar else parameter.device)
+            where = index.placed(content)  # step counts may be on either
+            return self._tensor(where, torch.device("cpu") if where.on_host else parameter.device)
         if kind == "sharded":
             return like(parameter, self._tensor(index.placed(content), parameter.device))
         if kind in ("list", "tuple"):
@@ -542,26 +560,15 @@ class _Resuming:
     def _read(self, number: int) -> torch.Tensor:
         """The bytes of a storage."""
         parked = self._storages[number]
-        new = torch.empty(parked.nbytes, dtype=torch.uint8)
+        new = torch.empty(parked.nbytes, dtype=torch.uint8, device="cpu")
         self._file.read([parked], lambda _: new, lambda _: None, self._handles, self._flight)
         return new
 
 
 def _to_read(kind: str, name: str, nbytes: int, sums: list[int]) -> ParkedStorage:
-    nothing = torch.empty(0, dtype=torch.uint8)
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
     member = Member(kind, name, nothing)
     return ParkedStorage(kind, nothing.untyped_storage(), nbytes, [member], sums=sums)
-
-
-def _parameters(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer | None
-) -> dict[str, torch.Tensor]:
-    """Parameters by the names that `members_of` gives them."""
-    named: dict[str, torch.Tensor] = dict(module.named_parameters())
-    known = {id(p) for p in named.values()}
-    groups = [] if optimizer is None else optimizer.param_groups
-    others = [p for group in groups for p in group["params"] if id(p) not in known]
-    return named | {f"param_groups.{number}": p for number, p in enumerate(others)}
 
 
 def _new_directory(swap_dir: Paths, overwrite: bool) -> SwapDirs:

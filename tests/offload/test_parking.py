@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import errno
 import gc
 import os
@@ -14,13 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import interrupting
+import numpy as np
 import pytest
 import torch
 from support import run_program
 
 import nvmeio
+from nvmeio._storage import durable
+from nvmeio.checkpoint import Checkpointer
 from nvmeio.errors import ClosedError, IntegrityError, TransferError
 from nvmeio.offload import Parked, SwappedModule, SwappedOptimizer, park, resume_parked
+from nvmeio.offload._parking import memory
 from nvmeio.testing import FakeEngine
 
 WIDTH = 160  # 100 KiB a matrix: what is large leaves memory, the biases stay
@@ -193,6 +199,9 @@ def test_what_is_parked_refuses_to_be_used(tmp_path: Path) -> None:
         for use in uses:
             with pytest.raises(RuntimeError, match=r"it is parked: .* Call restore\(\) of what"):
                 use()
+        for part in (module, module.layers):
+            with pytest.raises(TypeError, match="restore"):
+                copy.deepcopy(part)
         with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
             module.view.add_(1)
     loss.backward()  # of a graph that is older
@@ -343,6 +352,210 @@ def test_a_parameter_that_was_converted_meanwhile(tmp_path: Path) -> None:
     module.view.data = module.view.data.float()
     parked.restore()
     assert train(module, optimizer, range(2, 3)) == train(*trained(), range(2, 3))
+
+
+def test_other_values_that_were_given_meanwhile_are_not_lost(tmp_path: Path) -> None:
+    """`restore` replaced them without a word."""
+    module, optimizer = trained()
+    counts = torch.arange(WIDTH * WIDTH)
+    module.register_buffer("counts", counts.clone())
+    parked = park(module, optimizer, swap_dir=tmp_path)
+    given = torch.full((WIDTH, WIDTH), 7.0)
+    module.view.data = given
+    module.counts.data = counts + 1
+    for name, empty in (("view", torch.nan), ("counts", 0)):
+        with pytest.raises(RuntimeError, match=rf"^{name} .* was given other values while it was"):
+            parked.restore()
+        tensor = getattr(module, name)
+        tensor.data = torch.full_like(tensor, empty)
+    parked.restore()
+    assert torch.equal(module.counts, counts)
+    assert train(module, optimizer, range(2, 3)) == train(*trained(), range(2, 3))
+
+
+def test_a_parked_module_is_not_converted(tmp_path: Path) -> None:
+    """Buffers became other tensors, of NaN, and stayed so after `restore`."""
+    module, optimizer = trained()
+    uses: list[Callable[[], object]] = [
+        module.double,
+        module.half().float,
+        lambda: module.layers[0].to(torch.bfloat16),
+        lambda: torch.nn.Sequential(module).to("meta"),
+    ]
+    table = module.table
+    with park(module, optimizer, swap_dir=tmp_path):
+        for use in uses:
+            with pytest.raises(RuntimeError, match="it is parked"):
+                use()
+    assert module.table is table
+    assert not table.isnan().any()
+    assert module.double().table.dtype is torch.float64
+
+
+def test_backward_of_an_older_call_is_refused(tmp_path: Path) -> None:
+    """It read zeros for the weights that autograd had saved: wrong gradients, without a word."""
+    module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    x = torch.randn(3, WIDTH)
+    loss, again = module(x).square().sum(), module(x).square().sum()
+    with park(module, swap_dir=tmp_path) as parked:
+        with pytest.raises(RuntimeError, match="it is parked"):
+            loss.backward()
+        assert all(p.grad is None for p in module.parameters())
+        parked.restore("parameters")
+        again.backward()
+    assert all(p._backward_hooks is None for p in module.parameters())
+    found = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    module(x).square().sum().backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(found, module.parameters(), strict=True))
+
+
+def test_an_older_save_is_not_spoilt(tmp_path: Path) -> None:
+    """Its bytes are read beside the program, where zeros would be; it failed, or kept those."""
+    (tmp_path / "saves").mkdir()
+    (tmp_path / "swap").mkdir()
+    blocking = threading.Event()
+
+    def wait(*_: object) -> int:
+        blocking.wait(60)
+        return 0
+
+    module = torch.nn.Linear(1024, 1024)
+    optimizer = torch.optim.SGD(module.parameters())
+
+    async def save_and_park() -> None:
+        with nvmeio.AioHandle(engine=FakeEngine(fail=wait)) as handle:
+            async with Checkpointer(tmp_path / "saves", handle=handle) as saves:
+                try:
+                    report = await saves.save(module.state_dict(), 1)
+                    with pytest.raises(ValueError, match=r"weight .* is in use by .*save"):
+                        park(module, optimizer, swap_dir=tmp_path / "swap")
+                finally:
+                    blocking.set()
+                await saves.wait()
+                with park(module, optimizer, swap_dir=tmp_path / "swap"):
+                    pass
+        assert torch.equal(nvmeio.load(report.path)["weight"], module.weight)
+
+    asyncio.run(save_and_park())
+    assert list((tmp_path / "swap").iterdir()) == []
+
+
+def test_memory_that_is_shared_or_read_only_is_refused(tmp_path: Path) -> None:
+    """It could not be filled again, or what another process wrote there was lost."""
+    values = np.random.default_rng(0).random((WIDTH, WIDTH), dtype=np.float32)
+    file = tmp_path / "values"
+    values.tofile(file)
+    for mode in ("c", "r+", "r"):
+        array = np.memmap(file, np.float32, mode, shape=values.shape)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is not writable
+            module = torch.nn.ParameterList([torch.from_numpy(array)])
+        if mode == "c":
+            park(module, swap_dir=tmp_path).restore()
+        else:
+            with pytest.raises(
+                ValueError, match=r"0 .of parameters. is in memory that is read-onl"
+            ):
+                park(module, swap_dir=tmp_path)
+        assert (module[0].detach().numpy() == values).all()
+
+
+def test_a_tensor_that_repeats_one_value_is_not_taken_for_a_parked_one(tmp_path: Path) -> None:
+    module, _ = trained()
+    module.register_buffer("ones", torch.ones(()).expand(WIDTH))
+    with park(module, swap_dir=tmp_path):
+        pass
+    assert module.ones.sum() == WIDTH
+
+
+def test_a_script_module_is_refused_and_stays_as_it_was(tmp_path: Path) -> None:
+    """Its hooks were refused once all was written, and it counted as parked from then on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        module = torch.nn.Sequential(torch.jit.trace(torch.nn.Linear(200, 200), torch.ones(200)))
+    with pytest.raises(TypeError, match="0 is a ScriptModule"):
+        park(module, swap_dir=tmp_path)
+    assert Parked.of(module) is None
+    assert not module(torch.ones(200)).isnan().any()
+
+
+def test_a_tensor_that_refuses_to_leave_leaves_all_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others of its storage stayed without values."""
+    module, optimizer = trained()
+    put = memory._lay
+    laid: list[torch.Tensor] = []
+
+    def refuse(tensor: torch.Tensor, other: torch.Tensor) -> None:
+        laid.append(tensor)
+        if len(laid) == 6:
+            raise ZeroDivisionError
+        put(tensor, other)
+
+    module.table.set_(module.base.untyped_storage(), 0, (WIDTH, WIDTH))  # with `view`
+    wanted = [each.detach().clone() for each in tensors_of(module, optimizer)]
+    for _ in range(20):
+        laid.clear()
+        monkeypatch.setattr(memory, "_lay", refuse)
+        with pytest.raises(ZeroDivisionError):
+            park(module, optimizer, swap_dir=tmp_path)
+        monkeypatch.setattr(memory, "_lay", put)
+        check_after_interrupt(module, optimizer, wanted, tmp_path)
+
+
+def test_what_a_new_process_would_misread_is_refused_or_kept(tmp_path: Path) -> None:
+    """numpy's numbers made the manifest unreadable; another order gave parameters others' state."""
+    module, optimizer = trained("sgd")
+    optimizer.state[module.view]["scale"] = np.float64(2.5)
+    park(module, optimizer, swap_dir=tmp_path).close()
+    fresh = net()
+    turned = OPTIMIZERS["sgd"](list(fresh.parameters())[::-1])
+    with pytest.raises(IntegrityError, match=r"parameter 0 of its optimizer is view, and this one"):
+        resume_parked(fresh, turned, swap_dir=tmp_path)
+    stepping = OPTIMIZERS["sgd"](fresh.parameters())
+    resume_parked(fresh, stepping, swap_dir=tmp_path)
+    assert stepping.state[fresh.view]["scale"] == 2.5
+
+
+def test_names_are_durable_before_memory_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the manifest was not: after a loss of power nothing might have been found."""
+    synced: list[set[str]] = []
+    sync = durable.sync_directory
+
+    def noting(path: str) -> None:
+        synced.append(set(os.listdir(path)))
+        sync(path)
+
+    monkeypatch.setattr(durable, "sync_directory", noting)
+    with park(*trained(), swap_dir=tmp_path):
+        assert any({"manifest.0", "parked"} <= names for names in synced)
+
+
+def test_in_a_thread_with_a_default_device(tmp_path: Path) -> None:
+    """The work is done in place there, and what it made was on that device."""
+    module, optimizer = trained()
+    fresh = net()
+    stepping = torch.optim.AdamW(fresh.parameters(), lr=1e-2)
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with torch.device("meta"):
+                park(module, optimizer, swap_dir=tmp_path).restore()
+                park(module, optimizer, swap_dir=tmp_path).close()
+                resume_parked(fresh, stepping, swap_dir=tmp_path)
+        except BaseException as failed:
+            failures.append(failed)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert not failures
+    assert train(fresh, stepping, range(2, 4)) == train(*trained(), range(2, 4))
 
 
 def test_one_that_is_dropped_says_so(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_accelerator import Accelerator, Pace, accelerator
 
-from nvmeio.offload import park
+from nvmeio.offload import park, resume_parked
 
 SIZE = 40_000  # elements: 160 KB
 
@@ -80,3 +80,22 @@ def test_memory_that_somebody_else_sees_is_named(
             park(module, optimizer, swap_dir=tmp_path)
         del view
         park(module, optimizer, swap_dir=tmp_path).restore()
+
+
+def test_state_comes_back_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A step count on a device, as fused kernels want it, came back in host memory."""
+    with accelerator(monkeypatch, Pace.EAGER, Pace.EAGER) as cuda:
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        module, optimizer, values = made(cuda)
+        steps = {"fused": cuda.tensor(torch.tensor(3.0)), "plain": torch.tensor(4.0)}
+        optimizer.state[module.other] |= {**steps, "offloaded": torch.ones(SIZE)}
+        park(module, optimizer, swap_dir=tmp_path).close()
+        fresh, stepping, _ = made(cuda)
+        stepping.state.clear()
+        resume_parked(fresh, stepping, swap_dir=tmp_path)
+        state = stepping.state[fresh.other]
+        assert state["fused"].device == state["momentum_buffer"].device == fresh.other.device
+        assert state["plain"].device == state["offloaded"].device == torch.device("cpu")
+        assert cuda.value(state["fused"]) == 3
+        same = torch.equal(cuda.value(state["momentum_buffer"]), values[-1])
+        assert same

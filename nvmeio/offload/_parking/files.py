@@ -28,7 +28,7 @@ def gathered(small: Sequence[ParkedStorage]) -> ParkedStorage:
     for each in small:
         each.place = at
         at += round_up(each.nbytes, TENSOR_ALIGNMENT)
-    copy = torch.zeros(max(at, 1), dtype=torch.uint8)
+    copy = torch.zeros(max(at, 1), dtype=torch.uint8, device="cpu")
     for each in small:
         copy[each.place : each.place + each.nbytes] = devices.on_host(each.memory())
     member = Member(STATE, "small tensors", copy)

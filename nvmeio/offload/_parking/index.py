@@ -14,7 +14,7 @@ import torch
 from nvmeio._torch_private import is_wrapper_subclass
 from nvmeio.errors import IntegrityError
 from nvmeio.offload._parking.files import number_of_parts
-from nvmeio.offload._parking.members import ParkedStorage
+from nvmeio.offload._parking.members import ParkedStorage, parameters_of
 from nvmeio.offload._swap_files import manifests
 from nvmeio.offload._swap_files.manifests import Manifest
 from nvmeio.offload._swap_files.tensors import is_sharded
@@ -25,13 +25,17 @@ _GENERATION = 2
 
 
 class Place(NamedTuple):
-    """Where a tensor's elements are: in which storage, and how they lie there."""
+    """Where a tensor's elements are: in which storage, and how they lie there.
+
+    `on_host` says whether that storage was in host memory.
+    """
 
     storage: int
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    on_host: bool
 
     def tensor(self, memory: torch.Tensor) -> torch.Tensor:
         """The tensor over the bytes of its storage."""
@@ -47,7 +51,8 @@ class Index(NamedTuple):
         small: Which of them lie within the last one, and where: by number.
         sums: Of each part of each storage that is not small, and of the last one.
         members: By kind and name.
-        state: For each parameter of the optimizer, in order, its state by `coded`.
+        parameters: The names of the optimizer's parameters, in order.
+        state: For each of them its state by `coded`.
         groups: The optimizer's groups, without parameters.
     """
 
@@ -55,6 +60,7 @@ class Index(NamedTuple):
     small: dict[int, int]
     sums: list[list[int]]
     members: dict[tuple[str, str], Place]
+    parameters: list[str]
     state: list[dict[str, Any]]
     groups: list[dict[str, Any]]
 
@@ -62,6 +68,7 @@ class Index(NamedTuple):
 def manifest_of(
     storages: Sequence[ParkedStorage],
     together: ParkedStorage,
+    module: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
 ) -> Manifest:
     """The manifest of what was written.
@@ -69,6 +76,7 @@ def manifest_of(
     Args:
         storages: All, the small ones too.
         together: What the small ones lie in.
+        module: Whose tensors they are.
         optimizer: Whose state it is.
     """
     number_of = {each.storage._cdata: number for number, each in enumerate(storages)}
@@ -76,7 +84,8 @@ def manifest_of(
     def place(tensor: torch.Tensor) -> list[Any]:
         number = number_of.get(tensor.untyped_storage()._cdata, -1)  # none has no bytes
         lies = [tuple(tensor.shape), tuple(tensor.stride())]
-        return [number, int(tensor.storage_offset()), *lies, str(tensor.dtype)[6:]]
+        on_host = tensor.device.type == "cpu"
+        return [number, int(tensor.storage_offset()), *lies, str(tensor.dtype)[6:], on_host]
 
     large = [each for each in storages if not each.is_small]
     groups = [] if optimizer is None else optimizer.param_groups
@@ -88,6 +97,7 @@ def manifest_of(
         "sizes": json.dumps([each.nbytes for each in storages] + [together.nbytes]),
         "small": json.dumps({n: each.place for n, each in enumerate(storages) if each.is_small}),
         "members": json.dumps([[m.kind, m.name, where] for m, where in members]),
+        "parameters": json.dumps(names_in_order(module, optimizer)),
     }
     return Manifest(
         generation=_GENERATION,
@@ -99,6 +109,13 @@ def manifest_of(
         sums=[each for parked in (*large, together) for each in parked.sums],
         made_of=made_of,
     )
+
+
+def names_in_order(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> list[str]:
+    """The names of an optimizer's parameters, in its order."""
+    names = {id(p): name for name, p in parameters_of(module, optimizer).items()}
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [names[id(p)] for group in groups for p in group["params"]]
 
 
 def read(directory: str) -> Index | None:
@@ -124,7 +141,8 @@ def read(directory: str) -> Index | None:
             del left[:count]
             if len(sums[-1]) != count:
                 raise _damaged(directory, "there are fewer sums than parts")
-        return Index(sizes, small, sums, members, manifest.small, manifest.groups)
+        parameters = [str(name) for name in json.loads(manifest.made_of["parameters"])]
+        return Index(sizes, small, sums, members, parameters, manifest.small, manifest.groups)
     except (ValueError, KeyError, TypeError, AttributeError) as wrong:
         raise _damaged(directory, repr(wrong)) from wrong
 
@@ -139,8 +157,9 @@ def _damaged(directory: str, why: str) -> IntegrityError:
 
 def placed(where: Sequence[Any]) -> Place:
     """A place as it was before it was coded."""
-    number, offset, shape, strides, dtype = where
-    return Place(number, offset, tuple(shape), tuple(strides), getattr(torch, dtype))
+    number, offset, shape, strides, dtype, on_host = where
+    lies = tuple(shape), tuple(strides)
+    return Place(number, offset, *lies, getattr(torch, dtype), bool(on_host))
 
 
 def coded(value: Any, place: Callable[[torch.Tensor], list[Any]]) -> Any:
@@ -156,6 +175,7 @@ def coded(value: Any, place: Callable[[torch.Tensor], list[Any]]) -> Any:
         return {key: coded(each, place) for key, each in value.items()}
     if type(value) in (list, tuple):
         return {type(value).__name__: [coded(each, place) for each in value]}
-    if isinstance(value, (bool, int, float, str, type(None))):
-        return {"plain": value}
+    plain = manifests.pythons(value)
+    if type(plain) in manifests.PLAIN_TYPES:
+        return {"plain": plain}
     return {"other": type(value).__name__}

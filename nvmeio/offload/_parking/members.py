@@ -6,18 +6,18 @@ gradients, state. One that several tensors share is parked once, with the first 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._memory import devices, mappings
+from nvmeio._memory import devices, holds, mappings
 from nvmeio._torch_private import is_wrapper_subclass, storage_use_count
 from nvmeio.errors import an, counted
 from nvmeio.offload._module.param_store import store_of
 from nvmeio.offload._module.sharded import shards_of
-from nvmeio.offload._swap_files.tensors import is_absent, is_sharded
+from nvmeio.offload._swap_files.tensors import is_absent, is_nothing, is_sharded
 
 PARAMETERS, BUFFERS, GRADIENTS, STATE = KINDS = ("parameters", "buffers", "gradients", "state")
 # Below this a storage is written, and stays in memory too: it is less than what names it.
@@ -108,6 +108,17 @@ def members_of(
             yield from _in(names[id(parameter)], optimizer.state.get(parameter, {}))
 
 
+def parameters_of(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, torch.Tensor]:
+    """Parameters by the names that `members_of` gives them."""
+    named: dict[str, torch.Tensor] = dict(module.named_parameters())
+    known = {id(p) for p in named.values()}
+    groups = [] if optimizer is None else optimizer.param_groups
+    others = [p for group in groups for p in group["params"] if id(p) not in known]
+    return named | {f"param_groups.{number}": p for number, p in enumerate(others)}
+
+
 def _in(name: str, value: Any) -> Iterator[Member]:
     """The tensors within a value of an optimizer's state."""
     if isinstance(value, torch.Tensor):
@@ -148,7 +159,7 @@ def _check(kind: str, name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.is_meta:
         raise ValueError(f"{what} is on the meta device and has no values: load the module first")
-    if tensor.numel() > 1 and is_absent(tensor):
+    if tensor.numel() > 1 and is_absent(tensor) and is_nothing(tensor[(0,) * tensor.dim()]):
         raise ValueError(
             f"{what} has no values: it is parked already (call restore()), or was swapped by a "
             "SwappedModule that is closed"
@@ -158,6 +169,7 @@ def _check(kind: str, name: str, tensor: torch.Tensor) -> None:
 def storages_of(members: Iterator[Member]) -> list[ParkedStorage]:
     """The storages behind tensors, in their order; refuses memory that cannot be given back."""
     found: dict[int, ParkedStorage] = {}
+    known: set[tuple[int, int]] = set()
     for member in members:
         storage = member.tensor.untyped_storage()
         if not storage.nbytes():
@@ -165,16 +177,32 @@ def storages_of(members: Iterator[Member]) -> list[ParkedStorage]:
         key = storage._cdata
         if key not in found:
             found[key] = ParkedStorage(member.kind, storage, storage.nbytes())
-        if not any(member.tensor is each.tensor for each in found[key].members):
+        if (key, id(member.tensor)) not in known:
+            known.add((key, id(member.tensor)))
             found[key].members.append(member)
     storages = list(found.values())
-    for each in storages:
-        if not each.is_small:
-            _check_memory(each)
+    large = [each for each in storages if not each.is_small]
+    # torch's own memory is private. What is not resizable came from elsewhere, or numpy knows it.
+    foreign = any(each.device.type == "cpu" and not each.storage.resizable() for each in large)
+    unsuitable = mappings.shared_or_read_only() if foreign else []
+    for each in large:
+        _check_memory(each, unsuitable)
+    check_unused(large)
     return storages
 
 
-def _check_memory(parked: ParkedStorage) -> None:
+def check_unused(storages: Sequence[ParkedStorage]) -> None:
+    """Raise ValueError if something is in flight in memory that is to be given back."""
+    for parked in storages:
+        user = None if parked.is_small else holds.user_of(parked.storage)
+        if user is not None:
+            raise ValueError(
+                f"{parked.name} (of {parked.kind}) is in use by {user!r}, which would find zeros "
+                "there: wait for it first (await the operation, call wait() of the Checkpointer)"
+            )
+
+
+def _check_memory(parked: ParkedStorage, unsuitable: Sequence[tuple[int, int]]) -> None:
     what = f"{parked.name} (of {parked.kind})"
     if not parked.storage.data_ptr():
         raise ValueError(
@@ -192,7 +220,13 @@ def _check_memory(parked: ParkedStorage) -> None:
                 f"{what} is in page-locked memory, which is not given back: make it without "
                 "pin_memory, with CPUOffloadPolicy(pin_memory=False) say"
             )
-        if not mappings.can_be_given_back(parked.storage.data_ptr(), parked.nbytes):
+        start = parked.storage.data_ptr()
+        if any(low < start + parked.nbytes and start < high for low, high in unsuitable):
+            raise ValueError(
+                f"{what} is in memory that is read-only or shared (numpy.memmap with mode 'r' or "
+                "'r+', shared memory), which cannot be given back and filled again: clone() it"
+            )
+        if not mappings.can_be_given_back(start, parked.nbytes):
             raise ValueError(
                 f"{what} is in locked memory (mlock), which is not given back: unlock it first, "
                 "or clone() it"

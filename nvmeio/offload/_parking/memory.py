@@ -14,11 +14,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from nvmeio._checks import NotPickled
 from nvmeio._memory import devices, mappings
-from nvmeio._threads.closing import do_all
-from nvmeio.offload._parking.members import ParkedStorage
+from nvmeio._threads.closing import do_all, on_error
+from nvmeio.offload._parking.members import ParkedStorage, parameters_of
 from nvmeio.offload._swap_files.subgroups import SlotSpan
-from nvmeio.offload._swap_files.tensors import absent
+from nvmeio.offload._swap_files.tensors import absent, is_absent, is_nothing, is_sharded
 
 ATTRIBUTE = "_nvmeio_parked"  # of a module: what brings it back
 
@@ -32,8 +33,9 @@ class Away:
 
     def leave(self) -> None:
         """Give the memory back. What it holds has to be on the drive."""
-        for member, _ in self._as_they_were:
-            _lay(member.tensor, _stand_in(member.tensor))
+        with on_error(self.come_back):
+            for member, _ in self._as_they_were:
+                _lay(member.tensor, _stand_in(member.tensor))
         self.drop()
 
     def drop(self) -> None:
@@ -61,7 +63,7 @@ class Away:
         self.parked.away = False
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError if a tensor was converted or moved meanwhile."""
+        """Raise RuntimeError if a tensor was converted, moved or given other values meanwhile."""
         for member, original in self._as_they_were:
             now = member.tensor
             if (now.dtype, now.device, now.shape) != (
@@ -73,6 +75,14 @@ class Away:
                     f"{member.name} (of {member.kind}) was {original.dtype} on {original.device} "
                     f"of shape {tuple(original.shape)} when it was parked, and is {now.dtype} on "
                     f"{now.device} of shape {tuple(now.shape)}: convert it back, then restore()"
+                )
+            own = now.untyped_storage()._cdata == self.parked.storage._cdata
+            if not own and not is_absent(now) and not is_nothing(now):
+                raise RuntimeError(
+                    f"{member.name} (of {member.kind}) was given other values while it was parked, "
+                    "and restore() would replace them. Keep them (kept = p.data), let it be empty "
+                    "again (p.data = torch.full_like(p, torch.nan), zeros for integers), "
+                    "restore(), and copy them into it"
                 )
 
 
@@ -97,8 +107,10 @@ def trim(storages: Sequence[ParkedStorage]) -> None:
         torch.cuda.empty_cache()
 
 
-class Guard:
-    """Refuses calls, steps and state dicts of what is parked; the module keeps who restores it."""
+class Guard(NotPickled):
+    """Refuses whatever uses or converts what is parked; the module keeps who restores it."""
+
+    _elsewhere = "restore() what is parked before you copy or pickle it"
 
     def __init__(
         self,
@@ -109,9 +121,15 @@ class Guard:
     ) -> None:
         self._where = where
         self._root = weakref.ref(module)
-        module.__dict__[ATTRIBUTE] = parked
         self._of_module: list[Any] = []
         self._of_optimizer: list[Any] = []
+        self._unconverted: list[torch.nn.Module] = []
+        self._unhooked: list[Any] = []  # without hooks before
+        with on_error(self.release):
+            self._begin(module, optimizer)
+        module.__dict__[ATTRIBUTE] = parked
+
+    def _begin(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         parts: list[Any] = list(module.modules())  # some of what is called has no types
         for each in parts:
             self._of_module += [
@@ -119,6 +137,17 @@ class Guard:
                 each.register_state_dict_pre_hook(self._refuse),
                 each.register_load_state_dict_pre_hook(self._refuse),
             ]
+            # A conversion makes new buffers, of which nobody would know that they have no values.
+            if "_apply" not in each.__dict__:
+                each.__dict__["_apply"] = self._refuse
+                self._unconverted.append(each)
+        parameters: list[Any] = list(parameters_of(module, optimizer).values())
+        for parameter in parameters:
+            # Backward of an older call: of what autograd saved, views of host memory are zeros.
+            if parameter.requires_grad and parameter.is_leaf and not is_sharded(parameter):
+                if parameter._backward_hooks is None:
+                    self._unhooked.append(parameter)
+                self._of_module.append(parameter.register_hook(self._refuse))
         if optimizer is not None:
             self._of_optimizer = [
                 optimizer.register_step_pre_hook(self._refuse),
@@ -126,22 +155,29 @@ class Guard:
                 optimizer.register_load_state_dict_pre_hook(self._refuse),
             ]
 
-    def _refuse(self, *_: object) -> NoReturn:
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise RuntimeError(
             f"it is parked: its memory was given back, and its values are in {self._where}. Call "
             "restore() of what park() returned first (or Parked.of(module).restore())"
         )
 
     def release_module(self) -> None:
-        """Let the module be used again."""
+        """Let the module be called again."""
         _remove(self._of_module)
+        for parameter in self._unhooked:
+            if not parameter._backward_hooks:
+                parameter._backward_hooks = None  # an empty dict costs each backward a call
+        self._unhooked.clear()
 
     def release(self) -> None:
         """Let both be used again."""
         root = self._root()
         if root is not None:
             root.__dict__.pop(ATTRIBUTE, None)
-        _remove(self._of_module)
+        self.release_module()
+        for each in self._unconverted:
+            each.__dict__.pop("_apply", None)
+        self._unconverted.clear()
         _remove(self._of_optimizer)
 
 

@@ -36,7 +36,8 @@ HEADER_BYTES = len(_MAGIC) + 2 + 16
 _NUMBER = re.compile(rb'"generation": (\d{1,15}),')  # near the beginning of the body
 _NUMBER_WITHIN = HEADER_BYTES + 64
 NAMES = ("manifest.0", "manifest.1")
-_PLAIN_TYPES = frozenset(
+# What a manifest can hold: torch.load(weights_only=True) reads these.
+PLAIN_TYPES = frozenset(
     (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Tensor)
 )
 _MOST_BYTES = 2 << 30  # most of one are sums and what pieces have outside of the files
@@ -262,7 +263,7 @@ def _tensors_of(manifest: Manifest) -> dict[str, Any]:
         "columns": columns,
         "rest": rest,
         "groups": _plain(manifest.groups),
-        "sums": torch.tensor(manifest.sums, dtype=torch.int64),
+        "sums": torch.tensor(manifest.sums, dtype=torch.int64, device="cpu"),
         "strides": manifest.strides,
     }
 
@@ -276,13 +277,13 @@ def _plain(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for group in groups:
         plain.append({})
         for name, value in group.items():
-            number = value if type(value) in _PLAIN_TYPES else _number(value)
-            if type(number) in _PLAIN_TYPES or _is_plain(number):
+            number = value if type(value) in PLAIN_TYPES else pythons(value)
+            if type(number) in PLAIN_TYPES or _is_plain(number):
                 plain[-1][name] = number
     return plain
 
 
-def _number(value: Any) -> Any:
+def pythons(value: Any) -> Any:
     """Python's number for one of numpy's, which schedulers leave behind."""
     foreign = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
     return value.item() if foreign else value
@@ -293,7 +294,7 @@ def _is_plain(value: Any) -> bool:
         return type(value) in (list, tuple) and all(map(_is_plain, value))
     if isinstance(value, dict):
         return type(value) in (dict, Counter) and all(map(_is_plain, [*value, *value.values()]))
-    return type(value) in _PLAIN_TYPES
+    return type(value) in PLAIN_TYPES
 
 
 def _decode(data: bytes, path: str) -> Manifest | None:
@@ -323,7 +324,8 @@ def _decode(data: bytes, path: str) -> Manifest | None:
 
 def _read(body: bytes) -> Manifest:
     told = json.loads(body)
-    tensors = torch.load(io.BytesIO(base64.b64decode(told["tensors"])), weights_only=True)
+    stored = io.BytesIO(base64.b64decode(told["tensors"]))
+    tensors = torch.load(stored, map_location="cpu", weights_only=True)
     current, begun = ([int(bit) for bit in told[name]] for name in ("current", "begun"))
     small = _rows(tensors["columns"], tensors["rest"])
     groups, boot, run = tensors["groups"], told["boot"], str(told.get("run", ""))

@@ -145,7 +145,7 @@ def absent(span: SlotSpan, device: torch.device) -> torch.Tensor:
     It takes one element of memory. Torch refuses to write to it, since its elements share memory.
     """
     mark = _MARK if math.prod(span.shape) == 1 else 0
-    value = torch.full((1 + mark,), nothing(span.dtype), dtype=span.dtype)
+    value = torch.full((1 + mark,), nothing(span.dtype), dtype=span.dtype, device="cpu")
     there = value if device.type == "cpu" else devices.moved(value, device)
     return there[mark].expand(span.shape)
 
@@ -159,8 +159,15 @@ def is_absent(parameter: torch.Tensor) -> bool:
     nbytes = (1 + _MARK) * parameter.element_size()
     if parameter.storage_offset() != _MARK or parameter.untyped_storage().nbytes() != nbytes:
         return False
-    value, fill = parameter.detach(), nothing(parameter.dtype)  # torch does let one be written to
-    return bool(value.isnan().all() if fill else (value == fill).all())
+    return is_nothing(parameter)  # torch does let one be written to
+
+
+def is_nothing(tensor: torch.Tensor) -> bool:
+    """Whether every element is what an absent one reads as."""
+    value = tensor.detach()
+    if not nothing(tensor.dtype):
+        return not bool(value.any())
+    return bool((value.float() if value.element_size() == 1 else value).isnan().all())
 
 
 def nothing(dtype: torch.dtype) -> float:
