@@ -288,7 +288,9 @@ class Parked(NotPickled, Closing):
                 self._opened().read(list(wanted), memory_of, come_back, handles, flight)
         finally:
             do_all([each.drop for each in begun if each.parked.away])
-            left = {each.parked.kind for each in self._away if each.parked.away}
+            # What is back is the caller's alone: nothing here keeps its memory any longer.
+            self._away = [each for each in self._away if each.parked.away]
+            left = {each.parked.kind for each in self._away}
             if self._guard is not None and not left & {PARAMETERS, BUFFERS}:
                 self._guard.release_module()
             if self._guard is not None and not left:

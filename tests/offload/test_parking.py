@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,21 @@ def test_kinds_come_back_one_by_one(tmp_path: Path) -> None:
     parked.close()
     same, theirs = trained()
     assert train(module, optimizer, range(2, 4)) == train(same, theirs, range(2, 4))
+
+
+def test_what_is_back_is_the_callers_alone(tmp_path: Path) -> None:
+    """Its Parked kept gradients, which `zero_grad` could not free."""
+    module, optimizer = trained()
+    with park(module, optimizer, swap_dir=tmp_path) as parked:
+        parked.restore("gradients")
+        gradients = [weakref.ref(p.grad.untyped_storage()) for p in module.parameters()]
+        optimizer.zero_grad()
+        assert not any(refer() for refer in gradients)
+    kept = [weakref.ref(p) for p in module.parameters()]
+    del module, optimizer
+    gc.collect()
+    assert not any(refer() for refer in kept)
+    assert parked.restored
 
 
 def test_reads_come_in_the_order_of_use(tmp_path: Path) -> None:

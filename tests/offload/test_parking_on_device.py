@@ -82,6 +82,21 @@ def test_memory_that_somebody_else_sees_is_named(
         park(module, optimizer, swap_dir=tmp_path).restore()
 
 
+def test_it_is_parked_again_and_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is back was still kept by its Parked: the next park took that for somebody's view."""
+    with accelerator(monkeypatch, Pace.EAGER, Pace.EAGER) as cuda:
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        module, optimizer, values = made(cuda)
+        for _ in range(3):
+            with park(module, optimizer, swap_dir=tmp_path) as parked:
+                parked.restore("parameters")
+                assert cuda.value(module.other).equal(values[1])
+            assert parked.restored
+        for mine, wanted in zip(tensors_of(module, optimizer), values, strict=True):
+            equal = torch.equal(cuda.value(mine), wanted)
+            assert equal
+
+
 def test_state_comes_back_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A step count on a device, as fused kernels want it, came back in host memory."""
     with accelerator(monkeypatch, Pace.EAGER, Pace.EAGER) as cuda:
