@@ -79,7 +79,8 @@ def park(
         optimizer: Its optimizer, of any class of torch's; None parks the module alone.
         swap_dir: A directory on a fast drive, made where it is missing (not those above it); a
             locked subdirectory for this rank is made in it. Or a list, as for `SwappedOptimizer`.
-        handle: Moves the bytes and stays open; None makes one for each drive.
+        handle: Moves the bytes and stays open; None makes one for each drive, and so does `restore`
+            if it is closed by then.
         checksum: Compare what is read with the CRC-32 of what was written. Bytes that went straight
             from and to a device have none.
         overwrite: Remove what a dead process has parked there; without it that is refused.
@@ -301,7 +302,10 @@ class Parked(NotPickled, Closing):
     @contextlib.contextmanager
     def _moving(self, cancellation: Cancellation) -> Iterator[tuple[DriveHandles, InFlight]]:
         """What moves bytes, for as long as the body runs: a handle has threads and memory."""
-        handles = DriveHandles(self._handle, self._paths)
+        handle = self._handle
+        if handle is not None and handle.closed and self._guard is not None:
+            handle = None  # what is parked comes back all the same
+        handles = DriveHandles(handle, self._paths)
         try:
             flight = InFlight()
             cancellation.then(flight.cancel)
@@ -458,7 +462,7 @@ class _Resuming:
         for number, start in self._found.small.items():
             self._kept[number] = together[start : start + self._found.sizes[number]].clone()
         by_storage: dict[int, list[tuple[str, str]]] = {}
-        for key in targets:
+        for key in targets.keys() & self._found.members.keys():  # others have no elements
             by_storage.setdefault(self._found.members[key].storage, []).append(key)
         with torch.no_grad():
             for number, keys in by_storage.items():

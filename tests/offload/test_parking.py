@@ -521,6 +521,32 @@ def test_a_tensor_that_refuses_to_leave_leaves_all_as_it_was(
         check_after_interrupt(module, optimizer, wanted, tmp_path)
 
 
+def test_tensors_without_elements_come_back_in_a_new_process(tmp_path: Path) -> None:
+    """Such as shards that a rank has nothing of. They were looked for, and not found."""
+
+    def with_empty() -> torch.nn.Module:
+        module = net()
+        module.register_buffer("empty", torch.empty(0))
+        module.nothing = torch.nn.Parameter(torch.empty(0, 5))
+        return module
+
+    module = with_empty()
+    park(module, swap_dir=tmp_path).close()
+    fresh = with_empty()
+    torch.nn.init.zeros_(fresh.view)
+    resume_parked(fresh, swap_dir=tmp_path)
+    assert torch.equal(fresh.view, net().view)
+
+
+def test_a_handle_that_was_closed_meanwhile(tmp_path: Path) -> None:
+    """Nothing could bring the module back then: `restore` takes no other one."""
+    module, optimizer = trained()
+    with nvmeio.AioHandle() as handle:
+        parked = park(module, optimizer, swap_dir=tmp_path, handle=handle)
+    parked.restore()
+    assert train(module, optimizer, range(2, 3)) == train(*trained(), range(2, 3))
+
+
 def test_what_a_new_process_would_misread_is_refused_or_kept(tmp_path: Path) -> None:
     """numpy's numbers made the manifest unreadable; another order gave parameters others' state."""
     module, optimizer = trained("sgd")
