@@ -94,11 +94,14 @@ class _Running:
     __slots__ = ("__weakref__", "again", "taken")
 
     def __init__(self, taken: object, again: Callable[..., Any]) -> None:
-        self.taken = taken
-        self.again = again
-        _follow_checkpoints()
-        _here.running = [ref for ref in _running() if ref() is not None]
-        _here.running.append(weakref.ref(self))
+        try:
+            self.taken = taken
+            self.again = again
+            _follow_checkpoints()
+            _here.running = [ref for ref in _running() if ref() is not None]
+            _here.running.append(weakref.ref(self))
+        finally:
+            del self, taken  # an interrupt's traceback that is kept must not keep what is taken
 
 
 _here = threading.local()

@@ -154,12 +154,14 @@ def _quietly(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 def _whole_pass(
     stream: WeightStream, call: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    without = mark = None
     if not stream.trainable:
         _check_grad("the model", args, kwargs)
-        without = calls.without_grad()
-        mark = stream.pass_mark()  # ends with this frame
-    try:
+    without: Any = None
+    mark: Any = None
+    try:  # an interrupt's traceback that is kept must hold neither
+        if not stream.trainable:
+            without = calls.without_grad()
+            mark = stream.pass_mark()  # ends with this frame
         found = call(*args, **kwargs)
     except Exception:
         stream.end_pass()

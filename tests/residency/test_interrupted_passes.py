@@ -27,10 +27,13 @@ from support import (
 from torch import nn
 
 import nvmeio
+from nvmeio._residency import calls
 from nvmeio.checkpoint.safetensors import save_safetensors
 from nvmeio.errors import TransferError
 from nvmeio.inference import run_in_blocks
 from nvmeio.inference._plan import units
+from nvmeio.inference._stream.turns import OwnPass
+from nvmeio.inference.weight_stream import WeightStream
 from nvmeio.offload import SwappedModule
 from nvmeio.testing import FakeEngine
 
@@ -180,6 +183,38 @@ def test_another_thread_goes_on_while_the_error_is_kept(streamed: nn.Module) -> 
     assert found[0].equal(expected)
 
 
+def test_autograd_is_on_while_the_error_of_a_pass_that_did_not_begin_is_kept(
+    streamed: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt before the first layer left autograd off while a session kept its traceback."""
+
+    def interrupt(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightStream, "pass_mark", interrupt)
+        with pytest.raises(KeyboardInterrupt) as kept:
+            streamed(torch.randn(3, WIDTH))
+    assert torch.is_grad_enabled()
+    del kept
+
+
+def test_a_pass_is_over_while_the_error_that_ended_its_beginning_is_kept() -> None:
+    """The traceback kept the mark of a pass that never ran, and the stream counted it."""
+
+    class Marks(dict[Any, Any]):
+        def __setitem__(self, key: Any, value: Any) -> None:
+            super().__setitem__(key, value)
+            raise KeyboardInterrupt
+
+    passes = OwnPass(0)
+    passes._marks = Marks()
+    with pytest.raises(KeyboardInterrupt) as kept:
+        passes.mark()
+    assert not passes.any_under_way()
+    del kept
+
+
 # Swapped
 
 
@@ -285,6 +320,22 @@ def test_loading_does_not_switch_the_callers_grad_mode(
     with monkeypatch.context() as patch:
         patch.setattr(torch.no_grad, "__enter__", checked)
         swapped.load_state_dict(state)
+
+
+def test_units_are_free_while_the_error_of_a_call_that_did_not_begin_is_kept(
+    swapped: SwappedModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The units were held already, by the frame that noted so: its traceback went on holding."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "_follow_checkpoints", interrupt)
+        with pytest.raises(KeyboardInterrupt) as kept:
+            swapped(torch.randn(3, WIDTH))
+    assert held_of(swapped) == []
+    del kept
 
 
 def test_an_exception_in_a_users_hook_leaves_nothing(swapped: SwappedModule) -> None:

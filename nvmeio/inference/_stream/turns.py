@@ -245,8 +245,11 @@ class OwnPass:
 
     def mark(self) -> PassMark:
         mark = PassMark()
-        self._marks[threading.get_ident()] = weakref.ref(mark)
-        return mark
+        try:
+            self._marks[threading.get_ident()] = weakref.ref(mark)
+            return mark
+        finally:
+            del mark  # an interrupt's traceback that is kept must not keep the pass
 
     @property
     def under_way(self) -> bool:
