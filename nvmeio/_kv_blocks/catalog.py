@@ -116,6 +116,8 @@ class Catalog:
             if writer:
                 self._grow_to(1)
                 self._table.sign(secrets.token_bytes(WRITER_BYTES), None)
+                self._table.set_generation(0)
+                self._table.set_name_bytes(sizes.name_bytes)
             self._made.clear()
             self.close = undo.pop_all().close
 
@@ -171,6 +173,10 @@ class Catalog:
                 *(self._path, len(self.index)),
             )
         self._table.sign(self.signature, tag)
+
+    def set_generation(self, generation: int) -> None:
+        """Write into the table how often the names changed, for who looks at it from outside."""
+        self._noted(self._table.set_generation, generation)
 
     # Opening
 

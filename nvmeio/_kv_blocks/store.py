@@ -37,7 +37,7 @@ from nvmeio._io.handles import new_handle
 from nvmeio._kv_blocks.catalog import LISTED_SLOTS, Catalog, OnChange, Sizes
 from nvmeio._kv_blocks.index import BlockPlace
 from nvmeio._kv_blocks.pins import Pins
-from nvmeio._kv_blocks.table import Key, names_of
+from nvmeio._kv_blocks.table import PAGE_BYTES, Key, names_of
 from nvmeio._kv_blocks.transfers import (
     Batch,
     InPlace,
@@ -55,8 +55,6 @@ from nvmeio._threads.shutdown import Ending, leave
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 
-# Slots are whole pages, so that neither edge of a block is written through the page cache.
-PAGE_BYTES = 4096
 DIRECTORY = "nvmeio-blocks"
 # Slots of jobs that are moved together at most: stores are answered when all of them are there.
 TOGETHER_BYTES = 256 << 20
@@ -498,12 +496,15 @@ class BlockStore(NotPickled, Closing):
         """Find nothing of what was stored before, because the weights are others now.
 
         What is stored from now on is found until the store is closed, or this is called again; the
-        next opening finds what was stored before the first call. Nothing is written: the blocks
-        make room as others do, pinned or not. Processes that read the store call this as often as
-        its writer.
+        next opening finds what was stored before the first call. Only the generation's number is
+        written: the blocks make room as others do, pinned or not. Processes that read the store
+        call this as often as its writer.
         """
         self._check_open()
         self._name(self._names.generation + 1)
+        if self.is_writer:
+            set_generation = self._catalog.set_generation
+            self._change(self._stores, set_generation, self._names.generation, wait=False)
         if len(self._pins):
             self._change(self._stores, self._pins.clear, wait=False)
 

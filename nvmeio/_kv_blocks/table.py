@@ -28,9 +28,12 @@ from typing import NamedTuple
 
 import torch
 
+from nvmeio._pages import round_up
 from nvmeio._storage import crc32
 from nvmeio._storage.locks import unlock
 
+# Slots are whole pages, so that neither edge of a block is written through the page cache.
+PAGE_BYTES = 4096
 HEADER_BYTES = 4096
 RECORD_BYTES = 64
 DIGEST_BYTES = 32
@@ -41,6 +44,8 @@ _HEADER_CRC_AT = _HEADER.size
 _LATEST_AT = 64  # of the header: the sequence number of the newest change
 _WRITER_AT = 128  # a number of the process that has it open for writing
 _TAG_AT = 160  # what the blocks are of, as far as it was said when they were last written
+_GENERATION_AT = 192  # of the process that has it open for writing: how often names changed
+_NAME_BYTES_AT = 200  # the longest whole name that is kept beside it; 0 keeps none
 WRITER_BYTES = 16
 TAG_BYTES = 32
 # Digest, sequence number, nbytes, checksum of the block, checksum of the record; behind that the
@@ -83,18 +88,14 @@ class Table:
         self, fd: int, block_bytes: int, slots: int, new: bool, writer: bool = True
     ) -> None:
         self.slots = slots
+        self._block_bytes = block_bytes
         header = _header(block_bytes, slots)
         if new:
             # Not truncated to nothing: a reader that has it mapped would be killed (SIGBUS).
             os.ftruncate(fd, max(os.fstat(fd).st_size, self.nbytes))
             _fill(fd, self.nbytes)
             os.pwrite(fd, header, 0)
-        found = os.pread(fd, len(header), 0)
-        if found[:16] != _MAGIC:
-            raise NotATable("it is no table of blocks")
-        if found[_HEADER_CRC_AT:] != struct.pack("<I", crc32.of_bytes(found[:_HEADER_CRC_AT])):
-            raise NotATable("its header is damaged")
-        _, blocks_of, self.slots_before = _HEADER.unpack(found[: _HEADER.size])
+        blocks_of, self.slots_before = sizes_in(fd)
         least = HEADER_BYTES + self.slots_before * RECORD_BYTES
         if blocks_of != block_bytes or os.fstat(fd).st_size < least:
             raise NotATable("it is one of blocks of another size, or was cut")
@@ -119,6 +120,11 @@ class Table:
         return HEADER_BYTES + self.slots * RECORD_BYTES
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot: those of a block, in whole pages."""
+        return round_up(self._block_bytes, PAGE_BYTES)
+
+    @property
     def latest(self) -> int:
         """The sequence number of the newest change, whoever made it."""
         (found,) = struct.unpack_from("<Q", self._map, _LATEST_AT)
@@ -140,6 +146,24 @@ class Table:
         if tag is not None:
             os.pwrite(self._file.fileno(), tag, _TAG_AT)
 
+    @property
+    def generation(self) -> int:
+        """How often its writer has changed the names since it was opened."""
+        (number,) = struct.unpack_from("<Q", self._map, _GENERATION_AT)
+        return int(number)
+
+    @property
+    def name_bytes(self) -> int:
+        """The longest whole name that is kept beside it; 0 if none are."""
+        (nbytes,) = struct.unpack_from("<Q", self._map, _NAME_BYTES_AT)
+        return int(nbytes)
+
+    def set_generation(self, generation: int) -> None:
+        os.pwrite(self._file.fileno(), struct.pack("<Q", generation), _GENERATION_AT)
+
+    def set_name_bytes(self, nbytes: int) -> None:
+        os.pwrite(self._file.fileno(), struct.pack("<Q", nbytes), _NAME_BYTES_AT)
+
     def put(self, slot: int, digest: bytes, nbytes: int, crc: int, kind: int = 0) -> None:
         record = _RECORD.pack(digest, self._latest + 1, nbytes, crc, 0)[:-4]
         last = _KIND.pack(kind)
@@ -153,6 +177,19 @@ class Table:
             # With a number, for readers to see that it changed; its checksum is that of no record.
             record = _RECORD.pack(bytes(DIGEST_BYTES), self._latest + 1, 0, 0, 0)
             self._write(slot, record + bytes(8))
+
+    def copy(self, slot: int, to: int) -> None:
+        """Say of another slot what is said of this one, as of the same age.
+
+        Readers do not see it: for a table that nobody else has open.
+        """
+        at = self._at(slot)
+        os.pwrite(self._file.fileno(), self._map[at : at + RECORD_BYTES], self._at(to))
+
+    def cut(self, slots: int) -> None:
+        """End behind fewer slots; the file keeps its size."""
+        os.pwrite(self._file.fileno(), _header(self._block_bytes, slots), 0)
+        self.slots = slots
 
     def _write(self, slot: int, record: bytes) -> None:
         os.pwrite(self._file.fileno(), record, self._at(slot))
@@ -211,6 +248,20 @@ class Table:
             unlock(self._lock.fileno())
         self._lock.close()
         self._file.close()
+
+
+def sizes_in(fd: int) -> tuple[int, int]:
+    """Bytes of a block and number of slots, by the header of a table.
+
+    Raises NotATable if the file is foreign or damaged.
+    """
+    header = os.pread(fd, _HEADER_CRC_AT + 4, 0)
+    if header[:16] != _MAGIC:
+        raise NotATable("it is no table of blocks")
+    if header[_HEADER_CRC_AT:] != struct.pack("<I", crc32.of_bytes(header[:_HEADER_CRC_AT])):
+        raise NotATable("its header is damaged")
+    _, block_bytes, slots = _HEADER.unpack(header[: _HEADER.size])
+    return block_bytes, slots
 
 
 def _header(block_bytes: int, slots: int) -> bytes:

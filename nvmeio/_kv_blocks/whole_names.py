@@ -23,10 +23,15 @@ class WholeNames:
     """Names of up to `most_bytes` bytes, by slot."""
 
     def __init__(self, path: Path, most_bytes: int, slots: int) -> None:
-        self._record_bytes = _LENGTH.size + most_bytes
+        self._record_bytes = self.record_bytes(most_bytes)
         self._file = os.fdopen(open_own(path), "r+b", buffering=0)
         if os.fstat(self._file.fileno()).st_size > slots * self._record_bytes:
             self._file.truncate(slots * self._record_bytes)
+
+    @staticmethod
+    def record_bytes(most_bytes: int) -> int:
+        """Bytes of the record of a slot."""
+        return _LENGTH.size + most_bytes
 
     def put(self, slot: int, name: bytes) -> None:
         os.pwrite(self._file.fileno(), _LENGTH.pack(len(name)) + name, self._at(slot))

@@ -1,8 +1,8 @@
 """The `nvmeio` command. Results go to stdout, everything else to stderr.
 
 `main` is the console script. A module of this package serves one subcommand; `checkpoints` serves
-verify and inspect, `models` pack and generate. Nothing here imports torch before a command works:
-`--version` and all of `--help` come at once.
+verify and inspect, `models` pack and generate, `caches` those below `cache`. Nothing here imports
+torch before a command works: `--version` and all of `--help` come at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 import nvmeio
-from nvmeio.cli import bench, models, tune
+from nvmeio.cli import bench, caches, models, tune
 from nvmeio.cli._terminal import JsonOption, status_of_interrupt, stdout
 
 
@@ -208,8 +208,9 @@ app.command("bench", context_settings=_UNDERSCORES)(bench.command)
 app.command("tune", context_settings=_UNDERSCORES)(tune.command)
 app.command("pack", context_settings=_UNDERSCORES)(models.pack)
 app.command("generate", context_settings=_UNDERSCORES)(models.generate)
+app.add_typer(caches.app, name="cache")
 
 # rich keeps the line breaks of a paragraph, where a narrow terminal makes its own.
-for _registered in app.registered_commands:
+for _registered in (*app.registered_commands, *caches.app.registered_commands):
     _paragraphs = cleandoc(_registered.callback.__doc__ or "").split("\n\n")
     _registered.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)

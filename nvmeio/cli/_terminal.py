@@ -251,8 +251,10 @@ class _Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def exit_statuses(errors: Console) -> Iterator[None]:
+def exit_statuses(errors: Console, left: str = "no files are left") -> Iterator[None]:
     """Turn failures of the body into one message on `errors` and an exit status.
+
+    `left` is what an interrupt leaves behind.
 
     SIGTERM and SIGHUP are taken as Ctrl-C meanwhile, so that whatever the body made is removed.
     """
@@ -275,7 +277,7 @@ def exit_statuses(errors: Console) -> Iterator[None]:
         if status is None:
             raise
         how = "interrupted" if status == INTERRUPTED else "terminated"
-        say(errors, f"{how}; no files are left", "yellow")
+        say(errors, f"{how}; {left}", "yellow")
         raise typer.Exit(status) from failed
     finally:
         for signum, handler in before.items():

@@ -6,19 +6,21 @@ import inspect
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import typer.main
 from typer.testing import CliRunner
 
 import nvmeio
-from nvmeio.cli import app
+from nvmeio.cli import app, caches
 
 COMMANDS = {info.name or "": info for info in app.registered_commands}
+COMMANDS |= {f"cache {info.name}": info for info in caches.app.registered_commands}
 
 
 def shown(command: str) -> str:
-    done = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"})
+    done = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "80"})
     assert done.exit_code == 0
     return done.stdout
 
@@ -27,8 +29,10 @@ def shown(command: str) -> str:
 def test_every_option_can_be_read(command: str) -> None:
     """Beside wide columns names ended in an ellipsis: "--folder-to-device-mapp…"."""
     words = shown(command)
-    parameters = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
-    options = [name for each in parameters for name in each.opts if name.startswith("--")]
+    found: Any = typer.main.get_command(app)
+    for word in command.split():
+        found = found.commands[word]
+    options = [name for each in found.params for name in each.opts if name.startswith("--")]
     assert [name for name in options if name not in words] == []
     assert not re.search(r"--[\w-]*…", words)
 
@@ -49,7 +53,7 @@ def test_lines_break_where_the_terminal_does(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--version"], ["--help"], *([c, "--help"] for c in COMMANDS)]
+    "arguments", [["--version"], ["--help"], *([*c.split(), "--help"] for c in COMMANDS)]
 )
 def test_help_imports_no_torch(arguments: list[str]) -> None:
     """The first four pages of help did not come within a minute on a loaded machine."""
