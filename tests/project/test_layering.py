@@ -151,7 +151,7 @@ STANDS_ON = {
         *("errors", "handle", "files", "buffers", "tuned", "gds", "engines", "_checks"),
         *("progress", "_pages", "_bindings", "_torch_private"),
         *("_files", "_memory", "_threads"),
-        *("_io", "_storage", "_formats", "compat", "integrations"),
+        *("_io", "_storage", "_formats", "_kv_blocks", "compat", "integrations"),
         *SYSTEMS,
     },
     "compat": {
