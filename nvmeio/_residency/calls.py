@@ -71,8 +71,10 @@ def taking(
     """
 
     def again(saves: bool, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        running = _Running(take(), again)
+        running: Any = None
         try:
+            running = _Running(again)
+            running.taken = take()  # stored without a call: no other frame ever has it
             kept = saving(origin_of) if saves else None
             try:
                 found = call(*args, **kwargs)
@@ -93,15 +95,15 @@ class _Running:
 
     __slots__ = ("__weakref__", "again", "taken")
 
-    def __init__(self, taken: object, again: Callable[..., Any]) -> None:
+    def __init__(self, again: Callable[..., Any]) -> None:
         try:
-            self.taken = taken
+            self.taken: object = None
             self.again = again
             _follow_checkpoints()
             _here.running = [ref for ref in _running() if ref() is not None]
             _here.running.append(weakref.ref(self))
         finally:
-            del self, taken  # an interrupt's traceback that is kept must not keep what is taken
+            del self  # an interrupt's traceback that is kept must not keep it alive
 
 
 _here = threading.local()

@@ -6,6 +6,7 @@ import _thread
 import errno
 import gc
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -323,17 +324,22 @@ def test_loading_does_not_switch_the_callers_grad_mode(
 
 
 def test_units_are_free_while_the_error_of_a_call_that_did_not_begin_is_kept(
-    swapped: SwappedModule, monkeypatch: pytest.MonkeyPatch
+    swapped: SwappedModule,
 ) -> None:
     """The units were held already, by the frame that noted so: its traceback went on holding."""
 
-    def interrupt() -> None:
-        raise KeyboardInterrupt
+    def interrupt(frame: Any, *_: Any) -> None:
+        if frame.f_code is calls._Running.__init__.__code__:
+            sys.settrace(None)
+            raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(calls, "_follow_checkpoints", interrupt)
+    tracing = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
         with pytest.raises(KeyboardInterrupt) as kept:
             swapped(torch.randn(3, WIDTH))
+    finally:
+        sys.settrace(tracing)
     assert held_of(swapped) == []
     del kept
 
