@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import nvmeio
 from nvmeio._memory import devices
 from nvmeio.checkpoint.safetensors import save_safetensors
 from nvmeio.errors import TransferError
+from nvmeio.inference._experts.cache import ExpertCache
 from nvmeio.inference._experts.on_device import DeviceExperts, HostSlots
 from nvmeio.testing import FakeEngine
 
@@ -228,6 +230,32 @@ def test_what_the_device_keeps_is_neither_read_nor_copied_to_it_again(
             assert after.hits == before.hits + 3 * LAYERS * TOP
         finally:
             stream.close()
+
+
+def test_what_the_device_has_is_not_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts read it again where host memory had it no longer, and the next layer waited."""
+    saved(tmp_path / "m.safetensors")
+    begin = ExpertCache._begin
+    on_device: list[bool] = []
+
+    def noting(cache: ExpertCache, key: tuple[int, int], held: Any) -> Any:
+        on_device.append(cache._device is not None and cache._device.has(key))
+        return begin(cache, key, held)
+
+    monkeypatch.setattr(ExpertCache, "_begin", noting)
+    chosen = random.Random(3)
+    with torch.no_grad(), accelerator(monkeypatch) as cuda:
+        model = streamed(tmp_path / "m.safetensors", EXPERTS + 6)
+        try:
+            for _ in range(40):
+                seed, tokens = chosen.randrange(6), chosen.choice([1, 1, 1, 2, 9, 40])
+                cuda.value(model(cuda.tensor(data(seed, tokens))))
+        finally:
+            model.weight_stream.close()
+    assert on_device
+    assert not any(on_device)
 
 
 def test_a_prompt_leaves_what_decoding_asks_for_on_the_device(

@@ -505,7 +505,7 @@ class ExpertCache:
         keys = [(following, expert) for expert in range(experts.number)]
         held = self._held.union(keys)
         for key in keys:
-            if key in self._recency:
+            if key in self._recency or (self._device is not None and self._device.has(key)):
                 continue
             if self._in_use + experts.nbytes > self._budget:
                 spare = self._recency.used > experts.number
