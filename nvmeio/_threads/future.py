@@ -151,8 +151,8 @@ class Future(Begun[Value]):
 
         An interrupt ends the waiting at once, and nothing else.
         """
-        until = None if timeout is None else time.monotonic() + timeout
         try:
+            until = None if timeout is None else time.monotonic() + timeout
             while not self.done:
                 left = SLICE_S if until is None else min(SLICE_S, until - time.monotonic())
                 if left <= 0:
