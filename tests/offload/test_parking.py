@@ -41,7 +41,8 @@ class Net(torch.nn.Module):
         torch.manual_seed(0)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.tied = torch.nn.Linear(WIDTH, WIDTH, bias=False)
-        self.tied.weight = self.layers[0].weight
+        first: Any = self.layers[0]
+        self.tied.weight = first.weight
         self.base = torch.randn(3, WIDTH, WIDTH)
         self.view = torch.nn.Parameter(self.base[1])
         self.register_buffer("table", torch.randn(WIDTH, WIDTH))
