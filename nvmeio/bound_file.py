@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Handle(Protocol):
-    """What is asked of an `AioHandle` here."""
+    """The part of an `AioHandle` that is used here."""
 
     def async_pread(self, tensor: Data, file: File, file_offset: int = 0) -> Operation:
         """Start reading a file into a tensor."""

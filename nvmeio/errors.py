@@ -183,7 +183,7 @@ def errno_of(failed: OSError) -> int:
 def transfer_error(
     failed: OSError, operation: str, path: str | os.PathLike[str], detail: str = "", **about: Any
 ) -> TransferError:
-    """What the system refused, as an error that names what was done, and to which file.
+    """The system's refusal, as an error that names what was done, and to which file.
 
     Words of ours that `failed` has in place of the system's stay.
     """
@@ -394,12 +394,12 @@ class IntegrityError(NvmeioError):
         self.found = found
 
 
-# What messages are made of
+# Parts of messages
 
 
 def an(name: str) -> str:
     """A name with its article, as it is spoken: "an ndarray", "an SGD", "a UserDict"."""
-    # Of an abbreviation the first letter is spoken by itself.
+    # The first letter of an abbreviation is spoken by itself.
     spelt = name[:2].isupper() or name[:2] == "nd"
     vowel = name[0].upper() in ("AEFHILMNORSX" if spelt else "AEIO")
     return f"{'an' if vowel else 'a'} {name}"
@@ -424,7 +424,7 @@ def binary_size(nbytes: int) -> str:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """What was meant by a name that nobody knows, as the end of a sentence; "" where none is near.
+    """The known name nearest to an unknown one, as the end of a sentence; "" where none is near.
 
     Args:
         name: The unknown one.

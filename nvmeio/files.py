@@ -52,7 +52,7 @@ class File(NotPickled, Closing):
         self._read_only = flags == os.O_RDONLY
         self._descriptors = Descriptors.open(self._path, flags)
         self._closed = False
-        # What handles have prepared for transfers of this file; `_core.short_transfers` knows it.
+        # Ways that `_core.short_transfers` has prepared for this file, by handle.
         self.ways: dict[Any, Any] = {}
 
     def acquire(self, user: object, writing: bool = False) -> Descriptors:
@@ -177,7 +177,7 @@ def give_up(
 ) -> None:
     """Undo `acquire` after an error; `opened` is None where an interrupt kept it from returning.
 
-    It may be done again. What closing raises is dropped: the error that led here goes on.
+    It is idempotent. An error of closing is dropped: the error that led here goes on.
     """
     with contextlib.suppress(OSError):
         if opened is not None:

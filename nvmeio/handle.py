@@ -101,7 +101,7 @@ class AioHandle(HandleSettings, ClosingWork):
     def _begin(self, engine: str | Engine, ring_bytes: int) -> None:
         started = engines.start(engine, self._options)
         with on_error(end, started):
-            # What it is given knows nothing of self: in a cycle, a dropped handle would live on.
+            # Its arguments do not refer to self: in a cycle, a dropped handle would live on.
             self._cores = Cores(
                 Core(started), self._device_maker(ring_bytes), self._rows_maker(ring_bytes)
             )
@@ -109,7 +109,7 @@ class AioHandle(HandleSettings, ClosingWork):
         self._short_writes = self._short(Opcode.WRITE)
 
     def _short(self, opcode: Opcode) -> ShortTransfers | None:
-        """What starts short transfers of CPU tensors; None where the core has nothing cheaper."""
+        """The starter of short transfers of CPU tensors; None where the core has none."""
         core = self._usual_core
         if core is None or not ShortTransfers.are_cheaper(core):
             return None
@@ -139,7 +139,7 @@ class AioHandle(HandleSettings, ClosingWork):
         return functools.partial(ring_core, self._copier, ring_bytes, self._options)
 
     def _rows_maker(self, ring_bytes: int) -> Callable[[Core], Core] | None:
-        """What makes the core of rows in device memory; None if the device's core moves them."""
+        """The maker of the core of rows in device memory; None if the device's core moves them."""
         return None
 
     def open(self, path: str | os.PathLike[str], mode: str = "r") -> BoundFile:

@@ -1,6 +1,6 @@
 """An operation: one transfer that has been started, as an awaitable and as a future.
 
-What is known of it is in `_core.records`; `_core.reaping` changes that, and tells who waits for it.
+Its state is in `_core.records`; `_core.reaping` changes that, and tells whoever waits for it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Operation(NotPickled, Begun[int]):
 
     @property
     def _condition(self) -> NoReturn:
-        """What `concurrent.futures` asks of its own futures, which an operation is not."""
+        """The interface that `concurrent.futures` asks of its own futures; an operation is none."""
         raise TypeError(
             "concurrent.futures.wait and as_completed take futures of their own class: pass "
             "nvmeio.as_future(operation) instead of the operation"

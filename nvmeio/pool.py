@@ -4,7 +4,7 @@ First touch is expensive (`empty_aligned` has the figures), so whoever moves man
 host memory maps one arena and reuses it; whoever must stay within a budget waits here until enough
 of it is back.
 
-Who has which bytes, and who waits: `_memory.leases`.
+`_memory.leases` knows who has which bytes, and who waits.
 
 Where Ctrl-C comes between a lease and its ``with`` block, or as the block is left, nobody gives its
 bytes back. They come back when both the lease and the memory are dead: the callbacks of their weak
@@ -222,7 +222,7 @@ class PinnedPool(NotPickled, Closing):
 
 
 class Lease(NotPickled):
-    """What `PinnedPool.take` returns: a request until it is entered, bytes until it is left."""
+    """The result of `PinnedPool.take`: a request until it is entered, bytes until it is left."""
 
     _elsewhere = "send the tensor, which is copied, or share_memory_()"
 

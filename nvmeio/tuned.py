@@ -71,7 +71,7 @@ def places() -> list[Path]:
     """The files that may hold settings, the one that `save` writes first."""
     # A relative path in these variables is to be ignored (XDG Base Directory Specification).
     home = os.environ.get("XDG_CONFIG_HOME", "")
-    # Where neither HOME nor the user is known, as in containers, ~ stays what it is.
+    # ~ stays as it is where neither HOME nor the user is known, as in containers.
     bases = [home if os.path.isabs(home) else os.path.expanduser("~/.config")]
     bases += (os.environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(":")
     return [Path(base) / "nvmeio" / "tuned.json" for base in bases if os.path.isabs(base)]
@@ -132,7 +132,7 @@ def save(path: str | os.PathLike[str], tuned: Tuned) -> Path:
 
 
 def file_system_key(path: str | os.PathLike[str]) -> str:
-    """What a file system is known by: "uuid:...", or how it is mounted where it has no UUID."""
+    """The name of a file system: "uuid:...", or how it is mounted where it has no UUID."""
     directory = _existing_directory(Path(path))
     found = _uuid_from_kernel(directory) or _uuid_from_links(directory)
     if found:

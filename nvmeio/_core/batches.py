@@ -186,7 +186,7 @@ def laid_out(
 def _places(
     opcode: Opcode, memories: list[Memory], files: Files, file_offsets: BatchOffsets
 ) -> tuple[list[int], list[BatchMember]]:
-    """Where items begin, and which of them belong to which file."""
+    """The items' places, and which of them belong to which file."""
     number = len(memories)
     one = isinstance(files, _FILES)
     for file in (files,) if one else _one_of_each_type(files):

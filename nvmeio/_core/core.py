@@ -327,7 +327,7 @@ def _after_fork_in_child() -> None:
 
 
 def _at_exit() -> None:
-    # What works through another core's engine comes first. Warnings may be errors.
+    # Users of another core's engine come first. Warnings may be errors.
     do_all(core.at_exit for core in sorted(unreleased, key=lambda core: core.below is None))
 
 

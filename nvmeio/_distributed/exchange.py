@@ -38,7 +38,7 @@ _GRACE_S = 1.0
 # Between two looks whether another rank has failed, while a collective is under way.
 _LOOK_S = 0.05
 
-# What a rank tells the others in one go.
+# The most that a rank tells the others in one go.
 _TOLD_BYTES = 1024
 
 # A rank that died when all else was done is not waited for any longer than this.

@@ -32,7 +32,7 @@ from nvmeio._pages import PAGE_BYTES, round_up
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 
-# What a rank reads and sends of a round: large enough that to agree once a round costs nothing.
+# A rank's part of a round: large enough that to agree once a round costs nothing.
 PART_BYTES = 16 << 20
 
 # For other devices: parts that are read ahead, and parts on their way between ranks.
@@ -41,7 +41,7 @@ _SENT_CHUNKS = 3
 
 
 class SharedPart(NamedTuple):
-    """What one rank reads: bytes [start, end) of a region's memory, in whole pages."""
+    """The bytes that one rank reads: [start, end) of a region's memory, in whole pages."""
 
     rank: int
     region: int

@@ -27,7 +27,7 @@ logger = logging.getLogger("nvmeio")
 
 
 class Alignment(NamedTuple):
-    """What a file asks of direct I/O, in bytes; ``Alignment(0, 0)`` where there is none."""
+    """The alignment of direct I/O on a file, in bytes; ``Alignment(0, 0)`` where there is none."""
 
     offset: int
     memory: int
@@ -45,7 +45,7 @@ _REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 # the next one that is mounted may have it.
 _probed: dict[tuple[int, int], Alignment] = {}
 
-# What must not be repeated when the same inode is opened a second time.
+# Flags that must not be given when the same inode is opened a second time.
 _ONCE = os.O_CREAT | os.O_TRUNC | os.O_EXCL
 
 
@@ -238,7 +238,7 @@ def open_error(code: int, path: str, detail: str = "") -> TransferError:
 
 
 def alignment_of(fd: int, facts: FileFacts, path: str) -> Alignment:
-    """What direct I/O needs on an open file.
+    """The needs of direct I/O on an open file.
 
     Raises TransferError if it had to be tried, and failed otherwise than by being refused.
     """

@@ -38,7 +38,7 @@ MOST_STRIPE_BYTES = 32 << 20
 # Below this a drive's requests become too short for its full speed: shorter bands lie on one drive.
 LEAST_CHUNK_BYTES = 128 << 10
 
-# Of a scratch file over several drives, for each: what is put there is dealt to all.
+# For each scratch file over several drives: its bytes are dealt to all of them.
 _BAND_BYTES = 2 << 20
 # It grows by a quarter, and by no less: allocating takes a lock of the file system's.
 _LEAST_GROWTH_BYTES = 64 << 20
@@ -99,7 +99,7 @@ class Striping:
         return tuple(end - start for start, end in itertools.pairwise(ends))
 
     def spans(self, offset: int, nbytes: int) -> list[Chunk]:
-        """Where bytes `offset` to `offset + nbytes` lie, in order."""
+        """The places of bytes `offset` to `offset + nbytes`, in order."""
         if len(self._weights) == 1:
             return [Chunk(0, offset, 0, nbytes)]
         found: list[Chunk] = []
@@ -139,7 +139,7 @@ class StripedFile:
         self.striping = striping
 
     def spans(self, offset: int, nbytes: int, start: int = 0) -> list[FileSpan]:
-        """Where bytes `offset` to `offset + nbytes` lie, for memory from byte `start` on."""
+        """The places of bytes `offset` to `offset + nbytes`, for memory from byte `start` on."""
         return [
             FileSpan(self.files[drive], place, start + at, length)
             for drive, place, at, length in self.striping.spans(offset, nbytes)
@@ -216,7 +216,7 @@ class DriveHandles:
 
     @property
     def mover(self) -> AioHandle | DriveHandles:
-        """What moves bytes in the fewest calls: the handle if there is just one, else these."""
+        """The mover with the fewest calls: the handle if there is just one, else these."""
         return self.first if len(self._by_device) < 2 else self
 
     def async_pread(self, memory: torch.Tensor, file: File, file_offset: int = 0) -> Operation:
@@ -293,7 +293,7 @@ class ScratchFile:
             self._extend(round_up(wanted, self._band))
 
     def _extend(self, more: int) -> None:
-        # Of one drive a band may be of any length; of several, what lies where does not change.
+        # On one drive a band may have any length; on several, no byte changes its place.
         bands = [self.nbytes + more]
         if len(self.files) > 1:
             bands = [self._band] * ((self.nbytes + more) // self._band)

@@ -94,7 +94,7 @@ class Region(NamedTuple):
 
 
 def plan_reads(spans: Sequence[Span], keys: Sequence[int], sizes: Sequence[int]) -> list[Region]:
-    """Where each span lies in memory, and the reads that bring it there.
+    """The place of each span in memory, and the reads that bring it there.
 
     `keys` are, for each span, the index of its file in `sizes`, which are in bytes. Regions are
     whole pages. A read begins on a page boundary in file and memory, and ends on one or where the
@@ -363,7 +363,7 @@ class Load:
             copies.finish()
         return found
 
-    # What is in flight
+    # In flight
 
     def _start(self, reads: Sequence[_Read], done: Callable[[], None] | None = None) -> None:
         memories = [read.memory for read in reads]

@@ -25,7 +25,7 @@ from nvmeio._threads.closing import on_error, opened
 from nvmeio.errors import TransferError, naming
 from nvmeio.files import File
 
-# Whoever renames a file holds its lock for a moment while it still has its name.
+# To rename a file takes its lock for a moment, while it still has its name.
 _PATIENCE_S = 2.0
 _PAUSE_S = 0.001
 _ATTEMPTS = 5

@@ -55,7 +55,7 @@ _ACL_HEADER = struct.Struct("<I")
 _ACL_ENTRY = struct.Struct("<HHI")  # tag, permissions, id
 _GROUP_OBJ = 0x04
 
-# What the kernel and its security modules keep for themselves, of this file and no other.
+# Attributes that the kernel and its security modules keep for themselves, of this file alone.
 _NOT_OURS = ("security.capability", "security.evm", "security.ima", "trusted.overlay.", "btrfs.")
 
 

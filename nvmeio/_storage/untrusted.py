@@ -180,7 +180,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read_json(
     path: str | os.PathLike[str], most: int, named: object = None, *, unique: bool = False
 ) -> Any:
-    """What a file of JSON says; IntegrityError, which calls the file `named`, if it is none.
+    """The value in a file of JSON; IntegrityError, which calls the file `named`, if it is not JSON.
 
     With `unique`, a key that occurs more than once in an object is refused as well.
     """

@@ -226,7 +226,7 @@ def _nothing() -> None:
 
 
 class _State:
-    """What the thread and the owner share; the thread must not keep the owner alive."""
+    """The state that thread and owner share; the thread must not keep the owner alive."""
 
     def __init__(self, closed: str) -> None:
         self.closed = closed

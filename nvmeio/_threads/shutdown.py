@@ -164,7 +164,7 @@ def wait_for(owners: list[OwnerThread]) -> bool:
     return bool(owners)
 
 
-# What the exit says
+# The exit status
 
 
 def nobody_was_told(failure: BaseException) -> None:
@@ -252,6 +252,6 @@ def _say_what_was_lost() -> None:
             raise NvmeioError(f"this failure was reported to nobody: {untold}")
 
 
-# What was registered last is called first.
+# The step that was registered last is called first.
 atexit.register(do_all, _last)
 at_exit(_at_exit)

@@ -326,7 +326,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
 
     def _check_unchanged(self, file: File) -> None:
         identity = _identity(file)
-        # Where it was opened on another machine, other numbers may be the same file's.
+        # Opened on another machine, the same file may have other numbers.
         if identity.machine == self._identity.machine and identity != self._identity:
             raise IntegrityError(
                 f"{self._path} is another file than the one that these records were opened from: "
@@ -392,7 +392,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
 
     @property
     def handle(self) -> AioHandle:
-        """What moves the bytes in this process; opened now, if it is the first use."""
+        """The mover of bytes in this process; opened now, if it is the first use."""
         return self._here().handle
 
     @property
@@ -470,7 +470,7 @@ def _create(path: str, size: int) -> None:
 
 
 class RecordLayout(NamedTuple):
-    """Where records lie."""
+    """The places of records."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -528,11 +528,11 @@ def record_count(path: str, layout: RecordLayout, size: int, count: int | None) 
     return held
 
 
-# What is open in each process: a fork's child has the parent's in memory, and must not use it.
+# Open files by process: a fork's child has the parent's in memory, and must not use them.
 
 
 class Opened:
-    """What is open in a process.
+    """The open files of a process.
 
     Args:
         file: The file.
