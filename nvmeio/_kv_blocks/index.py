@@ -93,15 +93,24 @@ class Index:
         """Slots to write into that blocks held, and these blocks, which are forgotten.
 
         The block that was used longest ago makes room. If it is too small, those behind it do,
-        too. None if all are in use.
+        too: the one that was used last is spared where others can go. None if all are in use.
         """
+        newest = next(reversed(self.where.values()), None)
+        found: tuple[BlockPlace, list[Block], list[int], int] | None = None
         for place in itertools.islice(self.where.values(), len(self._pins) + _MOST_VICTIMS):
-            if place.slot not in self._pins:
-                blocks, runs, end = self._behind(place.slot, count)
-                if end:
-                    break
-        else:
+            if place.slot in self._pins:
+                continue
+            blocks, runs, end = self._behind(place.slot, count)
+            if not end:
+                continue
+            spares = newest is None or not place.slot <= newest.slot < end
+            if found is None or spares:
+                found = place, blocks, runs, end
+            if spares:
+                break
+        if found is None:
             return None, []
+        place, blocks, runs, end = found
         for first in runs:
             self._free.remove(first)
         for _, block in blocks:

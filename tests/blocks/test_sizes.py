@@ -237,6 +237,21 @@ def test_the_files_are_private_and_within_their_size(tmp_path: Path, handle: Aio
     assert os.stat(files[1]).st_size <= SLOTS * 64
 
 
+def test_the_newest_block_does_not_go_with_the_oldest_before_it(
+    tmp_path: Path, handle: AioHandle
+) -> None:
+    """It lay behind the oldest, which was too small alone, and went with it."""
+    with opened(tmp_path, handle) as store:
+        for seed in range(SLOTS):
+            store.store([str(seed)], [block(seed, PAGE)])
+        store.remove(["1"])
+        assert store.store(["newest"], [block(100, PAGE)]) == [True]  # behind the oldest
+        assert store.store(["large"], [block(101, 2 * PAGE)]) == [True]
+        assert store.contains(["newest", "large", "0"]) == [True, True, True]
+        assert store.contains(["2", "3"]) == [False, False]
+        assert store.store(["whole"], [block(102, LARGEST)]) == [True]
+
+
 def keeps_storing(directory: Path) -> None:
     """Store blocks of all sizes until killed; the numbers of those that were answered are said."""
     with opened(directory, None, name_bytes=8) as store:
