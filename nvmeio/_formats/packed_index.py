@@ -124,7 +124,7 @@ def sums_in(
 
 
 def cuts(nbytes: int, ranks: int) -> list[int]:
-    """Where bytes are cut into even parts of whole pages, one a rank: `ranks` + 1 places."""
+    """Cuts of bytes into even parts of whole pages, one a rank: `ranks` + 1 places."""
     return [*(round_down(nbytes * rank // ranks, PAGE_BYTES) for rank in range(ranks)), nbytes]
 
 
@@ -183,7 +183,7 @@ def part_in_words(metadata: Mapping[str, str]) -> str:
 
 
 def spans_of(part: PackedPart | DrivePart) -> list[tuple[int, int, int]]:
-    """What the file of a part holds behind the header: [start, end), and the CRC-32."""
+    """The contents of a part's file behind the header: [start, end), and the CRC-32."""
     if isinstance(part, DrivePart):
         pieces = zip(part.dealing.pieces, part.sums, strict=True)
         return [(p.start, p.held_end, value) for p, value in pieces if p.drive == part.drive]
@@ -243,7 +243,7 @@ class Piece(NamedTuple):
 
 
 class Dealing:
-    """What each drive holds: `pieces` has all pieces in the order of the file.
+    """The share of each drive: `pieces` has all pieces in the order of the file.
 
     `weights` are positive integers, one a drive. `records` are [start, end) behind the header, one
     behind the other from 0 on, in whole pages, each with how far a piece of it goes on beyond its

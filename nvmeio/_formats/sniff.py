@@ -75,7 +75,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> AbstractContextManager[file
 
 
 def how_to_load(directory: str) -> str:
-    """What loads the checkpoints of a directory that was taken for a file; "" if there are none."""
+    """The loader for a directory of checkpoints that was taken for a file; "" if there are none."""
     names: list[str] = []
     with suppress(OSError):
         names = os.listdir(directory)

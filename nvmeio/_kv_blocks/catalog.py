@@ -1,4 +1,4 @@
-"""What lies where in a store: its two files, and which slot holds which block. No block is moved.
+"""The places in a store: its two files, and which slot holds which block. No block is moved.
 
 Asked through `locked`, by whoever has a turn of the store and cannot be interrupted: under a lock
 that is held while records are written to the page cache, or the file grows. `Index.where` alone is

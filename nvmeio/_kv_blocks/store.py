@@ -63,7 +63,7 @@ Value = TypeVar("Value")
 
 
 class Stats(NamedTuple):
-    """What a store did since it was opened.
+    """The work of a store since it was opened.
 
     `blocks` are those it holds now, `evicted` those that made room for others, `refused` those that
     were not stored (no room, or the drive failed), `damaged` those that were dropped when they were
@@ -79,7 +79,7 @@ class Stats(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What a store holds: bytes of blocks, of `capacity_bytes`; `pinned` are names with pins."""
+    """The contents of a store: bytes of blocks, of `capacity_bytes`; names with pins."""
 
     nbytes: int
     capacity_bytes: int

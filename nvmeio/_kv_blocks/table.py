@@ -1,4 +1,4 @@
-"""What lies in which slot: a table in a file, a record of 64 bytes for each slot.
+"""The table of slots in a file: a record of 64 bytes for each slot.
 
 A record is written in place, through the page cache, once the slot's bytes are on the drive, and
 emptied before they are overwritten. So a killed process loses what it was writing and nothing else:
@@ -103,7 +103,7 @@ class Table:
             self.slots = self.slots_before
         elif slots != self.slots_before:
             if slots > self.slots_before:
-                # What lies behind may be of a time when it was larger.
+                # Bytes behind it may be of a time when it was larger.
                 _fill(fd, self.nbytes, least)
             os.pwrite(fd, header, 0)
         # Never written through. Private, so that torch may have a buffer that counts as writable;
@@ -137,7 +137,7 @@ class Table:
 
     @property
     def tag(self) -> bytes:
-        """What its blocks are of; zeros if that was never written."""
+        """The tag of its blocks; zeros if none was ever written."""
         return self._map[_TAG_AT : _TAG_AT + TAG_BYTES]
 
     def sign(self, writer: bytes, tag: bytes | None) -> None:
@@ -226,7 +226,7 @@ class Table:
             yield slot, self.record(slot)
 
     def record(self, slot: int) -> SlotRecord | None:
-        """What a slot holds; None for nothing, or a record that is damaged."""
+        """The record of a slot; None where it is empty or damaged."""
         at = self._at(slot)
         found = self._map[at : at + RECORD_BYTES]
         digest, sequence, nbytes, crc, own = _RECORD.unpack_from(found)

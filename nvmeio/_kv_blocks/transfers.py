@@ -146,7 +146,7 @@ class Transfers:
             return {}
         runs = list(_runs(pieces, self._slot_bytes))
         failed = self._move_runs(runs, writing, note)
-        # Of a run that failed, which blocks?
+        # Which blocks of a run that failed?
         again = [piece for run in runs if len(run) > 1 for piece in run if piece.number in failed]
         for piece in again:
             del failed[piece.number]

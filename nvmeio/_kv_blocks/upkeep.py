@@ -39,7 +39,7 @@ STAGING_BYTES = 64 << 20
 
 
 class StoreFacts(NamedTuple):
-    """What a store holds.
+    """The contents of a store.
 
     Attributes:
         blocks: That count.
@@ -76,7 +76,7 @@ class DamagedBlock(NamedTuple):
 
 
 class StoreVerdict(NamedTuple):
-    """What `verify` saw: blocks that were read, their bytes, and those that are damaged.
+    """The result of `verify`: blocks that were read, their bytes, and those that are damaged.
 
     `changed` are blocks that made room for others meanwhile.
     """
@@ -89,7 +89,7 @@ class StoreVerdict(NamedTuple):
 
 
 class Resized(NamedTuple):
-    """What `resize` did: capacity before and now, blocks that are kept, of them moved, and gone."""
+    """The result of `resize`: capacity before and now, blocks kept, of them moved, and gone."""
 
     path: str
     capacity_before: int
@@ -282,7 +282,7 @@ def _move(
 
 
 def placed(index: Index, slots: int) -> dict[bytes, BlockPlace]:
-    """Where blocks will lie in fewer slots, by digest; those that are missing have to go.
+    """The places of blocks in fewer slots, by digest; those that are missing have to go.
 
     The newest stay, as many as there is room for. What lies before the new end stays there, unless
     blocks of several slots that are newer find no slots in a row.

@@ -37,7 +37,7 @@ class WholeNames:
         os.pwrite(self._file.fileno(), _LENGTH.pack(len(name)) + name, self._at(slot))
 
     def get(self, slot: int) -> bytes:
-        """What was put last for a slot; anything if that is damaged."""
+        """The name that was put last for a slot; anything if that is damaged."""
         return self._of(os.pread(self._file.fileno(), self._record_bytes, self._at(slot)))
 
     def among(self, slots: list[int]) -> Iterator[bytes]:

@@ -70,7 +70,7 @@ class Support(NamedTuple):
 
 
 def support() -> Support:
-    """What the kernel allows this process; tried once.
+    """The kernel's permission for this process; tried once.
 
     ``NVMEIO_USERFAULTFD`` set to "user" or "none" leaves the others out.
     """

@@ -315,7 +315,7 @@ def device_of(tensor: torch.Tensor) -> torch.device:
 
 
 def stream_here(device: torch.device) -> Any:
-    """Where the calling thread's work on a device is queued; None for one without streams."""
+    """The stream of the calling thread's work on a device; None for one without streams."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 

@@ -134,7 +134,7 @@ _users: list[Callable[[int], object | None]] = []  # of all that was told to `re
 
 
 def user_of(storage: torch.UntypedStorage) -> object | None:
-    """What is in flight in a storage, an operation or a save; None for nothing."""
+    """The user of a storage, an operation or a save in flight; None if there is none."""
     users = (ask(storage._cdata) for ask in _users)
     return next((user for user in users if user is not None), None)
 

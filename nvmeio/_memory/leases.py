@@ -157,7 +157,7 @@ class LeaseQueue:
     def leases(self) -> int:
         return len(self._granted)
 
-    # What runs in the Serial, one at a time
+    # Run in the Serial, one at a time
 
     def _admit(self, waiter: Waiter) -> None:
         if self.closed:

@@ -123,7 +123,7 @@ class _Regions:
         return index >= 0 and address + nbytes <= ends[index]
 
     def end_of(self, address: int) -> int:
-        """Where the last span ends that begins before an address or there; 0: none does."""
+        """The end of the last span that begins before an address or there; 0: none does."""
         take_out_dead()
         starts, ends = self._table
         index = bisect_right(starts, address) - 1
@@ -154,7 +154,7 @@ class Alive:
 
 
 class Pin:
-    """What `unpin` has to undo."""
+    """The work that `unpin` undoes."""
 
     __slots__ = ("device", "lock", "nbytes", "runtime")
 
@@ -508,7 +508,7 @@ def can_be_given_back(address: int, nbytes: int) -> bool:
 
 
 def shared_or_read_only() -> list[tuple[int, int]]:
-    """Where mappings of this process begin and end that it shares, or may not write to.
+    """Begin and end of this process's mappings that it shares, or may not write to.
 
     Empty if there is no /proc.
     """

@@ -36,7 +36,7 @@ libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 
 
 def text_of(path: str | os.PathLike[str]) -> str:
-    """What a file of the kernel's says; "" where it is not there, or may not be read."""
+    """The text of a file of the kernel; "" where it is not there, or may not be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-# What a transfer takes: a tensor, or anything with the buffer protocol.
+# Memory that a transfer takes: a tensor, or anything with the buffer protocol.
 Data: TypeAlias = "torch.Tensor | Buffer"
 
 # Entered and left by C alone: `torch.inference_mode` is Python, which Ctrl-C may cut in half.

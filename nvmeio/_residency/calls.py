@@ -134,7 +134,7 @@ def _region(saves: bool, function: Callable[..., Any]) -> Callable[..., Any]:
     return region if wanted else function
 
 
-# What `torch.utils.checkpoint.checkpoint` calls, and looks up each time.
+# The function that `torch.utils.checkpoint.checkpoint` looks up and calls each time.
 _WITHOUT_REENTRANT = "_checkpoint_without_reentrant_generator"
 
 
@@ -244,7 +244,7 @@ def _done(do: Callable[[], object], mark: Any) -> Undone:
 _called: Any = functools.partial.__call__
 
 
-# What autograd keeps of memory that comes and goes
+# Tensors that autograd keeps over memory that comes and goes
 
 
 class Origin(Protocol):
@@ -255,7 +255,7 @@ class Origin(Protocol):
 
 
 class Place:
-    """Where a tensor lies in its storage."""
+    """The place of a tensor in its storage."""
 
     __slots__ = ("_dtype", "_offset", "_stride", "size")
 

@@ -20,7 +20,7 @@ _Used = tuple[Unit, "Phase"]
 
 
 class Order(Protocol[Unit]):
-    """What a window asks about the order of use.
+    """The order of use, as a window asks about it.
 
     `stays` says whether a unit keeps its memory after its use, until there is need of it.
     """
@@ -60,7 +60,7 @@ class Cyclic(Generic[Unit]):
         self._last = unit
 
     def upcoming(self) -> Iterator[Unit]:
-        """What followed the last unit, and so on, until a unit comes twice."""
+        """The unit that followed the last one, and so on, until a unit comes twice."""
         unit, after = self._last, self._after
         seen = {unit}
         while unit is not None:
@@ -164,7 +164,7 @@ class ThereAndBack(Generic[Unit]):
                 yield from experts
 
     def may_go(self, units: Iterable[Unit], expected: Unit | None) -> Sequence[Unit]:
-        """What lies behind, the farthest first; for a unit needed now, then what lies far ahead."""
+        """Units behind, the farthest first; for a unit needed now, then those far ahead."""
         far = {unit: self._step * (self._at.get(unit, -1) - self._here) for unit in units}
         behind = sorted((u for u in far if far[u] < 0), key=lambda u: far[u])
         if expected is not None:
@@ -229,11 +229,11 @@ class Remembered(Generic[Unit]):
         self._coming = None
 
     def upcoming(self) -> Iterator[Unit]:
-        """What is expected to follow, each unit once."""
+        """The units that are expected to follow, each once."""
         return iter(self._next_uses())
 
     def may_go(self, units: Iterable[Unit], expected: Unit | None) -> Sequence[Unit]:
-        """What is needed last goes first; for an expected unit, only what is needed after it."""
+        """Units that are needed last go first; for an expected unit, only those needed after it."""
         coming = self._next_uses()
         never = len(coming)
         mine = [(coming.get(unit, never), unit) for unit in units if self._may_go(unit)]

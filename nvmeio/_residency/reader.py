@@ -61,12 +61,12 @@ class WantedBytes(NamedTuple):
 
     @classmethod
     def of(cls, span: FileSpan, slot: torch.Tensor) -> WantedBytes:
-        """What is read of a span into its part of a slot."""
+        """The bytes of a span that are read into its part of a slot."""
         return cls(span.file, span.file_offset, span.part(slot), span.start)
 
 
 class Reads(Protocol):
-    """What moves the bytes: a handle, or one for each drive."""
+    """The mover of bytes: a handle, or one for each drive."""
 
     def async_pread(self, memory: torch.Tensor, file: File, file_offset: int = 0, /) -> Operation:
         """As `AioHandle.async_pread`."""
@@ -370,7 +370,7 @@ class Reader:
             self._conclude(fill)
 
     def _fail_all(self, error: BaseException) -> None:
-        """What flies is still landed; the rest has ended."""
+        """Reads in flight still land; the rest has ended."""
         for _, fill, _, _ in self._flying:
             self._fail(fill, error, None)
         while self._queue:

@@ -59,14 +59,14 @@ class Slot(Generic[Unit]):
         self.shares: set[int] | None = None
 
 
-# Where a tensor lies in memory: its first byte, dtype, shape and strides.
+# The place of a tensor in memory: its first byte, dtype, shape and strides.
 Place = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 SomeSlot = TypeVar("SomeSlot", bound=Slot)  # type: ignore[type-arg]
 
 
 class Keeper(abc.ABC, Generic[Unit, SomeSlot]):
-    """What a window asks about its units: their memory, reads and parameters."""
+    """The keeper of a window's units: their memory, reads and parameters."""
 
     @abc.abstractmethod
     def take(self, unit: Unit) -> SomeSlot | None:
@@ -84,7 +84,7 @@ class Keeper(abc.ABC, Generic[Unit, SomeSlot]):
         """Raise if what was read must not be used."""
 
     def explain(self, slot: SomeSlot, error: BaseException) -> BaseException:
-        """What is raised for a read that failed."""
+        """The error to raise for a read that failed."""
         return error
 
     def bind(self, slot: SomeSlot) -> None:
@@ -138,7 +138,7 @@ class Window(Generic[Unit, SomeSlot]):
         self.units_read = self.bytes_read = self.mispredicted = self.dropped = 0
         self.waited_s = 0.0
 
-    # What computing asks for
+    # Asked for by whoever computes
 
     def need(self, unit: Unit, computing: bool = True, backward: bool = False) -> SomeSlot:
         """Have a unit in memory, whole and bound, and begin to read what comes next.

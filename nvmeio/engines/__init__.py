@@ -20,9 +20,9 @@ ENGINES: dict[str, type[LibaioEngine] | type[ThreadsEngine]] = {
     LibaioEngine.name: LibaioEngine,
     ThreadsEngine.name: ThreadsEngine,
 }
-# What `AioHandle(engine=)` takes by name.
+# The names that `AioHandle(engine=)` takes.
 NAMES = ("auto", *ENGINES)
-# What io_setup answers where the kernel (or a sandbox) has no AIO to give at all.
+# Answers of io_setup where the kernel (or a sandbox) has no AIO at all.
 _NO_AIO = (errno.ENOSYS, errno.EPERM, errno.EACCES)
 
 

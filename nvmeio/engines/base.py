@@ -19,7 +19,7 @@ from nvmeio.errors import BackendUnavailableError, RowsError, TransferError
 
 
 class Opcode(IntEnum):
-    """What a transfer does. The numbers are the shim's."""
+    """The kind of a transfer. The numbers are the shim's."""
 
     READ = 0
     WRITE = 1
@@ -86,7 +86,7 @@ class DeviceTransfer(Transfer):
 
 
 class Rows(NamedTuple):
-    """Where the rows of a gather or scatter lie, beside the `Transfer` that tells of their memory.
+    """The places of a gather's or scatter's rows, beside the `Transfer` that tells of their memory.
 
     The offsets are the caller's to keep alive, like the memory.
     """
@@ -100,7 +100,7 @@ class Rows(NamedTuple):
 
 
 class Counters(NamedTuple):
-    """What an engine has done since it was started; bytes are the caller's, not padding.
+    """The work of an engine since it was started; bytes are the caller's, not padding.
 
     `direct_bytes` went between the drive and the tensor, `bounced_bytes` through an aligned block
     of the engine, `buffered_bytes` through the page cache. Of gathers and scatters: `rows` that
@@ -126,7 +126,7 @@ class Counters(NamedTuple):
         return self._replace(**{name: getattr(self, name) + n for name, n in more.items()})
 
     def since(self, earlier: Counters) -> Counters:
-        """What was counted after `earlier` was read; `in_flight` stays as it is now."""
+        """The counts since `earlier` was read; `in_flight` stays as it is now."""
         pairs = zip(self, earlier, strict=True)
         return Counters(*(now - then for now, then in pairs))._replace(in_flight=self.in_flight)
 
@@ -213,7 +213,7 @@ class BatchRequest(Request, Protocol):
 
 
 class CompletionQueue(Protocol):
-    """Where finished transfers wait for one consumer."""
+    """The queue in which finished transfers wait for one consumer."""
 
     def fileno(self) -> int:
         """An eventfd, readable while there is something to reap."""
@@ -238,7 +238,7 @@ class CompletionQueue(Protocol):
 
 
 class Capabilities(NamedTuple):
-    """What an engine does beside moving single transfers. The handle asks before it uses any."""
+    """Abilities of an engine beside moving single transfers. The handle asks before it uses any."""
 
     rows: bool = False
     """It moves many rows as one request: `RowsEngine`."""
@@ -261,7 +261,7 @@ class Engine(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it does beside this protocol; constant."""
+        """Its abilities beside this protocol; constant."""
 
     def start(self, options: Options) -> None:
         """Take up the kernel's resources and begin.
@@ -278,7 +278,7 @@ class Engine(Protocol):
         """A transfer that is ready to start; its token will be reported at `cq`."""
 
     def counters(self) -> Counters:
-        """What was done so far."""
+        """The work so far."""
 
     def stop(self) -> None:
         """Finish what was submitted, then give everything back. Does not wait; idempotent."""
@@ -317,7 +317,7 @@ class ShortEngine(Engine, Protocol):
     def short_place(
         self, opcode: int, fd: int, direct: bool, unit: int, memory: int
     ) -> Callable[[CompletionQueue, int, int], ShortRequest]:
-        """What makes them, called with a queue, a token, and the flag of a storage to be held.
+        """Their maker, called with a queue, a token, and the flag of a storage to be held.
 
         `unit` and `memory` are the alignments of direct I/O, or 1. Keep the engine for as long.
         """
@@ -334,7 +334,7 @@ class LayeredEngine(Engine, Protocol):
     """An engine that moves its transfers through another one, which counts their pieces."""
 
     def inside(self) -> Counters:
-        """What the other engine has counted of this one's transfers."""
+        """The other engine's counts of this one's transfers."""
 
 
 def open_gil_keeping_queue(engine: Engine) -> CompletionQueue:
@@ -365,7 +365,7 @@ def prepare_batch(
 
 
 def total(outcomes: Sequence[Outcome]) -> Outcome:
-    """What became of several transfers: the first error, or that some were cancelled."""
+    """The outcome of several transfers: the first error, or that some were cancelled."""
     failed = [each for each in outcomes if each.error]
     first = next((each for each in failed if each.error != errno.ECANCELED), None)
     first = first or (failed[0] if failed else None)

@@ -147,7 +147,7 @@ class RingEngine(QueuedEngine[RingRequest]):
             self._pump.join()
 
     def inside(self) -> base.Counters:
-        """What the host engine has counted of this one's transfers."""
+        """The host engine's counts of this one's transfers."""
         with self.lock:
             return self._inside
 

@@ -112,7 +112,7 @@ class LibaioEngine:
     def short_place(
         self, opcode: int, fd: int, direct: bool, unit: int, memory: int
     ) -> Callable[[base.CompletionQueue, int, int], base.ShortRequest]:
-        """What makes a file's short transfers, which take less of everything.
+        """The maker of a file's short transfers, which take less of everything.
 
         It is called with a queue, a token, and the flag of a storage (`holds`) that is to be held.
         The engine has to be kept for as long.
@@ -279,7 +279,7 @@ def _outcome(raw: Any) -> base.Outcome:
 
 
 class LibaioQueue:
-    """Where the shim's lanes report what has ended."""
+    """The queue in which the shim's lanes report transfers that have ended."""
 
     __slots__ = ("raw",)
     rows_request = _RowsRequest

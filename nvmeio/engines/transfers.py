@@ -238,7 +238,7 @@ def plan_sync(opcode: Opcode, opened: Descriptors) -> tuple[Plan, Transfer]:
 
 
 class RowPlaces(NamedTuple):
-    """Where rows lie, kept in memory for an operation.
+    """The places of rows, kept in memory for an operation.
 
     Attributes:
         rows: For the engine.

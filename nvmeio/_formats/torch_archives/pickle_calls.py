@@ -37,7 +37,7 @@ _PARTS_A_BYTE = 4
 _MOST_ARGUMENTS = 1000
 _MOST_WRAPPERS = 8
 
-# Of a call, in a message.
+# Characters of a call that a message shows.
 _MOST_SHOWN = 2
 
 # `bytes` and `bytearray` are written as a text in Latin-1; the others make no more of a text.
@@ -72,7 +72,7 @@ def _shown(call: PickledCall) -> str:
 
 
 class _Absurd(Exception):
-    """What is wrong with a call."""
+    """The fault of a call."""
 
 
 class _Judge:

@@ -87,7 +87,7 @@ def storage_of(pid: Any) -> StorageRef:
 
 
 class Scan(NamedTuple):
-    """What a pickle says.
+    """The contents of a pickle.
 
     Attributes:
         value: The object, out of the types above, dicts (as lists of pairs in `PickledCall` where a
@@ -133,7 +133,7 @@ ORDERED_DICT = Global("collections", "OrderedDict")
 REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
 PARAMETER = Global("torch._utils", "_rebuild_parameter")
 
-# What every state dict refers to, and torch allows.
+# Names that every state dict refers to, and torch allows.
 COMMON_GLOBALS = frozenset(
     {ORDERED_DICT, REBUILD, PARAMETER, *(Global("torch", kind) for kind in _DTYPES)}
 )

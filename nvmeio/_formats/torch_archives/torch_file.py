@@ -112,7 +112,7 @@ class TorchFile:
         return read_buffered(self._file, entry.offset, entry.nbytes)
 
     def entry(self, name: str, why: str) -> torch_zip.ZipEntry:
-        """Where a record lies; IntegrityError, which says `why` it should be there."""
+        """The place of a record; IntegrityError, which says `why` it should be there."""
         found = self.records.get(name)
         if found is None:
             missing = f"{self.path}: there is no record {name!r}{why}"
@@ -156,7 +156,7 @@ def is_asked_for(name: str, nbytes: int) -> bool:
 
 
 def scan_pickle(checkpoint: TorchFile) -> Scan:
-    """What the pickle refers to, found without running it; IntegrityError if it is damaged."""
+    """The names in the pickle, found without running it; IntegrityError if it is damaged."""
     try:
         return torch_unpickler.scan(checkpoint.read(_PICKLE))
     except pickle_values.PickleError as wrong:
@@ -178,7 +178,7 @@ def check_calls(checkpoint: TorchFile, scan: Scan) -> None:
 
 
 def spans_of(checkpoint: TorchFile, file: File, scan: Scan) -> dict[str, Span]:
-    """What is read for each storage that the pickle refers to, by key; errors as `places_of`."""
+    """The bytes to read for each storage in the pickle, by key; errors as `places_of`."""
     from nvmeio._io.spans import Span
 
     places = places_of(checkpoint, scan).items()
@@ -205,7 +205,7 @@ def places_of(checkpoint: TorchFile, scan: Scan) -> dict[str, tuple[int, int]]:
 
 
 def unsafe_globals(file: File) -> list[str]:
-    """What the pickle refers to and ``weights_only=True`` refuses, by torch's own account."""
+    """The names in the pickle that ``weights_only=True`` refuses, by torch's own account."""
     with same_file(file) as same:
         try:
             return torch.serialization.get_unsafe_globals_in_checkpoint(same)

@@ -99,7 +99,7 @@ class KnownBytes(NamedTuple):
 
 
 Content = KnownBytes | tuple[int, StorageRecord]
-"""What lies in a file: known bytes, or a record with its index."""
+"""A piece of a file: known bytes, or a record with its index."""
 
 
 def start_of(content: Content) -> int:
@@ -142,7 +142,7 @@ class FileLayout(NamedTuple):
         return FileLayout(self.nbytes, pieces, records)
 
     def crc_places(self) -> list[tuple[int, int]]:
-        """Where CRCs stand: (offset in the file, index of the record), in the file's order."""
+        """The places of CRCs: (offset in the file, index of the record), in the file's order."""
         return sorted((at, i) for i, record in enumerate(self.records) for at in record.crc_at)
 
 
@@ -586,7 +586,7 @@ _LEAST_ALIGNMENT = 64
 
 
 def _alignment(nbytes: int) -> int:
-    """Of the records of a file of about so many bytes: pages, where it is read direct.
+    """The alignment of records in a file of about so many bytes: pages, where it is read direct.
 
     Through the page cache they are only more to move: of 1 KB in 8 tensors they make 57 KiB, not 4.
     """

@@ -25,7 +25,7 @@ _SUM_AND_LENGTH = struct.Struct("<II")
 
 
 class PartHead(NamedTuple):
-    """What the first page of a part says.
+    """The first page of a part.
 
     Attributes:
         step: Of the checkpoint.

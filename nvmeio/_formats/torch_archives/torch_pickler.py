@@ -47,7 +47,7 @@ _aligning = threading.RLock()
 
 
 def save_settings() -> Any:
-    """Where torch keeps the alignment of storages; None in a torch that has no choice (2.6)."""
+    """The keeper of torch's alignment of storages; None in a torch that has no choice (2.6)."""
     try:
         from torch.utils.serialization import config
     except ImportError:

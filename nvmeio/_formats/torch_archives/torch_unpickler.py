@@ -182,7 +182,7 @@ def scan(data: bytes) -> Scan:
 
 
 def scan_plain(data: bytes) -> Scan | None:
-    """What a plain pickle says; None if it is not plain."""
+    """The value of a plain pickle; None if it is not plain."""
     if not is_plain(data):
         return None
     scanner = _Scanner(data)
@@ -317,7 +317,7 @@ def _rebuilt(
 
 
 def _allowed() -> Mapping[str, Any]:
-    """What torch's own unpickler makes of the names that it allows."""
+    """The objects that torch's own unpickler takes for the names that it allows."""
     unpickler = _torch_private.found("weights_only_unpickler")
     ask = getattr(unpickler, "_get_allowed_globals", None)
     if ask is None or _torch_private.found("set_tensor_metadata") is None:

@@ -59,7 +59,7 @@ def _async_by_name(method: _Method) -> _Method:
 
 
 class _Handle:
-    """What `aio_handle` and `gds_handle` have in common; `_io` moves the bytes."""
+    """The common part of `aio_handle` and `gds_handle`; `_io` moves the bytes."""
 
     def __init__(
         self,

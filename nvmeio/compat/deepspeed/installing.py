@@ -53,7 +53,7 @@ STARTUP = Path(__file__).parent / "startup"
 
 
 class _Builder:
-    """What callers use of DeepSpeed's `OpBuilder`."""
+    """The part of DeepSpeed's `OpBuilder` that callers use."""
 
     NAME: ClassVar[str]
 

@@ -68,7 +68,7 @@ def call_limited(step: Callable[[], Value], limit_s: float, name: str) -> Value:
 
 
 def preflight_problem() -> tuple[str, str, str]:
-    """What would make the driver's open hang or do harm: (subject, reason, remedy), or blanks."""
+    """Why opening the driver would hang or harm: (subject, reason, remedy), or blanks."""
     if not MODULES.exists():
         return (
             str(MODULES),
@@ -321,7 +321,7 @@ def mode_of(properties: Properties | None, nvidia_fs: str, p2p_flags: int | None
 
 
 def log_path() -> str:
-    """Where cuFile logs, unless ``CUFILE_LOGFILE_PATH`` names another file."""
+    """The file that cuFile logs to, unless ``CUFILE_LOGFILE_PATH`` names another file."""
     # A relative path in the variable is to be ignored (XDG Base Directory Specification).
     home = os.environ.get("XDG_STATE_HOME", "")
     try:

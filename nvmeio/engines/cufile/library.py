@@ -188,7 +188,7 @@ _MEANINGS: dict[int, Meaning] = {
 
 
 class CuFileFailure(EngineError):
-    """What cuFile answered; becomes a `CuFileError` when the operation is known.
+    """An answer of cuFile; becomes a `CuFileError` when the operation is known.
 
     Attributes:
         status: 5000 and up, or 0 where it gave an errno of the kernel's.
@@ -288,7 +288,7 @@ CUfileError_t cuFileDriverGetP2PFlags(int status_flag, int *p2p_flags);
 
 
 class Properties(NamedTuple):
-    """What the open driver says of itself (cuFileDriverGetProperties)."""
+    """Properties of the open driver (cuFileDriverGetProperties)."""
 
     nvfs_major: int
     status_flags: int
@@ -369,7 +369,7 @@ class Library:
         return None if self._lib.cuFileDriverGetP2PFlags(_NVME, flags).err else int(flags[0])
 
     def properties(self) -> Properties | None:
-        """What the driver says of itself; None where it refuses."""
+        """Properties of the driver; None where it refuses."""
         props = self.ffi.new("CUfileDrvProps_t *")
         if self._lib.cuFileDriverGetProperties(props).err:
             return None
@@ -449,7 +449,7 @@ def load() -> Library:
 
 @functools.cache
 def declared() -> Any:
-    """What cffi makes of `DECLARATIONS`."""
+    """The interface that cffi makes of `DECLARATIONS`."""
     import cffi  # with its C parser: 60 ms, which `import nvmeio` does not pay
 
     ffi = cffi.FFI()
