@@ -592,6 +592,7 @@ def test_nvmeio_names_it() -> None:
         "device": "cpu",
         "window": None,
         "resident_bytes": None,
+        "host_bytes": None,
         "handle": None,
         "dtype": None,
         "kv_offload": False,
