@@ -134,6 +134,7 @@ import itertools, sys, torch
 from nvmeio._kv_blocks.store import BlockStore
 SLOT = {SLOT}
 with BlockStore({str(directory)!r}, "kv", SLOT, 16 * SLOT, writer={writer}) as store:
+    torch.set_num_threads(1)
 {textwrap.indent(textwrap.dedent(body), "    ")}
 """
     process = subprocess.Popen(
