@@ -67,7 +67,7 @@ def train(model: Model, optimizer: torch.optim.Optimizer, samples: torch.Tensor)
 
 @torch.no_grad()
 def sampled(server: torch.nn.Module, number: int) -> torch.Tensor:
-    """What a server generates; the same for the same weights."""
+    """Generate as a server does; the same for the same weights."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, VOCABULARY, (4, 1), generator=generator)
     while tokens.shape[1] < CONTEXT:

@@ -4,8 +4,7 @@ Asked through `locked`, by whoever has a turn of the store and cannot be interru
 that is held while records are written to the page cache, or the file grows. `Index.where` alone is
 read without it: one look into a dict.
 
-Whoever wants to know which blocks come and go is told in the order in which that happened, and
-never under the lock.
+`on_change` is told which blocks come and go: in their order, and never under the lock.
 """
 
 from __future__ import annotations
@@ -307,9 +306,9 @@ class Catalog:
     # Storing
 
     def reserve(self, batch: Batch) -> list[int | None]:
-        """Reserve slots for each block that is not there; None also if there is no room.
+        """Reserve slots for each block that is not there yet.
 
-        The first slot is returned of those that a block takes.
+        Returns the first slot of each; None for a block that is there or has no room.
         """
         slots: list[int | None] = []
         new: set[bytes] = set()

@@ -336,7 +336,7 @@ class StoreWorker:
         is answered while others are.
         """
         with self._lock:
-            # An interrupt right behind this costs each later `drain` a round trip, no more.
+            # An interrupt here only costs each later `drain` an extra round trip.
             self._asked += 1
             waiting = self._open
             if waiting is None:

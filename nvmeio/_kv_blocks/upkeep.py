@@ -1,7 +1,7 @@
 """A store looked after from outside its server: examined, verified, resized, emptied.
 
-What examines a store may do so beside its writer. What changes one has it alone, and goes from one
-state that counts to the next: a block's record is emptied before its bytes may be overwritten, and
+A store may be examined beside its writer. To change it takes it alone. Each change goes from one
+valid state to the next: a block's record is emptied before its bytes may be overwritten, and
 written once they are in place. So it may be killed at any moment, and done again.
 """
 

@@ -473,7 +473,7 @@ def _knows_populate() -> bool:
 def give_back_pages(address: int, nbytes: int) -> None:
     """Give the whole pages of some private memory back to the system; they read as zeros then.
 
-    What lies on them is lost; addresses stay valid. Memory of a file reads as the file does.
+    Their bytes are lost, and addresses stay valid. Memory of a file reads as the file does.
 
     Raises:
         OSError: It cannot be given back; some of it may have been.

@@ -227,7 +227,7 @@ class WeightStream(NotPickled, Closing):
             del claim  # the traceback of an interrupt must not keep the unit
 
     def as_read(self, unit: Unit) -> set[int]:
-        """Where the weights of a unit lie whose call has ended: addresses of storages.
+        """The storages' addresses of a unit's weights, once its call has ended.
 
         RuntimeError if the call has changed them. Afterwards modules do not show them any more
         unless they stay in place, or backward comes.

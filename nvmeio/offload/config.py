@@ -183,7 +183,7 @@ def offload(
 
 
 class _Wanted(NamedTuple):
-    """What a configuration asks for, read and checked."""
+    """The requests of a configuration, read and checked."""
 
     state: dict[str, Any]
     weights: dict[str, Any]

@@ -141,7 +141,7 @@ def park(
 
 
 class Parked(NotPickled, Closing):
-    """What `park` returns: a module and optimizer that are on the drive.
+    """A module and optimizer that are on the drive, as `park` returns them.
 
     Use it with ``with``: it is restored at the end of the block, however that ends. The module
     keeps it (`of`). If both are dropped, or the program ends, the state stays on the drive, for
@@ -171,7 +171,7 @@ class Parked(NotPickled, Closing):
 
     @staticmethod
     def of(module: torch.nn.Module) -> Parked | None:
-        """What brings a parked module back; None if it is not parked."""
+        """The `Parked` that brings a module back; None if it is not parked."""
         found: Parked | None = module.__dict__.get(ATTRIBUTE)
         return found
 
@@ -301,7 +301,7 @@ class Parked(NotPickled, Closing):
 
     @contextlib.contextmanager
     def _moving(self, cancellation: Cancellation) -> Iterator[tuple[DriveHandles, InFlight]]:
-        """What moves bytes, for as long as the body runs: a handle has threads and memory."""
+        """A handle for as long as the body runs: it has threads and memory."""
         handle = self._handle
         if handle is not None and handle.closed and self._guard is not None:
             handle = None  # what is parked comes back all the same

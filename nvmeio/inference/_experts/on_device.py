@@ -6,8 +6,8 @@
 
 A call has its experts copied into the room: from the device's slots where they are there, else from
 host memory, and then into a slot as well. The room is one for all layers, and each copy into it
-follows what was computed there before. Nobody waits for a copy but the stream that computes. What
-a hook keeps past its call is another layer's soon, as all weights that stream to a GPU.
+follows what was computed there before. Only the stream that computes waits for a copy. Weights that
+a hook keeps past their call become another layer's, as all weights that stream to a GPU do.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class DeviceExperts:
             self._known.append(stream)
 
     def forget_room(self) -> None:
-        """What is in the room was changed, and is to be copied there anew."""
+        """Copy everything into the room anew: its bytes were changed."""
         self._in_room.clear()
 
     def close(self) -> None:

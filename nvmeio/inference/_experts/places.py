@@ -53,7 +53,7 @@ class Lent(NamedTuple):
 
 
 class Kept(Protocol):
-    """Where the experts of one set are kept.
+    """The memory in which the experts of one set are kept.
 
     Attributes:
         experts: The set.

@@ -29,7 +29,7 @@ from nvmeio.inference._parallel.tensor_parallel import ParallelPasses
 logger = logging.getLogger("nvmeio")
 
 EXPERTS_PLAN = "experts"  # as `stream_model(tp_plan=)`
-# What transformers' experts take: hidden states, the experts of each token, and their weights.
+# Arguments of transformers' experts: hidden states, the experts of each token, their weights.
 _GIVEN = {
     ("hidden_states", "top_k_index", "top_k_weights"),
     ("hidden_states", "router_indices", "routing_weights"),  # gpt-oss

@@ -89,7 +89,7 @@ def config_of(directory: str | os.PathLike[str]) -> Any:
         return require().AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except ValueError as failed:
         if "model_type" not in described and "auto_map" not in described:
-            # Of a part of a model: only its class knows what reads its configuration.
+            # A part of a model: only its class knows what reads its configuration.
             raise ValueError(
                 f"{path} names no model_type, so the directory does not say what class of model it "
                 "holds. Make the empty model of its class yourself: config = "

@@ -155,7 +155,7 @@ class Uses:
         return self._owner.claim(self._leave, use, caller)
 
     def as_read(self, unit: Unit) -> set[int]:
-        """Where what a unit shows lies, as addresses of storages; none if it shows nothing.
+        """The storages' addresses of the weights that a unit shows; none if it shows nothing.
 
         Raises if the call that uses it has changed that. In the thread that has the turn, and at
         the call's end. What does not stay goes from its modules now: when the owner gives the

@@ -276,7 +276,7 @@ class Adapter:
                 found.set(at)
         return found
 
-    # What is there
+    # Listing and removing
 
     def delete(self, keys: list[Any]) -> None:
         """Remove objects that are there and not pinned; listeners are told which these were."""

@@ -28,7 +28,7 @@ from nvmeio.integrations._serving.kv_identity import (
 logger = logging.getLogger("nvmeio")
 
 PREFIX_BYTES = 16
-# Of a name, what is kept of it for listings: with a model's name of 300 bytes.
+# The part of a name that is kept for listings; a model's name may take 300 bytes of it.
 NAME_BYTES = 510
 # Rank, object group, bytes of the model's name and of the salt; these, and the hash, follow.
 _HEAD = struct.Struct("<QIHB")
@@ -52,7 +52,7 @@ def name_of(prefix: bytes, key: Any) -> bytes:
 
 
 def fields_of(name: bytes) -> Fields:
-    """What `name_of` was given, but for the prefix."""
+    """The argument of `name_of`, without the prefix."""
     rank, group, of_model, of_salt = _HEAD.unpack_from(name, PREFIX_BYTES)
     model = PREFIX_BYTES + _HEAD.size
     salt = model + of_model

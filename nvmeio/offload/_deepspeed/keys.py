@@ -128,7 +128,7 @@ _INFORMS = (
     "stage3_gather_16bit_weights_on_model_save",
     "stage3_gather_fp16_weights_on_model_save",
 )
-# What cannot be, where a section asks for it.
+# Requests that no section can have.
 _NOT_OF_ACTIVATIONS = {
     "partition_activations": "there is no model parallelism to share them out by",
     "contiguous_memory_optimization": "their memory comes from torch's allocator. On the drive "

@@ -16,7 +16,7 @@ _ADAM = ("adam", "adamw")
 # DeepSpeed's own Adam and Adagrad decay nothing unless they are told to; torch's AdamW does.
 _ADAM_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 _ADAGRAD_DEFAULTS = {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}
-# What DeepSpeed builds and torch does not have, and a class to pass in its place.
+# Optimizers that DeepSpeed builds and torch lacks, with a class to pass in their place.
 _NOT_OF_TORCH = {
     "lamb": "it has a norm of each matrix. Pass a class that steps each parameter by itself: "
     "offload(module, pytorch_optimizer.Lamb, config=config, lr=…)",

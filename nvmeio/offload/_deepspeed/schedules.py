@@ -22,15 +22,11 @@ _SECTION = ("type", "params")
 
 
 class _Schedule(LRScheduler):
-    """What DeepSpeed's schedules share: the count, and values for each group."""
+    """The common part of DeepSpeed's schedules: their count of steps."""
 
     @property
     def _iteration(self) -> int:
         return self.last_epoch - 1
-
-    def get_lr(self) -> list[Any]:
-        """The learning rate of each group, in the step that comes."""
-        raise NotImplementedError
 
 
 class LRRangeTest(_Schedule):
@@ -252,7 +248,7 @@ DEEPSPEEDS = {
 def named_scheduler(
     section: Any, optimizer_class: Any, refusals: Refusals
 ) -> Callable[[torch.optim.Optimizer], LRScheduler] | None:
-    """What makes the scheduler that "scheduler" names.
+    """The maker of the scheduler that "scheduler" names.
 
     Args:
         section: Of the config.

@@ -237,7 +237,7 @@ def _ranks_of(group: Any) -> int:
 
 
 def shards_of(module: torch.nn.Module) -> list[Any]:
-    """What FSDP2 keeps of each parameter, all of them sharded: what was gathered is given up."""
+    """FSDP2's own shard of each parameter; gathered ones are sharded again before."""
     shards: list[Any] = []
     for _, each in _fsdp_modules(module):
         each.reshard()

@@ -1,4 +1,4 @@
-"""What a step does with each subgroup, planned once for the pieces that have a gradient."""
+"""The plan of a step for each subgroup, made once for the pieces that have a gradient."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from nvmeio.offload._swap_files.swap_dirs import SwapDirs
 from nvmeio.operation import Operation
 
 NAME = "parked"
-# What is moved and summed as one: enough for a drive's full rate, and sums are made beside it.
+# Bytes moved and summed as one: enough for a drive's full rate, and sums are made beside it.
 PART_BYTES = 16 << 20
 
 
@@ -47,7 +47,7 @@ def place(storages: Sequence[ParkedStorage]) -> list[int]:
 
 
 def _parts(nbytes: int) -> Iterator[tuple[int, int]]:
-    """Where each part of a storage begins, and how long it is."""
+    """The begin and the length of each part of a storage."""
     for start in range(0, nbytes, PART_BYTES):
         yield start, min(PART_BYTES, nbytes - start)
 

@@ -1,4 +1,4 @@
-"""What says which tensor is where, so that another process can bring parked state back.
+"""The index of parked state: which tensor is where, so that another process can bring it back.
 
 It is a manifest as a swapped optimizer has it, of one generation.
 """
@@ -25,7 +25,7 @@ _GENERATION = 2
 
 
 class Place(NamedTuple):
-    """Where a tensor's elements are: in which storage, and how they lie there.
+    """The place of a tensor's elements: in which storage, and how they lie there.
 
     `on_host` says whether that storage was in host memory.
     """
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 class Index(NamedTuple):
-    """What lies in a directory.
+    """The contents of a directory.
 
     Attributes:
         sizes: The bytes of each storage.
@@ -119,7 +119,7 @@ def names_in_order(module: torch.nn.Module, optimizer: torch.optim.Optimizer | N
 
 
 def read(directory: str) -> Index | None:
-    """What a directory holds; None where nothing was parked to its end.
+    """The contents of a directory; None where nothing was parked to its end.
 
     Raises:
         IntegrityError: It is damaged, or something else.

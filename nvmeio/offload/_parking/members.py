@@ -1,4 +1,4 @@
-"""What is parked: the tensors of a module and its optimizer, and the storages behind them.
+"""The members that are parked: tensors of a module and its optimizer, and their storages.
 
 Storages come in the order in which they are used: parameters as the module has them, its buffers,
 gradients, state. One that several tensors share is parked once, with the first of them.
