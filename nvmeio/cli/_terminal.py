@@ -205,6 +205,28 @@ def progress_bar(
 
 
 @contextmanager
+def verifying_bar(console: Console, total: Callable[[], int]) -> Iterator[Callable[[int], None]]:
+    """A bar over bytes that are verified; yields a function to call with those that were read.
+
+    `total` is asked on a terminal only; elsewhere nothing is shown.
+    """
+    if not console.is_terminal:
+        yield lambda nbytes: None
+        return
+    from nvmeio.progress import rich_bar
+
+    nbytes, done = total(), 0
+    with rich_bar(console, transient=True) as bar:
+
+        def advance(more: int) -> None:
+            nonlocal done
+            done += more
+            bar("verifying", done, nbytes)
+
+        yield advance
+
+
+@contextmanager
 def steps(console: Console, total: int) -> Iterator[Callable[[str], None]]:
     """A bar over equal steps; yields a function to call before each, with what it is."""
     columns = TaskProgressColumn(), TimeRemainingColumn(compact=True)

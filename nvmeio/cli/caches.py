@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +24,7 @@ from nvmeio.cli._terminal import (
     exit_statuses,
     printable,
     say,
+    verifying_bar,
 )
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def verify(
         from nvmeio._kv_blocks import upkeep
 
         stores = _stores(directory, name)
-        with _bar(errors, stores) as advance:
+        with verifying_bar(errors, lambda: sum(map(upkeep.nbytes_of, stores))) as advance:
             verdicts += [upkeep.verify(store, advance) for store in stores]
     if as_json:
         typer.echo(json.dumps({"stores": list(map(_verdict_as_json, verdicts))}, indent=2))
@@ -199,26 +200,6 @@ def _in_use_refused() -> Iterator[None]:
         if failed.errno == errno.EBUSY:
             raise Refused(str(failed)) from failed
         raise
-
-
-@contextmanager
-def _bar(console: Console, stores: Sequence[Path]) -> Iterator[Callable[[int], object]]:
-    """A bar over the bytes of all blocks; yields what to call with those that were read."""
-    if not console.is_terminal:
-        yield lambda nbytes: None
-        return
-    from nvmeio._kv_blocks import upkeep
-    from nvmeio.progress import rich_bar
-
-    total, done = sum(map(upkeep.nbytes_of, stores)), 0
-    with rich_bar(console, transient=True) as bar:
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            bar("verifying", done, total)
-
-        yield advance
 
 
 def _show_verdict(verdict: StoreVerdict) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +42,9 @@ from nvmeio.cli._terminal import (
     printable,
     say,
     stdout,
+    verifying_bar,
 )
 from nvmeio.errors import IntegrityError, TransferError
-from nvmeio.progress import rich_bar
 
 # A file of such a name that is no checkpoint, an empty one for instance, is one that was lost.
 _PROMISE = frozenset({".pt", ".pth", ".ckpt", ".safetensors"})
@@ -313,7 +312,7 @@ def check(paths: list[Path], as_json: bool) -> None:
 def _verify_all(paths: list[Path], errors: Console) -> tuple[list[Verdict], int]:
     found: list[Verdict] = []
     files, status = checkpoints_in_all(paths, errors)
-    with _bar(errors, files) as advance:
+    with verifying_bar(errors, lambda: sum(map(_nbytes, files))) as advance:
         for path in files:
             try:
                 found.append(_verify(path, advance))
@@ -327,23 +326,6 @@ def _verify_all(paths: list[Path], errors: Console) -> tuple[list[Verdict], int]
     if any(verdict.problems for verdict in found):
         status = FAILED
     return found, status
-
-
-@contextmanager
-def _bar(console: Console, files: list[Path]) -> Iterator[Callable[[int], None]]:
-    """A bar over the bytes of all files; yields what to call with those that were read."""
-    if not console.is_terminal:
-        yield lambda nbytes: None
-        return
-    total, done = sum(map(_nbytes, files)), 0
-    with rich_bar(console, transient=True) as bar:
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            bar("verifying", done, total)
-
-        yield advance
 
 
 _RECORDS = {"safetensors": "tensor", "dcp": "item"}
