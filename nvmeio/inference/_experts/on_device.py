@@ -184,27 +184,36 @@ class DeviceExperts:
         for stream in streams:
             self._copies.follow(stream)
         keys = {(number, expert) for expert in hit}
-        uploaded = []
-        for expert in hit:
-            key = (number, expert)
-            if key in self._in_room:
-                continue
-            target = self.room[expert * self._nbytes : (expert + 1) * self._nbytes]
-            slot = self._slots.get(key)
+        uploaded: list[int] = []
+        try:
+            for expert in hit:
+                self._bring((number, expert), places, keys, uploaded)
+        finally:  # those copies that have begun go on after an error
+            if uploaded:
+                self.uploads += len(uploaded)
+                self.host.copied_by(uploaded, self._copies.mark())
+
+    def _bring(self, key: Key, places: DevicePlaces, held: set[Key], uploaded: list[int]) -> None:
+        """Begin the copies of one expert; a host slot that is copied from is `uploaded`."""
+        if key in self._in_room:
+            return
+        expert = key[1]
+        target = self.room[expert * self._nbytes : (expert + 1) * self._nbytes]
+        slot = self._slots.get(key)
+        if slot is not None:
+            self._copies.copy(target, self._slot(slot))
+        else:
+            uploaded.append(places.slots[expert])
+            self._copies.copy(target, places.region(expert))
+            slot = self._take(key, held)
             if slot is not None:
-                self._copies.copy(target, self._slot(slot))
-            else:
-                self._copies.copy(target, places.region(expert))
-                uploaded.append(places.slots[expert])
-                slot = self._take(key, keys)
-                if slot is not None:
+                with on_error(self._free.append, slot):
                     self._copies.copy(self._slot(slot), target)
-            if key in self.expected and slot is not None:
-                self._recency.use(key)
-            self._in_room.add(key)
-        if uploaded:
-            self.uploads += len(uploaded)
-            self.host.copied_by(uploaded, self._copies.mark())
+                self._slots[key] = slot
+                self._recency.pass_by(key)
+        if key in self.expected and slot is not None:
+            self._recency.use(key)
+        self._in_room.add(key)
 
     def _slot(self, slot: int) -> torch.Tensor:
         return self._memory[slot * self._nbytes : (slot + 1) * self._nbytes]
@@ -212,17 +221,13 @@ class DeviceExperts:
     def _take(self, key: Key, held: set[Key]) -> int | None:
         """A slot for an expert, of one that goes if it must; None if none may go for it."""
         if self._free:
-            slot = self._free.pop()
-        else:
-            victims = self._recency.victims(held, passing_only=key not in self.expected)
-            victim = next(victims, None)
-            if victim is None:
-                return None
-            self._recency.forget(victim)
-            slot = self._slots.pop(victim)
-        self._slots[key] = slot
-        self._recency.pass_by(key)
-        return slot
+            return self._free.pop()
+        victims = self._recency.victims(held, passing_only=key not in self.expected)
+        victim = next(victims, None)
+        if victim is None:
+            return None
+        self._recency.forget(victim)
+        return self._slots.pop(victim)
 
     def let_compute(self, stream: Any) -> None:
         """Order what a stream is asked from now on after the copies; it computes in the room."""
