@@ -429,3 +429,29 @@ def test_it_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 model.weight_stream.reopen()
         finally:
             model.weight_stream.close()
+
+
+@pytest.mark.parametrize("fails", range(6))
+def test_a_copy_that_raises_leaves_no_expert_that_is_not_there(
+    fails: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot on the device counted as filled: the next pass computed with what lay there."""
+    wanted = in_memory(saved(tmp_path / "m.safetensors"))
+    copy, left = devices.Beside.copy, [-1]
+
+    def failing(beside: devices.Beside, target: torch.Tensor, source: torch.Tensor) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            raise RuntimeError("no copy")
+        copy(beside, target, source)
+
+    with accelerator(monkeypatch) as cuda:
+        model = streamed(tmp_path / "m.safetensors", EXPERTS + 5)
+        try:
+            monkeypatch.setattr(devices.Beside, "copy", failing)
+            left[0] = fails + 1
+            with pytest.raises(RuntimeError, match="no copy"):
+                passed(cuda, model)
+            assert all(map(torch.equal, passed(cuda, model), wanted))
+        finally:
+            model.weight_stream.close()
