@@ -303,7 +303,8 @@ def probe_direct(directory: str | os.PathLike[str]) -> DirectSupport:
         try:
             if opened.direct_fd < 0:
                 name = file_system_of(os.fstat(probe.fileno()).st_dev) or "the file system"
-                does = "keeps files in memory" if name in MEMORY_FILE_SYSTEMS else "takes none"
+                in_memory = name in MEMORY_FILE_SYSTEMS
+                does = "keeps files in memory" if in_memory else "refuses O_DIRECT here"
                 return DirectSupport(False, 0, 0, f"{name} {does}")
             unit = max(opened.alignment.offset, PAGE_BYTES)
             with mmap.mmap(-1, unit) as block:

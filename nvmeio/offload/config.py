@@ -41,7 +41,7 @@ from nvmeio.offload._deepspeed.keys import (
 from nvmeio.offload._deepspeed.optimizers import NamedOptimizer, named_optimizer
 from nvmeio.offload._deepspeed.refusals import Refusals
 from nvmeio.offload._deepspeed.schedules import named_scheduler
-from nvmeio.offload._deepspeed.stepping import Clipping, StoredSchedule
+from nvmeio.offload._deepspeed.stepping import Clipping
 from nvmeio.offload._optimizer import arguments as arguments_module
 from nvmeio.offload._swap_files.pipeline import Times
 from nvmeio.offload.module import SwappedModule, is_direct
@@ -312,7 +312,7 @@ def _make(
         if wanted.make_scheduler is not None:
             made.scheduler = wanted.make_scheduler(optimizer)
             if isinstance(optimizer, SwappedOptimizer):
-                StoredSchedule(made.scheduler).attach(optimizer)
+                optimizer.keep_scheduler(made.scheduler)
         if wanted.clipping is not None:
             wanted.clipping.attach(optimizer)
             made._clipping = wanted.clipping

@@ -8,6 +8,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from nvmeio._checks import NotPickled, Paths, switch
 from nvmeio._io.long_call import profiled
@@ -22,6 +23,7 @@ from nvmeio.offload._generations.transactions import Transaction, Transactions
 from nvmeio.offload._optimizer import arguments, state_view
 from nvmeio.offload._optimizer.arguments import OptimizerSettings
 from nvmeio.offload._optimizer.arithmetic import Stepper
+from nvmeio.offload._optimizer.kept_schedule import KeptSchedule
 from nvmeio.offload._optimizer.memory_plans import MemoryPlan, plan_of
 from nvmeio.offload._optimizer.params import Scaled, StepInputs, check_groups, grads_of, scheduled
 from nvmeio.offload._optimizer.state_view import StateView
@@ -32,9 +34,9 @@ DEFAULT_SUBGROUP_BYTES = 64 << 20
 _CLOSED = "the optimizer is closed"
 _BEGUN_ANEW = (
     "a learning-rate scheduler was made over an optimizer that has resumed: making it set lr back "
-    "to its beginning. Call optimizer.restore_groups() once all schedulers are made, then each "
-    "scheduler's load_state_dict() and step(), as docs/offload.md shows under Restarts; or load a "
-    "checkpoint of optimizer and scheduler"
+    "to its beginning. Call optimizer.keep_scheduler(scheduler), in the run before as well; or "
+    "optimizer.restore_groups() once all schedulers are made, then each scheduler's "
+    "load_state_dict() and step(); or load a checkpoint of optimizer and scheduler"
 )
 
 
@@ -51,7 +53,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
 
     Values of your own in `param_groups` (numbers, strings, tensors, lists and dicts of them) are
     stored with each step and come back with it. A scheduler that is made over an optimizer that has
-    resumed needs `restore_groups`.
+    resumed needs `keep_scheduler`.
 
     Args:
         optimizer_class: The class, such as `torch.optim.AdamW`.
@@ -196,6 +198,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         self.last_step: Times = Times()
         self.resumed = False
         self._scheduled: list[dict[str, Any]] | None = None  # groups that a scheduler had changed
+        self._keeps_scheduler = False
         super().__init__(params, stepper.defaults)
         self._transactions = Transactions("nvmeio-offload", _CLOSED, there)
         make = functools.partial(
@@ -261,8 +264,8 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
                 not be brought back, the optimizer is broken: every further step raises.
             RuntimeError: A parameter was resized, converted or moved, or put into a group (or
                 taken out of one) by hand; gradients on the drive were changed in memory only; a
-                scheduler was made over an optimizer that has resumed, and `restore_groups` was not
-                called. Nothing was changed.
+                scheduler was made over an optimizer that has resumed, and neither `keep_scheduler`
+                nor `restore_groups` was called. Nothing was changed.
             ClosedError: It is closed, or belongs to the parent of this forked process.
             KeyboardInterrupt: The step has not happened, and may be made again. `generation` tells
                 if it has: the interrupt may have come at its very end, and a step cannot be undone
@@ -421,6 +424,41 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         self._transactions.run(work)
         for hook in hooked._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    def keep_scheduler(self, scheduler: LRScheduler, every: int = 1) -> None:
+        """Store a learning-rate scheduler's state with each step, and bring it back.
+
+        Call it once in each run, after the scheduler was made and before the first step::
+
+            optimizer = SwappedOptimizer(AdamW, model.parameters(), swap_dir=…, resume=True)
+            scheduler = CosineAnnealingLR(optimizer, T_max=10_000)
+            optimizer.keep_scheduler(scheduler)
+
+        If the optimizer has resumed, `param_groups` and the scheduler are then where they were
+        after the last complete step, and after the ``scheduler.step()`` that followed it.
+        `restore_groups` is not needed. The state is in ``param_groups[0]["scheduler"]``.
+
+        Args:
+            scheduler: One of `torch.optim.lr_scheduler`, made over this optimizer. It is not kept
+                alive: the caller holds it.
+            every: Steps of the optimizer between steps of the scheduler: those of an epoch, for one
+                that steps once an epoch. Counted from the first call in the first run.
+
+        Raises:
+            TypeError: It is `ReduceLROnPlateau`, which steps by a metric, or not a scheduler.
+            ValueError: It was made over another optimizer, or this one keeps another: join several
+                by `SequentialLR` or `ChainedScheduler`. Or ``every`` is below 1.
+            ClosedError: It is closed, or belongs to the parent of this forked process.
+        """
+        self._check_open()
+        kept = KeptSchedule(scheduler, every)
+        if self._keeps_scheduler:
+            raise ValueError(
+                "the optimizer keeps a scheduler already: join them by SequentialLR or "
+                "ChainedScheduler, and keep that one"
+            )
+        kept.attach(self)
+        self._keeps_scheduler = True
 
     def restore_groups(self) -> None:
         """Give `param_groups` the values again that they had in the step that was resumed.

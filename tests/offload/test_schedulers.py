@@ -50,14 +50,9 @@ def as_documented(kind: Any, folder: Path, stop: int) -> tuple[Any, list[Any]]:
     made = model()
     with swapped(made, folder, lr=1e-3, resume=True) as optimizer:
         scheduler = kind(optimizer)
-        mine = optimizer.param_groups[0]
-        if "scheduler" in mine:
-            optimizer.restore_groups()
-            scheduler.load_state_dict(mine["scheduler"])
-            scheduler.step()
+        optimizer.keep_scheduler(scheduler)
         told = []
         for step in range(optimizer.generation - 1, stop):
-            mine["scheduler"] = scheduler.state_dict()
             told.append(rates(optimizer) + train(made, optimizer, 1, step))
             scheduler.step()
         return made, told
@@ -145,3 +140,61 @@ def test_rates_that_are_tensors_come_back(tmp_path: Path) -> None:
         SCHEDULERS["one-cycle"](optimizer)
         optimizer.restore_groups()
         assert optimizer.param_groups[0]["lr"] == rate
+
+
+@pytest.mark.parametrize("stops", [(1, 2, 3, 4, 5, 6, 7), (3,), (2, 6)])
+def test_a_scheduler_that_steps_once_an_epoch_goes_on(
+    stops: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Epochs of three steps, with restarts at their ends and between."""
+    wanted = model()
+    optimizer = torch.optim.Adam(wanted.parameters(), lr=1e-3)
+    scheduler = lrs.StepLR(optimizer, 1, gamma=0.5)
+    told = []
+    for step in range(STEPS):
+        told.append(rates(optimizer) + train(wanted, optimizer, 1, step))
+        if (step + 1) % 3 == 0:
+            scheduler.step()
+    found = []
+    for stop in (*stops, STEPS):
+        made = model()
+        with swapped(made, tmp_path, lr=1e-3, resume=True) as swapping:
+            scheduler = lrs.StepLR(swapping, 1, gamma=0.5)
+            swapping.keep_scheduler(scheduler, every=3)
+            for step in range(swapping.generation - 1, stop):
+                found.append(rates(swapping) + train(made, swapping, 1, step))
+                if (step + 1) % 3 == 0:
+                    scheduler.step()
+    assert found == told
+    assert_same_weights(made, wanted)
+
+
+def test_a_step_that_failed_is_not_counted(tmp_path: Path) -> None:
+    with swapped(model(), tmp_path, lr=1e-3) as optimizer:
+        scheduler = lrs.StepLR(optimizer, 1)
+        optimizer.keep_scheduler(scheduler, every=2)
+        group = optimizer.param_groups[0]
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        with pytest.raises(TypeError, match="closure"):
+            optimizer.step(lambda: None)
+        optimizer.step()
+        assert group["scheduler_after"] == 2
+
+
+def test_schedulers_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
+    with swapped(model(), tmp_path, lr=1e-3) as optimizer:
+        with pytest.raises(TypeError, match=r"Checkpointer.resume"):
+            optimizer.keep_scheduler(lrs.ReduceLROnPlateau(optimizer))
+        with pytest.raises(TypeError, match=r"torch.optim.lr_scheduler, not 3"):
+            optimizer.keep_scheduler(3)
+        other = torch.optim.SGD(model().parameters(), lr=1.0)
+        with pytest.raises(ValueError, match="another optimizer"):
+            optimizer.keep_scheduler(lrs.StepLR(other, 1))
+        scheduler = lrs.StepLR(optimizer, 1)
+        with pytest.raises(ValueError, match="every"):
+            optimizer.keep_scheduler(scheduler, every=0)
+        optimizer.keep_scheduler(scheduler)
+        with pytest.raises(ValueError, match="SequentialLR"):
+            optimizer.keep_scheduler(scheduler)

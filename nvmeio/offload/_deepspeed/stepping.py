@@ -1,4 +1,4 @@
-"""The work of DeepSpeed's engine around a step: clip before it, and keep the schedule with it."""
+"""The work of DeepSpeed's engine around a step: gradients are clipped before it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import weakref
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
-
-SCHEDULER = "scheduler"  # its state, in the first of `param_groups`
 
 
 class Clipping:
@@ -72,28 +69,3 @@ class Clipping:
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._clipped = None
-
-
-class StoredSchedule:
-    """Stores a scheduler's state with each step of a swapped optimizer."""
-
-    changes_inputs = True
-
-    def __init__(self, scheduler: LRScheduler) -> None:
-        self._scheduler = weakref.ref(scheduler)  # it holds the optimizer, which holds this
-
-    def attach(self, optimizer: Any) -> None:
-        """Store it from now on; go on from what was stored, if the optimizer has resumed."""
-        stored = optimizer.param_groups[0].get(SCHEDULER) if optimizer.resumed else None
-        scheduler = self._scheduler()
-        if stored is not None and scheduler is not None:
-            optimizer.restore_groups()
-            scheduler.load_state_dict(stored)
-            scheduler.step()  # what was stored is from before this step
-        optimizer.register_step_pre_hook(self)
-
-    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """The hook before a step."""
-        scheduler = self._scheduler()
-        if scheduler is not None:
-            optimizer.param_groups[0][SCHEDULER] = scheduler.state_dict()
