@@ -27,7 +27,7 @@ DOCS_STAMP := $(VENV)-docs/.installed
 CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-clients serve-vllm serve-sglang serve-lmcache stress interrupts power native-check coverage lint type editor-check format bench bench-small bench-instructions bench-checkpoint bench-offload bench-inference figures tables docs plots clients gpu-test gpu-check wheel-check clean
+.PHONY: help demo test test-slow test-fast test-clients serve-vllm serve-sglang serve-lmcache stress interrupts power native-check coverage lint type editor-check format bench bench-small bench-instructions bench-checkpoint bench-offload bench-inference figures tables docs plots clients gpu-test gpu-check wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -37,7 +37,10 @@ demo: $(STAMP) ## what a checkpoint holds up training for, then reads awaited be
 	@$(BIN)/python examples/01_await_beside_compute.py $(DEMO_ARGS)
 
 test: $(STAMP) ## the tests; PYTEST_ARGS="-k report" goes to pytest
-	@$(BIN)/python -m pytest $(TEST_RUNS) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(TEST_RUNS) -m "not stress and not slow" $(PYTEST_ARGS)
+
+test-slow: $(STAMP) ## those that start many programs, or test the documents and examples
+	@$(BIN)/python -m pytest $(TEST_RUNS) -m "slow and not stress" $(PYTEST_ARGS)
 
 # By folders: what everything else stands on, and what lies in files.
 FAST_TESTS := tests/data tests/engines tests/formats tests/io tests/storage tests/threads $(wildcard tests/test_*.py)

@@ -48,6 +48,7 @@ def handle() -> Iterator[AioHandle]:
         yield made
 
 
+@pytest.mark.slow
 @HOW
 def test_storing_and_loading(tmp_path: Path, handle: AioHandle, interrupts: Interrupts) -> None:
     seeds = [1, 2, 3]

@@ -20,6 +20,8 @@ import nvmeio
 from nvmeio._distributed.rank_store import RankStore
 from nvmeio.checkpoint import checkpointer as module
 
+pytestmark = pytest.mark.slow
+
 if not dist.is_available():
     pytest.skip("torch is built without torch.distributed", allow_module_level=True)
 

@@ -241,6 +241,7 @@ def test_the_group_is_destroyed(ranks: Any, tmp_path: Path) -> None:
 # Killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "victim", "moment", "layout", "store"),
     [
@@ -272,6 +273,7 @@ def test_a_rank_is_killed(
     ranks(world, "resume", tmp_path, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "victim", "moment", "writers"),
     [

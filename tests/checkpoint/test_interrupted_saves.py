@@ -84,6 +84,7 @@ def works(path: Path, kind: str, handle: nvmeio.AioHandle) -> tuple[Callable[[],
 KINDS = ["save", "load", "save_safetensors", "load_safetensors"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_interrupted_at_any_point(kind: str, tmp_path: Path, handle: nvmeio.AioHandle) -> None:
     path = tmp_path / ("a.safetensors" if "safetensors" in kind else "a.pt")
@@ -239,6 +240,7 @@ def test_an_interrupt_while_one_of_several_ranks_pickles_is_told_to_the_others()
 # Checkpointer
 
 
+@pytest.mark.slow
 def test_checkpointer_interrupted_at_any_point(tmp_path: Path, handle: nvmeio.AioHandle) -> None:
     """The same save again is whole, whichever call was interrupted, and nothing is left behind."""
     folder = tmp_path / "checkpoints"
@@ -305,6 +307,7 @@ def test_checkpointer_goes_on_after_signals(tmp_path: Path) -> None:
 
 # One that is dropped before its `with` has begun warns that it was not closed. As an error that
 # would keep the frame, and with it the writer.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*was dropped, not closed:ResourceWarning")
 def test_file_objects_interrupted_at_any_point(tmp_path: Path, handle: nvmeio.AioHandle) -> None:
     path = tmp_path / "a.pt"

@@ -28,6 +28,7 @@ def ranks() -> Iterator[Callable[..., None]]:
         yield lambda world, work, *rest, **options: run(world, f"drives_{work}", *rest, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "works"),
     [
@@ -102,6 +103,7 @@ def test_a_rank_that_fails_after_all_said_durable(ranks: Any, tmp_path: Path) ->
     ranks(2, "not_named", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "victim", "moment", "least"),
     [

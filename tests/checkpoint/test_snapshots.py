@@ -464,6 +464,7 @@ def test_a_forked_child(
 # Memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_bytes", [1, 3 * MIB, None])
 def test_what_finds_no_memory_goes_into_a_file(
     memory_bytes: int | None,

@@ -318,6 +318,7 @@ def test_names_of_an_older_version_are_not_lost(tmp_path: Path) -> None:
 # Interrupted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("command", [["purge"], ["resize", "--capacity", str(24 * SLOT)]])
 def test_ended_at_any_moment_it_leaves_a_whole_store(

@@ -24,6 +24,8 @@ from nvmeio.cli import app
 from nvmeio.cli._terminal import INTERRUPTED
 from nvmeio.cli.measure.disk import scratch
 
+pytestmark = pytest.mark.slow
+
 TRIALS = 8
 
 

@@ -18,6 +18,8 @@ from nvmeio.cli.tune.search import (
 from nvmeio.cli.tune.space import DEFAULT, Grid, default_grid, distance, settings
 from nvmeio.engines.base import Options
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 GRID = {**default_grid(), "intra_op_parallelism": [1, 2, 4]}
 

@@ -11,6 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from _deepspeed_support import (
     ON_NVMEIO,
     ROOT,
@@ -21,7 +22,7 @@ from _deepspeed_support import (
     needs_deepspeed,
 )
 
-pytestmark = needs_deepspeed
+pytestmark = [pytest.mark.slow, needs_deepspeed]
 
 
 def on_nvmeio(*command: str, **more: str) -> str:

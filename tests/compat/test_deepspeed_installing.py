@@ -17,6 +17,8 @@ from programs import run_program
 import nvmeio
 from nvmeio.compat.deepspeed import installing
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(nvmeio.__file__).parent.parent
 LIMIT_S = 550  # only for what hangs
 

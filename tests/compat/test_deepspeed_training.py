@@ -18,7 +18,10 @@ from _deepspeed_support import (
     needs_its_own_op,
 )
 
-pytestmark = pytest.mark.timeout(1200)  # several runs of minutes each, on a busy machine
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+]  # several runs of minutes each, on a busy machine
 
 STEPS = 5
 BF16 = {"config": {"bf16": {"enabled": True}}}

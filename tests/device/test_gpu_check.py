@@ -43,6 +43,7 @@ def gpu_check(monkeypatch: pytest.MonkeyPatch) -> Any:
     return gpu_on_stand_in.program(monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1500)  # 9 minutes were too few on a busy machine
 def test_the_day_comes_to_its_end_and_no_step_is_left_out(gpu_check: Any, tmp_path: Path) -> None:
     """On the stand-in and a fake cuFile. Nobody had run its steps.

@@ -50,6 +50,7 @@ def in_random_order(
         work(cuda, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", WORKS + WORKS_OF_A_MESH)
 def test_work_in_some_random_orders(
     work: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

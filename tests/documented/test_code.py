@@ -44,7 +44,7 @@ ELSEWHERE = {
 }
 
 needs_docs = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="installed without its docs/")
-pytestmark = [needs_docs, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, needs_docs, pytest.mark.timeout(600)]
 
 
 def name_of(page: Path) -> str:

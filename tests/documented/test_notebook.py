@@ -20,7 +20,7 @@ TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 LIMIT_S = 500
 
 # zmq's and asyncio's own: of kernels that end, and of Jupyter's directories.
-pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -26,6 +26,7 @@ SITE = ROOT / "site"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.stress,  # minutes, and a browser that at times does not answer on a busy machine
     pytest.mark.timeout(600),
     pytest.mark.skipif(not (SITE / "index.html").is_file(), reason="`make docs` builds the site"),

@@ -23,6 +23,8 @@ from programs import run_program
 import nvmeio
 from nvmeio.offload import SwappedModule
 
+pytestmark = pytest.mark.slow
+
 # The status that a shell sees.
 STATUS = {"sys.exit": 3, "exception": 1, "ctrl-c": -signal.SIGINT, "sigterm": -signal.SIGTERM}
 # Nothing of Python runs at these ends: what is under way is lost, what was complete is not.

@@ -17,6 +17,8 @@ from nvmeio._kv_blocks.store import BlockStore
 from nvmeio.inference.spilling import Spiller
 from nvmeio.offload import SwappedModule, SwappedOptimizer
 
+pytestmark = pytest.mark.slow
+
 
 def optimizer(folder: Path) -> SwappedOptimizer:
     parameters = [nn.Parameter(torch.ones(1000))]

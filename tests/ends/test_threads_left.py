@@ -18,6 +18,8 @@ from torch import nn
 import nvmeio
 from nvmeio.offload import SwappedActivations
 
+pytestmark = pytest.mark.slow
+
 STATE = {"a": torch.arange(300_000), "b": [torch.ones(1000) for _ in range(20)]}
 TENSORS = {"a": torch.arange(300_000), "b": torch.ones(10)}
 

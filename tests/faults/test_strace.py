@@ -15,6 +15,8 @@ from faults._support import MIB, finish, make_file, noise, start_python
 
 from nvmeio import files
 
+pytestmark = pytest.mark.slow
+
 WORK = """
 import sys
 from pathlib import Path

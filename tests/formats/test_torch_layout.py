@@ -227,6 +227,7 @@ def test_a_storage_that_is_resized_after_it_was_pickled_is_told(nbytes: int) -> 
     assert (raised.value.expected, raised.value.found) == (80, nbytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alignment", [64, 4096])
 def test_more_records_than_the_end_record_can_count(alignment: int) -> None:
     told = TorchRecords(alignment)

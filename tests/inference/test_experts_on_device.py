@@ -145,7 +145,15 @@ def in_memory(whole: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("pace", EVERY_PACE)
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("experts", [EXPERTS, EXPERTS + 5, 3 * EXPERTS, 4 * EXPERTS])
+@pytest.mark.parametrize(
+    "experts",
+    [
+        EXPERTS,
+        pytest.param(EXPERTS + 5, marks=pytest.mark.slow),
+        pytest.param(3 * EXPERTS, marks=pytest.mark.slow),
+        pytest.param(4 * EXPERTS, marks=pytest.mark.slow),
+    ],
+)
 def test_passes_equal_those_in_memory(
     experts: int,
     fused: bool,

@@ -23,6 +23,8 @@ from programs import Program
 
 import nvmeio
 
+pytestmark = pytest.mark.slow
+
 PROCESSES, ROUNDS = 24, 4  # of 22 operations: some 2,100 runs
 PROCESS_LIMIT_S = 600
 

@@ -457,6 +457,7 @@ def test_stager_and_its_copies_refuse_to_be_pickled(
         pickle.dumps(stager)
 
 
+@pytest.mark.slow
 def test_interrupts_at_random_moments_leave_whole_checkpoints(tmp_path: Path) -> None:
     """Real signals in stage, save and step: whatever is there is of one step, and all goes on."""
     done = run_python(

@@ -171,6 +171,7 @@ def test_files_of_other_saves_are_named(tmp_path: Path) -> None:
 # Damaged ones
 
 
+@pytest.mark.slow
 @both_writers
 def test_a_flipped_bit_anywhere_in_an_item_is_found(writer: str, tmp_path: Path) -> None:
     state = {"a": torch.randn(20), "b": torch.randn(3).bfloat16(), "n": [1, "two"]}

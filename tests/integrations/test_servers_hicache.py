@@ -229,6 +229,7 @@ def test_memory_that_pages_share_is_not_taken_for_the_pool(opened: Callable[...,
     assert pool.get_data_page(9 * PAGE).equal(filled().get_data_page(3 * PAGE))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("interrupts", [at_places, at_random_times])

@@ -265,6 +265,7 @@ def run(tier: Any, submit: Callable[[Any], None], number: int, chunks: list[int]
     assert (number, True) in [(result.job_id, result.success) for result in results]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("interrupts", [at_places, at_random_times])

@@ -4,7 +4,7 @@ Or the object says plainly that it is closed or broken. Nothing hangs, and nothi
 Each system is disturbed many times in a process of its own (`_process`); `-k swapped` picks some
 of them. NVMEIO_INTERRUPT_SEED chooses other moments, NVMEIO_INTERRUPT_TRIALS how many for each way.
 
-`make test` makes some 380 trials in all, `make stress` 13,000, `make interrupts` 5,000 of each.
+`make test-slow` makes some 380 trials in all, `make stress` 13,000, `make interrupts` 5,000 each.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from interrupts._scenarios import SCENARIOS
 from programs import Program
 
 import nvmeio
+
+pytestmark = pytest.mark.slow
 
 TRIALS = 2  # of each way to disturb each of these
 STRESS_TRIALS = 70

@@ -86,6 +86,7 @@ USES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ["", "1"])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_library_of_another_version_is_refused(library: str, number: str) -> None:

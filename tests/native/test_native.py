@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("run.sh")
 MISSING = 77  # the script's exit status where a tool is not there
 

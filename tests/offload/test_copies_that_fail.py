@@ -18,6 +18,8 @@ from test_optimizer_on_device import gradients_of, plain
 import nvmeio
 from nvmeio.offload import SwappedOptimizer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=[Pace.EAGER, Pace.LAZY], ids=lambda pace: pace.name.lower())
 def cuda(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:

@@ -18,6 +18,8 @@ from support import run_python
 
 from nvmeio.offload import SwappedOptimizer
 
+pytestmark = pytest.mark.slow
+
 # Somebody has made a `weakref.finalize` before anything of ours was imported, as many libraries do:
 # its hook is called behind ours then.
 PROGRAM = """

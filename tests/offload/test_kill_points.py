@@ -16,6 +16,8 @@ from programs import run_program
 
 import nvmeio
 
+pytestmark = pytest.mark.slow
+
 
 def in_memory(kind: str, steps: int) -> str:
     made = model()

@@ -125,6 +125,7 @@ def assert_same_parameters(ours: Any, theirs: Any) -> None:
         assert torch.equal(p, q), (number, (p - q).abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize(("name", "kind"), KINDS)
 def test_every_layout_is_stepped_as_in_memory(

@@ -226,6 +226,7 @@ KILLED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("after", "done"), [(1, 3), (4, 3), (0, 4)])
 @pytest.mark.parametrize("masters", [False, True])
 def test_kill_in_mid_step_and_resume(after: int, done: int, masters: bool, tmp_path: Path) -> None:

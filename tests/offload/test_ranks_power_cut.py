@@ -30,6 +30,8 @@ from nvmeio.offload._swap_files import manifests
 from nvmeio.offload._swap_files.subgroups import Piece, Subgroup, pack, place
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
 
+pytestmark = pytest.mark.slow
+
 if not dist.is_available():
     pytest.skip("torch is built without torch.distributed", allow_module_level=True)
 

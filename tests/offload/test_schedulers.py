@@ -58,7 +58,9 @@ def as_documented(kind: Any, folder: Path, stop: int) -> tuple[Any, list[Any]]:
         return made, told
 
 
-@pytest.mark.parametrize("stop", [0, 1, 4, 5])
+@pytest.mark.parametrize(
+    "stop", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(4, marks=pytest.mark.slow), 5]
+)
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # SequentialLR gives it
 def test_a_scheduler_goes_on_as_documented(name: str, stop: int, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ import nvmeio
 from nvmeio.offload import SwappedModule, SwappedOptimizer
 from nvmeio.offload._module import sharded as sharded_module
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 
 

@@ -21,6 +21,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LIMIT_S = 550
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         not BENCHMARKS.is_dir(), reason="nvmeio is installed without its benchmarks/"

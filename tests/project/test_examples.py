@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 # Far above what they take: only one that hangs comes to that, however busy the machine is.
 LIMIT_S = 550
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def command(example: str, folder: Path, *arguments: str) -> list[str]:

@@ -40,7 +40,10 @@ from nvmeio.testing import FakeEngine
 
 Interrupts = Callable[[Callable[[], object], int], Iterator[object]]
 # A real signal may come in a destructor, where Python swallows what it raises.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 # At random moments tests/interrupts does the same in a process of its own.
 HOW = pytest.mark.parametrize(
     "interrupts", [at_places, pytest.param(at_random_times, marks=pytest.mark.stress)]
