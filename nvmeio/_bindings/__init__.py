@@ -88,6 +88,11 @@ def memory_at(address: int, nbytes: int, keep: object = None) -> memoryview:
     return memoryview(ffi.buffer(pointer, nbytes))
 
 
+def buffer_at(address: int, nbytes: int) -> Any:
+    """The same for a function of C's, without the memoryview; the caller keeps it alive."""
+    return ffi.buffer(ffi.cast("char *", address), nbytes)
+
+
 _FDS = ffi.typeof("nv_fds *")
 _FACTS = ffi.typeof(f"uint64_t[{lib.NV_FACTS}]")
 

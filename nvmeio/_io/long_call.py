@@ -49,7 +49,7 @@ class LongCall(Cancellation):
         self._progress = checked(progress)
         self._done = self._total = 0
         self._began = time.perf_counter()
-        self._range = contextlib.ExitStack()
+        self._range: AbstractContextManager[object] = _NOTHING
         self.finished: Callable[[Operation], None] | None = None
         if progress is not None:
             self.finished = lambda operation: self.moved(operation.nbytes)
@@ -78,11 +78,12 @@ class LongCall(Cancellation):
     # In the caller's
 
     def __enter__(self) -> LongCall:
-        self._range.enter_context(profiled(self._what))
+        self._range = profiled(self._what)
+        self._range.__enter__()
         return self
 
     def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
-        self._range.close()
+        self._range.__exit__(None, None, None)
         if exc is None:
             self.log(time.perf_counter() - self._began)
 

@@ -37,10 +37,11 @@ import re
 import secrets
 import stat
 import struct
+from array import array
 from collections.abc import Sequence
 
 from nvmeio import files
-from nvmeio._bindings import ffi, lib
+from nvmeio._bindings import ffi, lib, memory_at
 from nvmeio._files.descriptors import open_error
 from nvmeio._files.system import is_local, journal_keeps_order
 from nvmeio._storage.durable import allocate, make_directory, sync_directory, write_all
@@ -256,24 +257,37 @@ class Replacement:
 def replace_file(
     path: str | os.PathLike[str], parts: Sequence[memoryview], durable: bool = True
 ) -> None:
+    """Replace a small file at once, by the bytes of all parts; see `replace_from`."""
+    own = [array("B", part) for part in parts]
+    places = array("Q")
+    for part in own:
+        places.extend(part.buffer_info())
+    replace_from(path, places, durable)
+
+
+def replace_from(path: str | os.PathLike[str], places: array[int], durable: bool = True) -> None:
     """Replace a small file at once, through the page cache; raises as `Replacement` does.
+
+    `places` say where its bytes lie, in the order of the file: address, length, address, and so on.
+    The caller keeps them alive.
 
     One call of the shim does it, and an interrupt comes before or after it. But a server may keep a
     file of its own waiting for long, an old file may have attributes that are to be carried over,
     and a killed writer may have left something: then a thread does it, as for a large file.
     """
     name = _checked(path)
-    if not _replace_in_one_call(name, parts, durable):
-        run_interruptible(lambda: _replace_by_steps(name, parts, durable))
+    if not _replace_in_one_call(name, places, durable):
+        run_interruptible(lambda: _replace_by_steps(name, places, durable))
 
 
-def _replace_by_steps(path: str, parts: Sequence[memoryview], durable: bool) -> None:
+def _replace_by_steps(path: str, places: array[int], durable: bool) -> None:
+    parts = [memory_at(*place) for place in zip(places[::2], places[1::2], strict=True)]
     with Replacement(path) as replacement:
         replacement.write(parts)
         replacement.commit(durable)
 
 
-def _replace_in_one_call(path: str, parts: Sequence[memoryview], durable: bool) -> bool:
+def _replace_in_one_call(path: str, places: array[int], durable: bool) -> bool:
     """Do it, and return True; False if nothing was done because it takes more than that."""
     target = os.path.realpath(path) if os.path.islink(path) else path
     folder, name = os.path.split(target)
@@ -285,12 +299,13 @@ def _replace_in_one_call(path: str, parts: Sequence[memoryview], durable: bool) 
         sent = durable and journal_keeps_order(directory)
     except OSError:
         return False  # which says why
-    memory = [ffi.from_buffer(part) for part in parts]
-    each = ffi.new("nv_bytes[]", [(part, len(part)) for part in memory])
+    # No `ffi.from_buffer`: where garbage is a cycle with a memoryview's, cffi 2.1 crashes.
+    address, numbers = places.buffer_info()
+    each, count = ffi.cast("nv_bytes *", address), numbers // 2
     for _ in range(_ATTEMPTS):
         temporary = temporary_name(directory, name)
         names = [ffi.new("char[]", os.fsencode(n)) for n in (temporary, target, directory)]
-        asked = ffi.new("nv_replacement *", (*names, each, len(memory), durable, sent, 0))
+        asked = ffi.new("nv_replacement *", (*names, each, count, durable, sent, 0))
         code = -lib.nv_replace(asked)
         if asked.step != lib.NV_REPLACE_TAKE:
             break
@@ -336,7 +351,8 @@ def remove_leftovers(directory: str) -> list[str]:
 def _leftovers(directory: str) -> list[str]:
     """The names of temporary files, of writers that live or not; none if it cannot be read."""
     with contextlib.suppress(OSError):
-        return [name for name in os.listdir(directory) if _TEMPORARY.fullmatch(name)]
+        names = os.listdir(directory)
+        return [name for name in names if name.endswith(SUFFIX) and _TEMPORARY.fullmatch(name)]
     return []
 
 

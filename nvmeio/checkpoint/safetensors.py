@@ -18,7 +18,7 @@ import torch
 
 from nvmeio import _torch_private, files
 from nvmeio._files.descriptors import open_error
-from nvmeio._formats.safetensors import headers, shards
+from nvmeio._formats.safetensors import headers, shards, whole_file
 from nvmeio._formats.safetensors.headers import Header
 from nvmeio._formats.safetensors.open_set import SafetensorsSet, header_of
 from nvmeio._formats.safetensors.shards import device_of, failed_save, missing
@@ -29,7 +29,7 @@ from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Load
 from nvmeio._memory import tensors as tensors_module
-from nvmeio._memory.tensors import extent
+from nvmeio._memory.tensors import extent, is_simple
 from nvmeio._storage.durable import make_directory, sync_directory
 from nvmeio._storage.replace import Replacement
 from nvmeio._storage.untrusted import read_small
@@ -105,14 +105,13 @@ def _no_modes() -> bool:
 
 
 def _is_small(wanted: SaveRequest, handle: AioHandle | None) -> bool:
-    nbytes = sum(tensor.nbytes for tensor in wanted.tensors.values())
-    return handle is None and not wanted.shards and nbytes <= saving.SMALL_BYTES
+    return handle is None and not wanted.shards and wanted.nbytes <= saving.SMALL_BYTES
 
 
 def _save(wanted: SaveRequest, handle: AioHandle | None, call: LongCall) -> None:
     try:
         if _is_small(wanted, handle):
-            saving.write_small(layout_of(wanted), wanted.path, False, call)
+            _write_small(wanted, call)
             return
         with handle_for(handle, wanted.path) as writer:
             write(wanted, writer, call)
@@ -172,12 +171,17 @@ def load_safetensors(
         TypeError: A tensor's dtype is unknown to this torch.
         MemoryError: More is asked for than is available.
 
-    Cost: no copy on the CPU, unless a tensor lies in the file on an odd address for its dtype.
+    Cost: no copy on the CPU, unless a tensor lies in the file on an odd address for its dtype; one
+    of a file of at most 1 MiB, which is read whole.
     """
     to = device_of(device)
     with LongCall("load", path, progress) as call:
+        no_modes = _no_modes()
+        found = _load_whole(path, to, handle, call) if no_modes else None
+        if found is not None:
+            return found
         place, small = _place_of(path, to, handle)
-        if small and _no_modes():
+        if small and no_modes:
             return _load(place, small, to, handle, call)  # an interrupt leaves nothing
         return run_interruptible(lambda: _load(place, small, to, handle, call), call.cancel)
 
@@ -195,9 +199,14 @@ async def async_load_safetensors(
     """
     to = device_of(device)
     with LongCall("load", path, progress) as call:
-        return await in_thread(
-            lambda: _load(*_place_of(path, to, handle), to, handle, call), call.cancel
-        )
+
+        def work() -> dict[str, torch.Tensor]:
+            found = _load_whole(path, to, handle, call)
+            if found is not None:
+                return found
+            return _load(*_place_of(path, to, handle), to, handle, call)
+
+        return await in_thread(work, call.cancel)
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
@@ -218,6 +227,20 @@ def _place_of(
     place = shards.find(path)
     small = handle is None and device.type == "cpu" and not shards.is_index(place)
     return place, device.type == "meta" or (small and place.stat().st_size <= SMALL_BYTES)
+
+
+def _load_whole(
+    path: str | os.PathLike[str], device: torch.device, handle: AioHandle | None, call: LongCall
+) -> dict[str, torch.Tensor] | None:
+    """All tensors of a file of up to 1 MiB; None where it takes more than one read to say."""
+    name = os.fspath(path)
+    if handle is not None or device.type != "cpu" or name.endswith(".json"):
+        return None
+    found = whole_file.read(name)
+    if found is not None:
+        call.expect(nbytes := sum(tensor.nbytes for tensor in found.values()))
+        call.moved(nbytes)
+    return found
 
 
 def _load(
@@ -246,6 +269,8 @@ class SaveRequest(NamedTuple):
         limit: Bytes of a shard at the most; None for one file.
         shards: Whether a set was asked for: what there was of file or set goes then.
         align: Whether tensors lie on blocks of the drive, rather than as the package puts them.
+        nbytes: Of all tensors.
+        simple: Whether all of them can be written from where they lie.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -254,6 +279,8 @@ class SaveRequest(NamedTuple):
     limit: int | None
     shards: bool
     align: bool
+    nbytes: int
+    simple: bool
 
 
 def checked(
@@ -264,7 +291,8 @@ def checked(
     align: bool,
 ) -> SaveRequest:
     """The arguments of `save_safetensors`; raises as it says."""
-    _check(tensors)
+    simple = _check(tensors)
+    nbytes = _check_shared(tensors)
     texts = _checked_metadata(metadata)
     limit = None if max_shard_size is None else shards.parse_size(max_shard_size)
     if not os.fspath(path):  # Path("") would be the current directory
@@ -281,7 +309,7 @@ def checked(
             f"{target} is not a directory, and shards are named after a file: make the directory "
             f"first, or name a file that ends in {shards.SUFFIX}"
         )
-    return SaveRequest(dict(tensors), target, texts, limit, sets, align)
+    return SaveRequest(dict(tensors), target, texts, limit, sets, align, nbytes, simple)
 
 
 def write(wanted: SaveRequest, handle: AioHandle, call: LongCall) -> None:
@@ -313,6 +341,20 @@ def _replace(handle: AioHandle, path: Path, layout: FileLayout, flight: InFlight
         if flight.cancelled:
             raise Cancelled
         replacement.commit()
+
+
+def _write_small(wanted: SaveRequest, call: LongCall) -> None:
+    """Write one file with one call, from where its bytes lie, in this thread."""
+    if wanted.simple and not wanted.align:
+        ordered = headers.package_order(wanted.tensors)
+        text, _ = headers.build(
+            [(name, tensor.dtype, tensor.shape) for name, tensor in ordered.items()],
+            wanted.metadata,
+            headers.PACKAGE_ALIGNMENT,
+        )
+        saving.write_behind(text, ordered, wanted.path, call)
+    else:
+        saving.write_small(layout_of(wanted), wanted.path, False, call)
 
 
 def layout_of(wanted: SaveRequest, names: Sequence[str] | None = None) -> FileLayout:
@@ -385,26 +427,31 @@ def _holds(path: Path, text: bytes) -> bool:
         return False
 
 
-def _check(tensors: Mapping[str, torch.Tensor]) -> None:
+def _check(tensors: Mapping[str, torch.Tensor]) -> bool:
     """Refuse what `safetensors.torch.save_file` refuses, but for tensors that are not contiguous.
+
+    Returns whether all of them are simple (`_memory.tensors`).
 
     Raises:
         TypeError: Not a mapping of names to tensors (a ValueError too, as in safetensors).
         TypeError: A name is no text, or a dtype one that the format lacks.
         NotImplementedError: A tensor has no memory (a TypeError too).
         ValueError: A tensor is sparse, or named like the metadata.
-        RuntimeError: Tensors share memory.
     """
     if not isinstance(tensors, Mapping):
         raise joined(TypeError, ValueError)(
             f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}"
         )
     sparse: list[str] = []
+    simple, names = True, headers.NAMES
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise TypeError(f"the name of a tensor must be a str, not {name!r}")
         if name == "__metadata__":
             raise ValueError(f"{name!r} cannot be a tensor's name: the format uses it for metadata")
+        if is_simple(tensor, False) and tensor.dtype in names:
+            continue
+        simple = False
         if not isinstance(tensor, torch.Tensor):
             raise joined(TypeError, ValueError)(
                 f"Key `{name}` is invalid, expected torch.Tensor but received {type(tensor)}"
@@ -434,16 +481,21 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
             "support. You can make it a dense tensor before saving with `.to_dense()` but be aware "
             "this might make a much larger file than needed."
         )
-    _check_shared(tensors)
+    return simple
 
 
-def _check_shared(tensors: Mapping[str, torch.Tensor]) -> None:
+def _check_shared(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Refuse tensors that share memory, with RuntimeError; returns the bytes of all of them."""
     spans: dict[Any, list[tuple[int, int, str]]] = {}
+    total = 0
     for name, tensor in tensors.items():
-        if tensor.numel():
+        nbytes = tensor.nbytes
+        if nbytes:
+            total += nbytes
             start = tensor.data_ptr()
-            end = start + extent(tensor) * tensor.element_size()
-            spans.setdefault(tensor.device, []).append((start, end, name))
+            if not tensor.is_contiguous():
+                nbytes = extent(tensor) * tensor.element_size()
+            spans.setdefault(tensor.device, []).append((start, start + nbytes, name))
     for found in spans.values():
         reached, by = 0, ""
         for start, end, name in sorted(found):
@@ -452,7 +504,9 @@ def _check_shared(tensors: Mapping[str, torch.Tensor]) -> None:
                     f"{by!r} and {name!r} share memory, which the format cannot say: save one of "
                     "them and tie the other to it after loading, or save a clone()"
                 )
-            reached, by = max((reached, by), (end, name))
+            if end > reached:
+                reached, by = end, name
+    return total
 
 
 def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str] | None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
 import struct
-from bisect import bisect_right
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvmeio._bindings import memory_at
+from nvmeio._bindings import buffer_at
 from nvmeio._formats.torch_archives import torch_layout
 from nvmeio._formats.torch_archives.torch_layout import (
     DEFAULT_PROTOCOL,
@@ -21,7 +23,7 @@ from nvmeio._formats.torch_archives.torch_layout import (
 from nvmeio._io.long_call import LongCall
 from nvmeio._memory import holds
 from nvmeio._storage import crc32
-from nvmeio._storage.replace import Replacement, replace_file
+from nvmeio._storage.replace import Replacement, replace_from
 from nvmeio._threads.interruptible import in_thread, run_interruptible
 
 if TYPE_CHECKING:
@@ -31,9 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nvmeio")
 
 # Up to this a state is written from where it lies, through the page cache. That took 0.7 of the
-# time of a handle, its threads and staging at 8 MiB and 0.9 at 16; as long from 20 MiB on where the
-# drive writes 0.8 GB/s, from 16 on where it writes 2.4.
-SMALL_BYTES = 20 << 20
+# time of a handle, its threads and staging at 8 MiB and 0.8 at 32, and half of the CPU time: the
+# drive writes what was copied while the rest is (`native_shim/pump/replace.c`).
+SMALL_BYTES = 40 << 20
 
 
 def save(
@@ -71,12 +73,12 @@ def save(
 
     After an error or interrupt: `path` is as it was, and the partial file is gone. (A save that an
     interrupt meets after its rename, or as a small file is being written, is complete.) The object
-    is pickled in the calling thread; what is larger than 20 MiB is written in another one, where
+    is pickled in the calling thread; what is larger than 40 MiB is written in another one, where
     that is the main thread.
 
     Cost: no copy of the state: what torch allocated goes through 48 MiB of staging, and what
     neither torch nor nvmeio did through the handle's bounce memory, whatever the size. Storages on
-    a GPU go through 64 MiB of page-locked memory. A state of up to 20 MiB without a handle of the
+    a GPU go through 64 MiB of page-locked memory. A state of up to 40 MiB without a handle of the
     caller's is written through the page cache, from where it lies.
     """
     pickled_by = (pickle_module, pickle_protocol)
@@ -107,7 +109,7 @@ async def async_save(
 
     Cancelling stops the writing; `CancelledError` is raised once nothing is in flight, the partial
     file is gone, and `path` is as it was. A save that was being renamed at that moment, or a small
-    file (20 MiB) that was being written, is complete.
+    file (40 MiB) that was being written, is complete.
     """
     pickled_by = (pickle_module, pickle_protocol)
     with LongCall("save", path, progress) as call:
@@ -127,7 +129,7 @@ def _save(
         pickling = torch_layout.pickled(obj, *pickled_by)
         call.check()
         if handle is None and pickling.nbytes <= SMALL_BYTES:
-            write_small(pickling.layout(), path, checksum, call)
+            _write_pickled(pickling, path, checksum, call)
         else:
             run_interruptible(lambda: _write(pickling, path, checksum, handle, call), call.cancel)
     except UnknownWriterError as unknown:
@@ -138,38 +140,110 @@ def _save(
             torch.save(obj, writer, *pickled_by)  # type: ignore[arg-type]
 
 
+def _write_pickled(
+    pickling: torch_layout.Pickling, path: str | os.PathLike[str], checksum: bool, call: LongCall
+) -> None:
+    """`write_small` of a pickled object, whose storages are asked for their memory once each."""
+    if not all([storage.device.type == "cpu" for storage in pickling.storages.values()]):
+        write_small(pickling.layout(), path, checksum, call)
+        return
+    skeleton, storages = pickling.skeleton()
+    filled: list[_Filled] = []
+    with _held([storage for storage, *_ in storages]):
+        for storage, name, offset, nbytes, crc_at in storages:
+            if storage.nbytes() != nbytes:
+                raise torch_layout.resized(name, nbytes, storage.nbytes())
+            filled.append((offset, storage.data_ptr(), nbytes, crc_at))
+        places, _kept = _in_order(skeleton.pieces, filled, checksum)
+        _replace(path, places, skeleton.nbytes, call)
+
+
 def write_small(
     layout: FileLayout, path: str | os.PathLike[str], checksum: bool, call: LongCall
 ) -> None:
     """Write from where its bytes lie, in this thread; an interrupt comes before it or after it."""
-    call.expect(layout.nbytes)
     each: list[tuple[Any, int]] = [(record.data, record.nbytes) for record in layout.records]
     sources = [(d if isinstance(d, torch.Tensor) else d(0, nbytes)).cpu() for d, nbytes in each]
+    filled: list[_Filled] = []
+    with _held([source.untyped_storage() for source in sources]) as storages:
+        for record, source, storage in zip(layout.records, sources, storages, strict=True):
+            if storage.nbytes() < record.nbytes:
+                raise torch_layout.resized(record.name, record.nbytes, storage.nbytes())
+            filled.append((record.offset, source.data_ptr(), record.nbytes, record.crc_at))
+        places, _kept = _in_order(layout.pieces, filled, checksum)
+        _replace(path, places, layout.nbytes, call)
+
+
+def write_behind(
+    text: bytes, tensors: Mapping[str, torch.Tensor], path: str | os.PathLike[str], call: LongCall
+) -> None:
+    """The same of a file of a text, and all bytes of simple tensors behind it, in this order."""
+    head = array("B", text)
+    places = array("Q", head.buffer_info())
+    nbytes = len(text)
+    with _held([tensor.untyped_storage() for tensor in tensors.values()]) as storages:
+        for (name, tensor), storage in zip(tensors.items(), storages, strict=True):
+            wanted, there = tensor.nbytes, storage.nbytes()
+            if there - tensor.storage_offset() * tensor.itemsize < wanted:
+                raise torch_layout.resized(name, wanted, there)
+            if wanted:
+                places.extend((tensor.data_ptr(), wanted))
+                nbytes += wanted
+        _replace(path, places, nbytes, call)
+
+
+# Offset, address and length of what lies in memory, and where its CRC-32 stands.
+_Filled = tuple[int, int, int, tuple[int, ...]]
+
+
+@contextlib.contextmanager
+def _held(storages: list[torch.UntypedStorage]) -> Iterator[list[torch.UntypedStorage]]:
+    """Storages that torch does not resize for the body."""
     # What cannot be held is memory of others, which torch does not resize.
-    held, _ = holds.hold_all([source.untyped_storage() for source in sources])
+    held, _ = holds.hold_all(storages)
     try:
-        parts = _in_order(layout, sources, checksum)
-        call.moved(layout.nbytes)  # told before: whoever raises, or cancels, keeps the old file
-        call.check()
-        replace_file(path, parts)
+        yield storages
     finally:
         holds.end(held)
 
 
-def _in_order(layout: FileLayout, sources: list[torch.Tensor], checksum: bool) -> list[memoryview]:
-    """The whole of a file, in its order; its storages where they lie."""
-    starts = [piece.offset for piece in layout.pieces]
-    parts = {piece.offset: memoryview(bytearray(piece.data)) for piece in layout.pieces}
-    for record, source in zip(layout.records, sources, strict=True):
-        nbytes = source.untyped_storage().nbytes()
-        if nbytes < record.nbytes:
-            raise torch_layout.resized(record.name, record.nbytes, nbytes)
-        parts[record.offset] = memory = memory_at(source.data_ptr(), record.nbytes)
-        crc = crc32.of_bytes(memory) if checksum else 0
-        for at in record.crc_at:
-            start = starts[bisect_right(starts, at) - 1]
-            struct.pack_into("<I", parts[start], at - start, crc)
-    return [parts[offset] for offset in sorted(parts)]
+def _in_order(
+    pieces: Iterable[tuple[int, bytes]], filled: list[_Filled], checksum: bool
+) -> tuple[array[int], object]:
+    """The places of a file's bytes, in its order, and what keeps those of the known pieces."""
+    starts: list[int] = []
+    known: list[array[int]] = []
+    for start, data in pieces:
+        starts.append(start)
+        known.append(array("B", data))
+    parts: list[tuple[int, int, int]] = []
+    sums: list[tuple[int, int]] = []
+    for offset, address, nbytes, crc_at in filled:
+        parts.append((offset, address, nbytes))
+        if checksum:
+            crc = crc32.of_bytes(buffer_at(address, nbytes))
+            sums += [(at, crc) for at in crc_at]
+    # In the file's order, the piece of each is that of the one before it, or a later one.
+    sums.sort()
+    number, last = 0, len(starts) - 1
+    for at, crc in sums:
+        while number < last and starts[number + 1] <= at:
+            number += 1
+        at -= starts[number]
+        struct.pack_into("<I", known[number], at, crc)
+    parts += [(at, *data.buffer_info()) for at, data in zip(starts, known, strict=True)]
+    parts.sort()
+    places = array("Q")
+    for _, *place in parts:
+        places.extend(place)
+    return places, known
+
+
+def _replace(path: str | os.PathLike[str], places: array[int], nbytes: int, call: LongCall) -> None:
+    call.expect(nbytes)
+    call.moved(nbytes)  # told before: whoever raises, or cancels, keeps the old file
+    call.check()
+    replace_from(path, places)
 
 
 def _write(

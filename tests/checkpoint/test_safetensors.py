@@ -190,7 +190,7 @@ def test_progress_of_a_small_file_is_told(file: Path) -> None:
 def test_a_small_file_that_is_cut_while_it_is_read_names_the_tensor(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_safetensors({"a": torch.ones(1000), "b": torch.ones(30_000)}, file)
+    save_safetensors({"a": torch.ones(1000), "b": torch.ones(300_000)}, file)
     preadv = os.preadv
 
     def cutting(fd: int, buffers: Any, offset: int) -> int:
@@ -202,6 +202,56 @@ def test_a_small_file_that_is_cut_while_it_is_read_names_the_tensor(
         load_safetensors(file)
 
 
+def test_a_file_that_is_cut_while_it_is_read_whole_names_the_tensor(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_safetensors({"a": torch.ones(1000), "b": torch.ones(30_000)}, file)
+    preadv = os.preadv
+
+    def cutting(fd: int, buffers: Any, offset: int) -> int:
+        os.truncate(file, 5000)
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", cutting)
+    with pytest.raises(nvmeio.IntegrityError, match="truncated: tensor 'b'"):
+        load_safetensors(file)
+
+
+def test_a_small_file_is_read_once_into_tensors_that_can_grow(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {
+        "a": torch.randn(3, 5),
+        "b": torch.arange(7, dtype=torch.int8),
+        "c": torch.tensor(2.0, dtype=torch.bfloat16),
+        "d": torch.empty(0, 4),
+    }
+    save_safetensors(state, file)
+    preadv, reads = os.preadv, []
+
+    def noted(fd: int, buffers: Any, offset: int) -> int:
+        reads.append(offset)
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", noted)
+    found = load_safetensors(file)
+    assert reads == [0]
+    assert found.keys() == state.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == state[name].dtype and tensor.shape == state[name].shape
+        assert torch.equal(tensor, state[name]), name
+        tensor.resize_(100)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == len(found)
+
+
+def test_a_storage_that_was_given_back_is_not_saved(file: Path) -> None:
+    state = {"a": torch.ones(10)}
+    state["a"].untyped_storage().resize_(0)
+    with pytest.raises(nvmeio.IntegrityError, match="'a'"):
+        save_safetensors(state, file)
+    assert not file.exists()
+
+
 def test_a_small_save_that_fails_is_the_packages_error_and_leaves_the_old_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,7 +261,7 @@ def test_a_small_save_that_fails_is_the_packages_error_and_leaves_the_old_file(
         raise nvmeio.TransferError(errno.ENOSPC, operation="pwrite", path=os.fspath(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr(saving, "replace_file", fail)
+        patched.setattr(saving, "replace_from", fail)
         with pytest.raises(SafetensorError) as failed:
             save_safetensors({"a": torch.zeros(10)}, file)
     assert isinstance(failed.value, nvmeio.TransferError)

@@ -387,7 +387,7 @@ def valid_file(separators: tuple[str, str] | None = None) -> bytes:
 
 
 def by_the_json_parser(text: bytes, file_bytes: int) -> headers.Header | None:
-    with mock.patch.object(headers, "_parse_as_written", lambda *_: None):
+    with mock.patch.object(headers, "parse_as_written", lambda *_: None):
         try:
             return headers.parse(text, file_bytes, "a file")
         except nvmeio.IntegrityError:
@@ -410,7 +410,7 @@ def test_a_header_as_it_is_written_is_parsed_as_json_is(data: st.DataObject) -> 
         else:
             text[at : at + (change != "put")] = b"" if change == "cut" else bytes([byte])
     whole, file_bytes = bytes(text), headers.LENGTH_BYTES + len(text) + len(tensors)
-    found = headers._parse_as_written(whole, file_bytes)
+    found = headers.parse_as_written(whole, file_bytes)
     if found is not None:
         wanted = by_the_json_parser(whole, file_bytes)
         assert wanted is not None
@@ -429,7 +429,7 @@ def test_a_header_as_it_is_written_is_parsed_as_json_is(data: st.DataObject) -> 
 def test_what_only_looks_as_it_is_written_goes_to_the_json_parser(text: str) -> None:
     for nbytes in (0, 4, 8):
         file_bytes = headers.LENGTH_BYTES + len(text) + nbytes
-        assert headers._parse_as_written(text.encode(), file_bytes) is None
+        assert headers.parse_as_written(text.encode(), file_bytes) is None
         with pytest.raises(nvmeio.IntegrityError):
             headers.parse(text.encode(), file_bytes, "a file")
 
@@ -446,7 +446,7 @@ def test_what_writers_leave_is_parsed_in_one_pass(metadata: Any, tensors: int) -
         },
     }
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode().ljust(500)
-    found = headers._parse_as_written(text, headers.LENGTH_BYTES + len(text) + 8 * tensors)
+    found = headers.parse_as_written(text, headers.LENGTH_BYTES + len(text) + 8 * tensors)
     assert found is not None
     assert [*found.tensors] == [f"größe.{n}" for n in range(tensors)]
     assert found.metadata == metadata.get("__metadata__", {})

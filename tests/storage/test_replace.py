@@ -294,3 +294,23 @@ def test_a_small_file_with_more_than_a_mode_goes_the_long_way(
     monkeypatch.setattr(replace_module, "is_local", lambda path: False)
     save(path)
     assert len(took) == 3 and nvmeio.load(path)["a"].sum() == 4950
+
+
+def test_a_small_file_that_fails_leaves_no_garbage_that_crashes(tmp_path: Path) -> None:
+    """cffi 2.1.1 crashes where an `ffi.from_buffer` of a memoryview is collected in a cycle."""
+    program = """
+import errno, gc, resource, sys
+from nvmeio._storage import replace
+replace.is_local = lambda path: True
+resource.setrlimit(resource.RLIMIT_FSIZE, (4, 4))
+for number in range(20):
+    try:
+        replace.replace_file(sys.argv[1], [memoryview(b"some bytes")])
+    except OSError as failed:
+        assert failed.errno == errno.EFBIG and failed.operation == "pwrite"
+        failed.itself = failed  # its frames, and what is in them
+    gc.collect()
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "file")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr

@@ -17,10 +17,11 @@ Source: https://github.com/huggingface/safetensors, README.md, "Format".
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _RANKS = {DTYPES[name]: rank for rank, name in enumerate(BITS) if name in DTYPES}
 
 _METADATA = "__metadata__"
+_quoted: Callable[[str], str] = json.encoder.encode_basestring  # what `ensure_ascii=False` takes
 _MAX_UNSIGNED = (1 << 64) - 1
 _MAX_SIZE = (1 << 63) - 1  # torch's sizes are signed
 _MAX_DEPTH = 127  # of nested JSON; the package's parser stops there
@@ -112,6 +114,10 @@ class TensorEntry(NamedTuple):
                 "pairs along the last dimension: its size must be even"
             )
         return dtype, (*self.shape[:-1], self.shape[-1] // 2)
+
+
+# There may be hundreds of thousands: `TensorEntry()` is a function of Python's.
+_new_entry = functools.partial(tuple.__new__, TensorEntry)
 
 
 class Header(NamedTuple):
@@ -162,7 +168,7 @@ def parse(text: bytes, file_bytes: int, where: str) -> Header:
     Raises IntegrityError, which names `where`, if it is malformed, or does not describe exactly the
     bytes that follow in a file of this size.
     """
-    as_written = _parse_as_written(text, file_bytes)
+    as_written = parse_as_written(text, file_bytes)
     if as_written is not None:
         return as_written
     found = _json(text, where)
@@ -202,30 +208,30 @@ def build(
         TypeError: A dtype is unknown to the format.
         ValueError: A name or text is not valid Unicode, or the header is larger than 100 MB.
     """
-    described: dict[str, Any] = {}
+    described: list[str] = []
     if metadata is not None:
-        described[_METADATA] = dict(metadata)
-    shapes: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+        texts = json.dumps(dict(metadata), separators=(",", ":"), ensure_ascii=False)
+        described.append(f'"{_METADATA}":{texts}')
+    shapes: list[tuple[str, str, tuple[int, ...], int, int]] = []
     position = 0
     for name, dtype, sizes in tensors:
-        if dtype not in NAMES:
+        kind = NAMES.get(dtype)
+        if kind is None:
             raise TypeError(f"{name!r} has dtype {dtype}: convert it to one that safetensors has")
-        shape = tuple(int(size) for size in sizes)
-        nbytes = math.prod(shape) * dtype.itemsize
-        if NAMES[dtype] == "F4":
+        shape = tuple(map(int, sizes))
+        end = position + math.prod(shape) * dtype.itemsize
+        if kind == "F4":
             if not shape:
                 raise TypeError(f"{name!r} needs a dimension, for {dtype} is packed in pairs")
             shape = (*shape[:-1], shape[-1] * 2)
-        end = position + nbytes
-        described[name] = {
-            "dtype": NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [position, end],
-        }
-        shapes[name] = (NAMES[dtype], shape, position, end)
+        described.append(
+            f'{_quoted(name)}:{{"dtype":"{kind}","shape":[{",".join(map(str, shape))}],'
+            f'"data_offsets":[{position},{end}]}}'
+        )
+        shapes.append((name, kind, shape, position, end))
         position = end
     try:
-        text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+        text = f"{{{','.join(described)}}}".encode()
     except UnicodeEncodeError as failed:
         raise ValueError(f"a name or metadata text is not valid Unicode: {failed}") from None
     base = round_up(LENGTH_BYTES + len(text), alignment)
@@ -236,8 +242,8 @@ def build(
             f"allows {MAX_HEADER_BYTES}: use shards (max_shard_size) or shorter names"
         )
     entries = {
-        name: TensorEntry(dtype, shape, base + start, base + end)
-        for name, (dtype, shape, start, end) in shapes.items()
+        name: _new_entry((dtype, shape, base + start, base + end))
+        for name, dtype, shape, start, end in shapes
     }
     return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length), entries
 
@@ -262,7 +268,7 @@ _WRITTEN_ENTRY = re.compile(
 _ENTRY_EXTRA = len(',:{"dtype":"","shape":[],"data_offsets":[,]}')
 
 
-def _parse_as_written(text: bytes, file_bytes: int) -> Header | None:
+def parse_as_written(text: bytes, file_bytes: int) -> Header | None:
     """The header if it is right and in the form that all known writers use, else None.
 
     That form is the package's: no spaces but at the end, no escapes, and the three fields in its
@@ -286,10 +292,9 @@ def _parse_as_written(text: bytes, file_bytes: int) -> Header | None:
     written = written[:-1]
     base = LENGTH_BYTES + len(text)
     entries: dict[str, TensorEntry] = {}
-    sizes: dict[tuple[str, str], tuple[str, tuple[int, ...], int]] = {}
+    sizes: dict[tuple[str, str], tuple[str, tuple[int, ...], int, int]] = {}
     before, position, is_sorted, taken, count = "{", 0, True, 0, 0
-    for match in _WRITTEN_ENTRY.finditer(written):
-        lead, quoted, dtype, shape, start, end = match.groups()
+    for lead, quoted, dtype, shape, start, end in _WRITTEN_ENTRY.findall(written):
         known = sizes.get((dtype, shape))
         if known is None:
             bits = BITS.get(dtype, 0)
@@ -297,16 +302,17 @@ def _parse_as_written(text: bytes, file_bytes: int) -> Header | None:
             bits *= math.prod(sizes_of)
             if dtype not in BITS or bits % 8 or math.prod(filter(None, sizes_of)) > _MAX_SIZE >> 8:
                 return None
-            known = sizes[dtype, shape] = (dtype, sizes_of, bits // 8)
+            extra = _ENTRY_EXTRA + len(dtype) + len(shape)
+            known = sizes[dtype, shape] = (dtype, sizes_of, bits // 8, extra)
         first, last = int(start), int(end)
         if lead != before or last - first != known[2]:
             return None
         is_sorted = is_sorted and first == position
         before, position = ",", last
-        taken += len(quoted) + len(dtype) + len(shape) + len(start) + len(end)
+        taken += len(quoted) + len(start) + len(end) + known[3]
         count += 1
-        entries[quoted[1:-1]] = TensorEntry(known[0], known[1], base + first, base + last)
-    if taken + count * _ENTRY_EXTRA != len(written) - (not count):
+        entries[quoted[1:-1]] = _new_entry((known[0], known[1], base + first, base + last))
+    if taken != len(written) - (not count):
         return None  # something lies between them
     if len(entries) != count or _METADATA in entries:
         return None

@@ -185,13 +185,42 @@ class Pickling(NamedTuple):
         for key, storage in self.storages.items():
             if storage.nbytes() != self.sizes[key]:
                 raise resized(f"archive/data/{key}", self.sizes[key], storage.nbytes())
+        return layout_of(self._around(), self.storages)
+
+    def skeleton(self) -> tuple[Skeleton, list[Stored]]:
+        """The same without a layout's objects, once: all but the storages, and where these go.
+
+        Whether one was resized is not looked at.
+        """
+        skeleton = self._around()
+        left = dict(self.storages)
+        self.storages.clear()
+        stored: list[Stored] = []
+        for name, offset, nbytes, crc_at, is_hole in skeleton.entries:
+            storage = left.pop(name[len(_DATA) :], None) if name.startswith(_DATA) else None
+            if storage is None:
+                if is_hole:
+                    raise unknown_torch(f"record {name!r} was skipped, and is no storage")
+            elif nbytes:
+                stored.append((storage, name, offset, nbytes, crc_at))
+        if left:
+            raise unknown_torch(f"there is no record for storage {next(iter(left))}")
+        return skeleton, stored
+
+    def _around(self) -> Skeleton:
         if not has_seam():
             raise unknown_torch("it does not tell its records")
         told = TorchRecords(_alignment(self.nbytes))
         told.own = _own_records(told.alignment) | {_PICKLE: self.data}
         told.sizes = [(name, len(data)) for name, data in told.own.items()]
         told.sizes += [(f"data/{key}", nbytes) for key, nbytes in self.sizes.items()]
-        return layout_of(told.skeleton(), self.storages)
+        return told.skeleton()
+
+
+Stored = tuple[torch.UntypedStorage, str, int, int, tuple[int, ...]]
+"""A storage, the name of its record, and its offset, size and places of the CRC-32 in the file."""
+
+_DATA = "archive/data/"
 
 
 def pickled(
