@@ -67,7 +67,8 @@ class Stats(NamedTuple):
 
     `blocks` are those it holds now, `evicted` those that made room for others, `refused` those that
     were not stored (no room, or the drive failed), `damaged` those that were dropped when they were
-    read, or for what the table says of them.
+    read, or for what the table says of them. `absent` were to be loaded and were not there,
+    `unlike` had another length or kind.
     """
 
     blocks: int
@@ -76,6 +77,8 @@ class Stats(NamedTuple):
     evicted: int
     refused: int
     damaged: int
+    absent: int
+    unlike: int
 
 
 class Usage(NamedTuple):
@@ -171,7 +174,7 @@ class BlockStore(NotPickled, Closing):
         self.path = Path(directory) / DIRECTORY / f"{name}.blocks"
         self.is_writer = writer
         self._identity = identity
-        self._loaded = 0
+        self._loaded = self._absent = self._unlike = 0  # of the loads' turn
         self._closed_message = f"the block store {self.path} is closed"
         self._loads = StoreWorker("nvmeio-blocks-loads", self._closed_message)
         self._stores = StoreWorker("nvmeio-blocks-stores", self._closed_message)
@@ -234,7 +237,10 @@ class BlockStore(NotPickled, Closing):
     def stats(self) -> Stats:
         known = self._catalog
         evicted = known.index.evictions
-        return Stats(len(self), known.stored, self._loaded, evicted, known.refused, known.damaged)
+        return Stats(
+            *(len(self), known.stored, self._loaded, evicted, known.refused, known.damaged),
+            *(self._absent, self._unlike),
+        )
 
     @property
     def usage(self) -> Usage:
@@ -463,6 +469,9 @@ class BlockStore(NotPickled, Closing):
                 )
                 if place is not None and place.nbytes == block.nbytes and place.kind == kind
             ]
+            absent = places.count(None)
+            self._absent += absent
+            self._unlike += len(places) - absent - len(there)
             if there:
                 failed = self._reads.move(there, False, check)
         finally:

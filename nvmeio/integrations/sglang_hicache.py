@@ -19,13 +19,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import itertools
 import json
 import logging
 import sys
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
 from queue import SimpleQueue
 from typing import Any
 
@@ -91,6 +93,7 @@ _DIVISION = (
 _backends: weakref.WeakSet[Any] = weakref.WeakSet()
 _hooked: list[bool] = []  # in this process, once
 
+_METRICS = "sglang.srt.observability.metrics_collector"
 _INTERFACE = "sglang.srt.mem_cache.hicache_storage"
 _KV = "kv"
 _MAMBA = "mamba"
@@ -135,6 +138,8 @@ class HiCache:
         self._stores: dict[str, BlockStore] = {}
         self._stagings: dict[str, list[torch.Tensor]] = {}
         self._views: dict[str, tuple[Any, bool]] = {}
+        # Whether it was a read, pages, GB/s.
+        self._transfers: deque[tuple[bool, int, float]] = deque(maxlen=1000)
         self._closed = False
         tell(self)
 
@@ -346,6 +351,37 @@ class HiCache:
                     found += part
         return found + [False] * (len(keys) - len(found))
 
+    def get_stats(self) -> Any:
+        """Pages and GB/s of each transfer since the last call, for SGLang's storage metrics.
+
+        Pages that were there already are not counted. Of the last thousand transfers, where nobody
+        asks in between.
+        """
+        made = importlib.import_module(_METRICS).StorageMetrics()
+        for _ in range(len(self._transfers)):
+            is_read, pages, rate = self._transfers.popleft()
+            (made.prefetch_pgs if is_read else made.backup_pgs).append(pages)
+            (made.prefetch_bandwidth if is_read else made.backup_bandwidth).append(rate)
+        return made
+
+    def _timed(
+        self,
+        move: Callable[[Sequence[str], Sequence[torch.Tensor]], list[bool]],
+        keys: Sequence[str],
+        pages: Sequence[torch.Tensor],
+    ) -> list[bool]:
+        """Load or store pages, and note how many and how fast."""
+        began = time.perf_counter()
+        found = move(keys, pages)
+        nbytes = sum(page.nbytes for page in itertools.compress(pages, found))
+        self._note(move.__name__ == "load", sum(found), nbytes, began)
+        return found
+
+    def _note(self, is_read: bool, pages: int, nbytes: int, began: float) -> None:
+        if pages:
+            took = max(time.perf_counter() - began, 1e-9)
+            self._transfers.append((is_read, pages, nbytes / took / 1e9))
+
     def _write(
         self,
         name: str,
@@ -361,7 +397,8 @@ class HiCache:
         for first, last in _parts(len(keys), store.block_bytes):
             new = [n for n in range(first, last) if not there[n]]
             pages = [_bytes_of(pool.get_data_page(starts[n], flat=True)) for n in new]
-            stored = dict(zip(new, store.store([keys[n] for n in new], pages), strict=True))
+            there_now = self._timed(store.store, [keys[n] for n in new], pages)
+            stored = dict(zip(new, there_now, strict=True))
             yield [stored.get(n, True) for n in range(first, last)]
         if before or any(there) or len(keys) * store.block_bytes > STAGING_BYTES:
             store.touch([*before, *keys])  # as one: the last makes room first
@@ -372,7 +409,7 @@ class HiCache:
         pool = self._pool(name)
         if self._gives_views(name, pool):
             pages = [_bytes_of(pool.get_data_page(start, flat=True)) for start in starts]
-            yield store.load(keys, pages)
+            yield self._timed(store.load, keys, pages)
         else:
             yield from self._read_and_copied(name, store, keys, starts)
 
@@ -390,6 +427,7 @@ class HiCache:
         parts = list(_parts(len(keys), nbytes))
         stagings = self._staging(name, nbytes, parts)
         answers: SimpleQueue[list[bool]] = SimpleQueue()
+        began, moved = time.perf_counter(), 0
 
         def blocks_of(number: int) -> tuple[Sequence[str], list[torch.Tensor]]:
             first, last = parts[number]
@@ -398,6 +436,7 @@ class HiCache:
 
         for number, (first, last) in enumerate(parts):
             there = answers.get() if number else store.load(*blocks_of(0))
+            moved += sum(there)
             if number + 1 < len(parts):
                 store.begin_load(*blocks_of(number + 1), answers.put)
             rows = stagings[number % len(stagings)]
@@ -406,6 +445,7 @@ class HiCache:
                     page = rows[n - first, :nbytes].view(pool.dtype)
                     pool.set_from_flat_data_page(starts[n], page)
             yield there
+        self._note(True, moved, moved * nbytes, began)
         self._stagings[name] = stagings
 
     def _staging(self, name: str, nbytes: int, parts: list[tuple[int, int]]) -> list[torch.Tensor]:
@@ -496,7 +536,7 @@ def _parts(count: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 def _leading(there: Sequence[bool]) -> int:
     """How many, from the first on, are True."""
-    return sum(1 for _ in takewhile(bool, there))
+    return sum(1 for _ in itertools.takewhile(bool, there))
 
 
 def _restorable(there: list[bool], transfer: Any, policies: Any) -> set[int]:

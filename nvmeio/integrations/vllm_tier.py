@@ -16,6 +16,8 @@ docs/serving.md.
 from __future__ import annotations
 
 import importlib
+import itertools
+import logging
 import os
 import sys
 import time
@@ -23,11 +25,13 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import repeat, starmap
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from nvmeio import _checks
+from nvmeio._kv_blocks.catalog import Change
 from nvmeio._kv_blocks.store import BlockStore
 from nvmeio.integrations._clients import client, joined, on_demand
 from nvmeio.integrations._serving.kv_identity import (
@@ -37,13 +41,40 @@ from nvmeio.integrations._serving.kv_identity import (
     identity_of,
 )
 
+logger = logging.getLogger("nvmeio")
+
 __all__ = ["NvmeTier", "Tier"]  # noqa: F822 (made by __getattr__)
 
 _TIERING = "vllm.v1.kv_offload.tiering.base"
 _BASE = "vllm.v1.kv_offload.base"
 _MAPPER = "vllm.v1.kv_offload.file_mapper"
 
+_STATS = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics"
+
 _NAME_BYTES = 100
+# Of a key, kept whole for events: a hash of up to 64 bytes, and the number of a group.
+_KEY_BYTES = 72
+# What the store counts, as vLLM's metrics. Queries, hits, bytes and times are counted by vLLM.
+_COUNTERS = {
+    "stored": "Chunks that were written.",
+    "loaded": "Chunks that were read and found right.",
+    "evicted": "Chunks that made room for others.",
+    "refused": "Chunks that were not stored: no room, or the drive failed.",
+    "damaged": "Chunks that were dropped, as their checksum did not fit.",
+    "absent": "Chunks that were to be read and had gone.",
+}
+_GAUGES = {
+    "chunks": "Chunks that are there.",
+    "bytes": "Bytes of the chunks that are there.",
+    "capacity_bytes": "Bytes that chunks may take.",
+    "generation": "How often the weights have changed since the start.",
+}
+
+
+def _metric(name: str) -> str:
+    return f"vllm:kv_offload_nvmeio_{name}"
+
+
 # Of vLLM's configuration, what gives keys and values, or their names, their meaning.
 _CACHE_SETTINGS = (
     *("cache_dtype", "kv_cache_dtype_skip_layers", "block_size", "sliding_window"),
@@ -79,6 +110,8 @@ class Tier:
         directory: On the drive.
         capacity_bytes: A number, or a text such as "200GB" (GiB: sizes are binary).
         locality: "LOCAL" or "REMOTE", for vLLM's events.
+        enable_kv_events: Tell vLLM's KV events which chunks came and went, also those that made
+            room, if vLLM publishes events at all. Takes 74 bytes a chunk on the drive.
         weights: Where the files of the weights are, if vLLM does not say.
         weights_id: A name for this version of weights and adapters, in place of looking at them.
         adapters: The directories of all LoRA adapters that requests name.
@@ -103,6 +136,7 @@ class Tier:
         directory: str,
         capacity_bytes: int | str,
         locality: str | None = None,
+        enable_kv_events: bool = False,
         weights: str | None = None,
         weights_id: str | None = None,
         adapters: Sequence[str] | None = None,
@@ -112,6 +146,7 @@ class Tier:
         parent.__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._interface: Any = importlib.import_module(_BASE)
         self._results: Any = importlib.import_module(_TIERING).JobResult
+        self._medium = self._interface.Medium.STORAGE
         if locality is not None:
             self.locality = self._interface.Locality(locality)
         assert primary_kv_view.strides is not None
@@ -140,7 +175,25 @@ class Tier:
         models, trained, settings = _served(offloading_spec)
         settings["bytes of a chunk"] = self._nbytes
         identity = identity_of(models, trained, said, settings, directory)
-        self._store = BlockStore(directory, name, self._nbytes, capacity, identity=identity)
+        self._events: deque[Any] | None = None
+        events = getattr(offloading_spec, "kv_events_config", None)
+        if _checks.switch("enable_kv_events", enable_kv_events):
+            if getattr(events, "enable_kv_cache_events", False):
+                self._events = deque()
+            else:
+                logger.warning(
+                    "enable_kv_events is set for NvmeTier, and vLLM publishes no events: start it "
+                    "with --kv-events-config '{\"enable_kv_cache_events\": true, …}'"
+                )
+        told = self._events is not None
+        self._store = BlockStore(
+            *(directory, name, self._nbytes, capacity),
+            identity=identity,
+            name_bytes=_KEY_BYTES if told else 0,
+            on_change=self._note_changes if told else None,
+        )
+        self._labels = (name,)
+        self._counted = self._store.stats  # when vLLM asked last
         self._view = primary_kv_view.cast("B")
         self._rows: torch.Tensor | None = torch.frombuffer(self._view, dtype=torch.uint8).view(
             -1, self._nbytes
@@ -235,6 +288,47 @@ class Tier:
     def on_new_request(self, req_context: Any) -> Any:
         """Nothing that is of interest here."""
         return self._interface.RequestOffloadingContext()
+
+    def _note_changes(self, changes: list[Change]) -> None:
+        """Remember what vLLM is to be told; called by the store, in the order of the changes."""
+        assert self._events is not None
+        for is_stored, group in itertools.groupby(changes, attrgetter("is_stored")):
+            names = [change.name for change in group]
+            # The store has the first chunk of a prompt last, so that it is evicted last.
+            self._events.append((not is_stored, names[::-1] if is_stored else names))
+
+    def take_events(self) -> Iterable[Any]:
+        """Chunks that were stored and that went since the last call, in that order."""
+        events = self._events
+        while events:
+            removed, keys = events.popleft()
+            yield self._interface.OffloadingEvent(
+                keys=keys, medium=self._medium, removed=removed, locality=self.locality
+            )
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: Any) -> dict[str, Any]:
+        """What `get_stats` counts, for vLLM's Prometheus endpoint; labelled by the store's name."""
+        base: Any = importlib.import_module(_BASE)
+        kinds = (base.OffloadingCounterMetadata, _COUNTERS), (base.OffloadingGaugeMetadata, _GAUGES)
+        return {
+            _metric(name): kind(documentation=text, labelnames=("store",))
+            for kind, texts in kinds
+            for name, text in texts.items()
+        }
+
+    def get_stats(self) -> Any:
+        """What was counted since the last call."""
+        made = importlib.import_module(_STATS).OffloadingConnectorStats()
+        now, before, usage = self._store.stats, self._counted, self._store.usage
+        self._counted = now
+        for name in _COUNTERS:
+            if grown := getattr(now, name) - getattr(before, name):
+                made.increase_counter(_metric(name), grown, self._labels)
+        gauges = (now.blocks, usage.nbytes, usage.capacity_bytes, self._store.generation)
+        for name, value in zip(_GAUGES, gauges, strict=True):
+            made.set_gauge(_metric(name), value, self._labels)
+        return made
 
     def drain_jobs(self) -> None:
         """Wait until nothing is read into or written from the first tier's memory.

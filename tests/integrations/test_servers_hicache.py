@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -207,6 +207,35 @@ def test_pages_that_lie_whole_in_the_pool_are_read_into_it(
     for page, source in ((0, 7), (2, 1), (4, 3)):
         assert other.get_data_page(page * PAGE).equal(pool.get_data_page(source * PAGE))
     assert not other.get_data_page(PAGE).any()
+
+
+@pytest.mark.parametrize("kind", [Pool, PageFirst])
+def test_sglangs_metrics_have_each_transfer(
+    kind: type[Pool], opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that were there already are not counted as stored."""
+    module = ModuleType("sglang.srt.observability.metrics_collector")
+
+    @dataclass
+    class StorageMetrics:
+        prefetch_pgs: list[int] = field(default_factory=list)
+        backup_pgs: list[int] = field(default_factory=list)
+        prefetch_bandwidth: list[float] = field(default_factory=list)
+        backup_bandwidth: list[float] = field(default_factory=list)
+
+    module.StorageMetrics = StorageMetrics  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(sglang_hicache, "STAGING_BYTES", 2 * 768)  # two pages a part
+    backend = opened(kind())
+    backend.batch_set_v1(["a", "b"], indices(0, 1))
+    backend.batch_set_v1(["a", "b", "c"], indices(0, 1, 2))
+    backend.batch_get_v1(["a", "x", "b", "c"], indices(0, 1, 2, 3))
+    stats = backend.get_stats()
+    assert (stats.backup_pgs, stats.prefetch_pgs) == ([2, 1], [3])
+    rates = [*stats.backup_bandwidth, *stats.prefetch_bandwidth]
+    assert len(rates) == 3
+    assert all(0 < rate < 100 for rate in rates)  # GB/s
+    assert backend.get_stats() == StorageMetrics()
 
 
 def test_memory_that_pages_share_is_not_taken_for_the_pool(opened: Callable[..., Any]) -> None:

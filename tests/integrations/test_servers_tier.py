@@ -31,6 +31,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 TIERING = "vllm.v1.kv_offload.tiering.base"
 BASE = "vllm.v1.kv_offload.base"
 MAPPER = "vllm.v1.kv_offload.file_mapper"
+STATS = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics"
 CHUNK = 8192
 CHUNKS = 16
 
@@ -81,6 +82,36 @@ def doubles() -> dict[str, ModuleType]:
     class RequestOffloadingContext:
         pass
 
+    @dataclass
+    class OffloadingEvent:
+        keys: list[bytes]
+        medium: Any
+        removed: bool
+        locality: Any = None
+
+    @dataclass(frozen=True)
+    class OffloadingCounterMetadata:
+        documentation: str
+        labelnames: tuple[str, ...] = ()
+
+    @dataclass(frozen=True)
+    class OffloadingGaugeMetadata:
+        documentation: str
+        labelnames: tuple[str, ...] = ()
+
+    class OffloadingConnectorStats:
+        def __init__(self) -> None:
+            self.counters: dict[str, float] = {}
+            self.gauges: dict[str, float] = {}
+
+        def increase_counter(self, name: str, value: float, labelvalues: tuple[str, ...]) -> None:
+            assert len(labelvalues) == 1
+            self.counters[name] = self.counters.get(name, 0) + value
+
+        def set_gauge(self, name: str, value: float, labelvalues: tuple[str, ...]) -> None:
+            assert len(labelvalues) == 1
+            self.gauges[name] = value
+
     class FileMapper:
         rank = 0
         base_path = ""
@@ -94,10 +125,13 @@ def doubles() -> dict[str, ModuleType]:
 
     tiering.SecondaryTierManager = SecondaryTierManager  # type: ignore[attr-defined]
     tiering.JobResult = JobResult  # type: ignore[attr-defined]
-    for thing in (LookupResult, Medium, Locality, RequestOffloadingContext):
+    told = (OffloadingEvent, OffloadingCounterMetadata, OffloadingGaugeMetadata)
+    for thing in (LookupResult, Medium, Locality, RequestOffloadingContext, *told):
         setattr(base, thing.__name__, thing)
+    stats = ModuleType(STATS)
+    stats.OffloadingConnectorStats = OffloadingConnectorStats  # type: ignore[attr-defined]
     mapper.FileMapper = FileMapper  # type: ignore[attr-defined]
-    return {TIERING: tiering, BASE: base, MAPPER: mapper}
+    return {TIERING: tiering, BASE: base, MAPPER: mapper, STATS: stats}
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +148,7 @@ def interface(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         for name, module in doubles().items():
             monkeypatch.setitem(sys.modules, name, module)
     else:
-        for name in (TIERING, BASE, MAPPER):
+        for name in (TIERING, BASE, MAPPER, STATS):
             __import__(name)
     lookup = sys.modules[BASE].LookupResult  # type: ignore[attr-defined]
     yield SimpleNamespace(
@@ -390,6 +424,80 @@ def test_what_was_used_longest_ago_makes_room(opened: Callable[..., Any], interf
     assert found == [True, True, True, False, True]  # of one job the last first
     tier.submit_store(job(3, [bytes([n]) for n in range(6)], list(range(6))))
     assert ended(tier) == [(3, False, None)]
+
+
+def events_of(tier: Any) -> list[tuple[bool, list[bytes]]]:
+    return [(event.removed, list(event.keys)) for event in tier.take_events()]
+
+
+def test_vllm_is_told_what_comes_and_goes(opened: Callable[..., Any], interface: Any) -> None:
+    """Those that make room and those that are damaged too; vLLM's own tier tells of stores only."""
+    published = {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}
+    primary = Primary()
+    options = {"capacity_bytes": 4 * CHUNK, "enable_kv_events": True, "locality": "LOCAL"}
+    tier = opened(primary, changed=published, **options)
+    tier.submit_store(job(1, [b"a", b"b", b"c", b"d"], [0, 1, 2, 3]))
+    ended(tier)
+    events = list(tier.take_events())
+    assert [(e.removed, list(e.keys)) for e in events] == [(False, [b"a", b"b", b"c", b"d"])]
+    assert events[0].medium is sys.modules[BASE].Medium.STORAGE  # type: ignore[attr-defined]
+    assert events[0].locality is sys.modules[BASE].Locality.LOCAL  # type: ignore[attr-defined]
+    assert events_of(tier) == []
+    tier.submit_store(job(2, [b"e"], [4]))
+    ended(tier)
+    assert events_of(tier) == [(True, [b"d"]), (False, [b"e"])]
+    path = tier._store.path
+    tier.shutdown()
+    with path.open("r+b") as file:  # nothing is right any more
+        file.write(b"\1" * (4 * CHUNK))
+    tier = opened(Primary(), changed=published, **options)
+    tier.submit_load(job(3, [b"a"], [0]))
+    assert ended(tier) == [(3, False, None)]
+    assert events_of(tier) == [(True, [b"a"])]
+
+
+def test_events_that_vllm_does_not_publish_are_not_kept(
+    opened: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    quiet = {"kv_events_config": SimpleNamespace(enable_kv_cache_events=False)}
+    tier = opened(Primary(), changed=quiet, enable_kv_events=True)
+    assert "--kv-events-config" in caplog.text
+    tier.submit_store(job(1, [b"a"], [0]))
+    ended(tier)
+    assert list(tier.take_events()) == []
+    assert not list(tier._store.path.parent.glob("*.names"))
+
+
+def test_vllms_metrics_have_what_the_store_counts(opened: Callable[..., Any]) -> None:
+    tier = opened(Primary(), capacity_bytes=4 * CHUNK)
+    defined = type(tier).build_metric_definitions({})
+    tier.submit_store(job(1, [b"a", b"b", b"c", b"d"], [0, 1, 2, 3]))
+    tier.submit_store(job(2, [b"e"], [4]))
+    ended(tier)
+    tier.submit_load(job(3, [b"a", b"x"], [0, 1]))
+    ended(tier)
+
+    def counted() -> dict[str, float]:
+        stats = tier.get_stats()
+        if VLLM:
+            values = {
+                name: value
+                for kind in stats.data.values()
+                if isinstance(kind, dict)
+                for name, by_label in kind.items()
+                for value in (by_label.values() if isinstance(by_label, dict) else [by_label])
+            }
+        else:
+            values = stats.counters | stats.gauges
+        assert set(values) <= set(defined)
+        return {name.removeprefix("vllm:kv_offload_nvmeio_"): n for name, n in values.items()}
+
+    gauges = {"chunks": 4, "bytes": 4 * CHUNK, "capacity_bytes": 4 * CHUNK, "generation": 0}
+    events = {"stored": 5, "loaded": 1, "evicted": 1, "absent": 1}
+    assert counted() == gauges | events
+    assert counted() == gauges  # counters are what came since
+    tier.new_generation()
+    assert counted() == gauges | {"generation": 1}
 
 
 def test_of_a_prompt_the_last_chunks_make_room_first(
