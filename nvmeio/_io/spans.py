@@ -101,9 +101,8 @@ def plan_reads(spans: Sequence[Span], keys: Sequence[int], sizes: Sequence[int])
     file ends. Spans of no bytes are in none. Raises ValueError if two spans of one file overlap.
     """
     offsets = [span.offset for span in spans]
-    order = sorted(
-        (index for index, span in enumerate(spans) if span.nbytes), key=offsets.__getitem__
-    )
+    order = [index for index, span in enumerate(spans) if span.nbytes]
+    order.sort(key=offsets.__getitem__)
     if len(sizes) > 1:
         order.sort(key=keys.__getitem__)  # stable
     regions: list[Region] = []
@@ -145,8 +144,8 @@ class _Arena:
 
     def add(self, index: int, span: Span, key: int, size: int) -> bool:
         """Take in a span that lies behind all others of its file; False if it is too much."""
-        start = round_down(span.offset, PAGE_BYTES)
-        end = round_up(span.offset + span.nbytes, PAGE_BYTES)
+        start = span.offset & -PAGE_BYTES  # as `round_down` and `round_up`, without a call
+        end = span.offset + span.nbytes + PAGE_BYTES - 1 & -PAGE_BYTES
         last = self.runs[-1] if self.runs else None
         joins = last is not None and last.file == key and start - last.end <= HOLE_BYTES
         if last is not None and joins:
@@ -159,9 +158,10 @@ class _Arena:
         if not joins:
             self.runs.append(Run(key, first, max(reached, min(end, size)), at))
         elif reached < end and reached < size:
-            self.runs[-1] = Run(key, first, min(end, size), at)
+            self.runs[-1] = Run(key, first, end if end < size else size, at)
         self.places.append((index, at + span.offset - first))
-        self._nbytes = max(self._nbytes, grown)
+        if grown > self._nbytes:
+            self._nbytes = grown
         return True
 
     def region(self) -> Region:
@@ -328,7 +328,7 @@ class Load:
     def _to_host(self, regions: list[Region]) -> list[torch.Tensor]:
         # Reserved one by one and never touched here, they would all seem to fit.
         system.check_available(
-            sum(span.nbytes for span in self._spans), sum(region.nbytes for region in regions)
+            sum([span.nbytes for span in self._spans]), sum(region.nbytes for region in regions)
         )
         mappings = [Mapping(region.nbytes) for region in regions]
         with Prefault(mappings) as prefault:

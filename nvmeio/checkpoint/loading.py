@@ -369,7 +369,7 @@ def _check_locations(scan: Scan, file: File, where: MapLocation) -> None:
     """Refuse devices that there cannot be, with IntegrityError; torch's own error names no file."""
     if not (where is None or isinstance(where, Mapping)):
         return
-    for location in dict.fromkeys(ref.location for ref in scan.storages.values()):
+    for location in _locations(scan):
         if location in (where or {}):
             continue
         try:
@@ -393,8 +393,12 @@ def _devices(scan: Scan, checkpoint: TorchFile, where: MapLocation) -> dict[str,
     its words, before anything is read.
     """
     on_host = callable(where) or unpickling.is_swapped(checkpoint)
-    locations = dict.fromkeys(ref.location for ref in scan.storages.values())
-    return {each: _CPU if on_host else _destination(where, each) for each in locations}
+    return {each: _CPU if on_host else _destination(where, each) for each in _locations(scan)}
+
+
+def _locations(scan: Scan) -> list[str]:
+    """Where storages were saved from, each once, in the order of the pickle."""
+    return list(dict.fromkeys([ref.location for ref in scan.storages.values()]))
 
 
 def _read_as_one(
@@ -405,8 +409,11 @@ def _read_as_one(
     Ranks that read together may each have other devices; the locations are the same for all.
     """
     found: dict[object, list[str]] = {}
+    locations, together = _locations(scan), ranks.together
+    if len(locations) == 1:
+        return [list(scan.storages)]
     for key, ref in scan.storages.items():
-        found.setdefault(ref.location if ranks.together else devices[ref.location], []).append(key)
+        found.setdefault(ref.location if together else devices[ref.location], []).append(key)
     return list(found.values())
 
 

@@ -12,6 +12,7 @@ a load has to know of all storages and their sizes before memory is taken and re
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import reprlib
@@ -83,7 +84,10 @@ def storage_of(pid: Any) -> StorageRef:
     is_one = type(kind) is Global and type(key) is str and type(location) is str
     if not is_one or not isinstance(numel, int) or numel < 0:
         raise PickleError(f"a malformed storage: {shown(pid)}")
-    return StorageRef(kind.name, key, location, numel)
+    return _new_ref((kind.name, key, location, numel))
+
+
+_new_ref = functools.partial(tuple.__new__, StorageRef)
 
 
 class Scan(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import pickle
@@ -86,8 +87,8 @@ class TorchFile:
         """The records that torch asks for beside the storages, by name."""
         return {
             name: self.read(name)
-            for name in self.records
-            if is_asked_for(name, self.records[name].nbytes)
+            for name, record in self.records.items()
+            if name[:5] != "data/" and is_asked_for(name, record.nbytes)
         }
 
     def read(self, name: str) -> bytes:
@@ -182,7 +183,8 @@ def spans_of(checkpoint: TorchFile, file: File, scan: Scan) -> dict[str, Span]:
     from nvmeio._io.spans import Span
 
     places = places_of(checkpoint, scan).items()
-    return {key: Span(file, *place, f"record 'data/{key}'") for key, place in places}
+    new = functools.partial(tuple.__new__, Span)
+    return {key: new((file, *place, f"record 'data/{key}'")) for key, place in places}
 
 
 def places_of(checkpoint: TorchFile, scan: Scan) -> dict[str, tuple[int, int]]:
@@ -191,10 +193,13 @@ def places_of(checkpoint: TorchFile, scan: Scan) -> dict[str, tuple[int, int]]:
     Raises IntegrityError if a record is missing, or of another size than the pickle says.
     """
     places: dict[str, tuple[int, int]] = {}
+    records, kinds = checkpoint.records, {ref.kind: ref for ref in scan.storages.values()}
+    dtypes = {kind: ref.dtype for kind, ref in kinds.items()}
     for key, ref in scan.storages.items():
         name = f"data/{key}"
-        entry = checkpoint.entry(name, ", to which data.pkl refers")
-        dtype = ref.dtype
+        if name not in records:
+            checkpoint.entry(name, ", to which data.pkl refers")  # which raises
+        entry, dtype = records[name], dtypes[ref.kind]
         itemsize = 1 if dtype is None else dtype.itemsize
         nbytes = entry.nbytes if dtype is None else ref.numel * itemsize
         # A storage need not be a whole number of elements; what is left over is not loaded.

@@ -21,6 +21,7 @@ import pickle
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -102,14 +103,6 @@ Content = KnownBytes | tuple[int, StorageRecord]
 """A piece of a file: known bytes, or a record with its index."""
 
 
-def start_of(content: Content) -> int:
-    return content.offset if isinstance(content, KnownBytes) else content[1].offset
-
-
-def end_of(content: Content) -> int:
-    return content.end if isinstance(content, KnownBytes) else content[1].end
-
-
 class FileLayout(NamedTuple):
     """A checkpoint file before it is written.
 
@@ -125,9 +118,15 @@ class FileLayout(NamedTuple):
     def data_nbytes(self) -> int:
         return sum(record.nbytes for record in self.records)
 
-    def contents(self) -> list[Content]:
-        """Pieces and records, in the order of the file."""
-        return sorted([*self.pieces, *enumerate(self.records)], key=start_of)
+    def contents(self) -> list[tuple[int, int, Content]]:
+        """Pieces and records with their begin and end, in the order of the file."""
+        # There may be thousands, and each call of a function is one for each of them.
+        each: list[tuple[int, int, Content]] = [
+            (piece[0], piece[0] + len(piece[1]), piece) for piece in self.pieces
+        ]
+        each += [(item[1][1], item[1][1] + item[1][2], item) for item in enumerate(self.records)]
+        each.sort(key=itemgetter(0))
+        return each
 
     def with_crcs(self, crcs: Sequence[int]) -> FileLayout:
         """The same, with these CRCs of all records among the bytes that are known."""
@@ -143,7 +142,7 @@ class FileLayout(NamedTuple):
 
     def crc_places(self) -> list[tuple[int, int]]:
         """The places of CRCs: (offset in the file, index of the record), in the file's order."""
-        return sorted((at, i) for i, record in enumerate(self.records) for at in record.crc_at)
+        return sorted([(at, i) for i, record in enumerate(self.records) for at in record.crc_at])
 
 
 def _undisturbed(work: Callable[Args, Made]) -> Callable[Args, Made]:

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nvmeio._formats.torch_archives.torch_layout import FileLayout, KnownBytes, end_of, start_of
+from nvmeio._formats.torch_archives.torch_layout import FileLayout, KnownBytes
 from nvmeio._formats.torch_archives.torch_writing import Crc
 from nvmeio._formats.torch_archives.torch_zip import PART_MAGIC
 from nvmeio._pages import PAGE_BYTES
@@ -104,8 +104,8 @@ def sum_of(
     """
     crcs = {each.record: each.crc for each in mine}
     total, position = 0, start
-    for content in layout.with_crcs(joined).contents():
-        low, high = max(start_of(content), start), min(end_of(content), end)
+    for begin, stop, content in layout.with_crcs(joined).contents():
+        low, high = max(begin, start), min(stop, end)
         if low >= high:
             continue
         total = crc32.of_bytes(bytes(low - position), total)

@@ -162,6 +162,8 @@ def is_plain(data: bytes) -> bool:
             at = put.end()
     if at != end:
         return False
+    if not values:  # as in nearly all: nothing can be hidden behind one
+        return True
     hidden.update(_number(place) for each in _HIDDEN for place in each.finditer(data))
     return hidden.isdisjoint(values)
 
@@ -267,6 +269,7 @@ class _Unpickler(pickle.Unpickler):
         self._storages = storages
         self._restore = restore
         self._loaded: dict[str, _Loaded] = {}
+        self._dtypes: dict[Any, torch.dtype] = {torch.UntypedStorage: torch.uint8}
         self._allowed = _allowed()
 
     def find_class(self, module: str, name: str) -> Any:
@@ -282,8 +285,9 @@ class _Unpickler(pickle.Unpickler):
         known = self._loaded.get(key)
         if known is not None:
             return known
-        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
-        data = self._storages[key]
+        if kind not in self._dtypes:
+            self._dtypes[kind] = kind.dtype
+        dtype, data = self._dtypes[kind], self._storages[key]
         if data.nbytes != numel * dtype.itemsize:
             raise ValueError(f"storage {key} has {data.nbytes} bytes, not {numel} of {dtype}")
         loaded = (self._restore(data.untyped_storage(), location), dtype)

@@ -37,9 +37,7 @@ from nvmeio._formats.torch_archives.torch_layout import (
     KnownBytes,
     ReadOnce,
     StorageRecord,
-    end_of,
     resized,
-    start_of,
 )
 from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._memory import holds, mappings
@@ -226,9 +224,10 @@ class _Writer:
 
     def __post_init__(self) -> None:
         layout = self.layout
-        self._contents = layout.contents()
-        self._starts = [start_of(content) for content in self._contents]
-        self._ends = [end_of(content) for content in self._contents]
+        contents = layout.contents()
+        self._contents = [content for _, _, content in contents]
+        self._starts = [start for start, _, _ in contents]
+        self._ends = [end for _, end, _ in contents]
         self._places = layout.crc_places()
         self._crcs: dict[int, Crc] = {}  # by record: of the piece from this part's start on
         self.stagings: dict[int, Stagings] = {}  # by size
@@ -365,6 +364,10 @@ class _Writer:
             self._read(index, record, record.data, low, high, to)
             return
         data = _part_of(record, low - record.offset, high - low).cpu()
+        if high - low < BODY_BYTES:
+            _check_there(record, data)
+            self._sum(index, record, low, data, to)
+            return
         with _held(record, data):
             self._sum(index, record, low, data, to)
 
@@ -422,16 +425,20 @@ class _Writer:
 def _held(record: StorageRecord, data: torch.Tensor) -> Iterator[None]:
     """Hold memory while it is read: `resize_` would give it back.
 
-    Less than `BODY_BYTES` is read in no time; it is not held, only checked.
+    Less than `BODY_BYTES` is read in no time; it is only checked.
     """
-    storage = data.untyped_storage()
-    held = holds.hold(storage) if data.nbytes >= BODY_BYTES else None
+    held = holds.hold(data.untyped_storage())
     try:
-        if data.storage_offset() * data.itemsize + data.nbytes > storage.nbytes():
-            raise resized(record.name, data.nbytes, storage.nbytes())
+        _check_there(record, data)
         yield
     finally:
         holds.end(held)
+
+
+def _check_there(record: StorageRecord, data: torch.Tensor) -> None:
+    there = data.untyped_storage().nbytes()
+    if data.storage_offset() * data.itemsize + data.nbytes > there:
+        raise resized(record.name, data.nbytes, there)
 
 
 def _part_of(record: StorageRecord, offset: int, nbytes: int) -> torch.Tensor:

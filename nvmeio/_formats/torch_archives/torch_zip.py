@@ -17,6 +17,7 @@ Source: PKWARE APPNOTE.TXT 6.3.10, sections 4.3.7 (local header), 4.3.9 (descrip
 
 from __future__ import annotations
 
+import functools
 import itertools
 import struct
 from collections import Counter
@@ -45,6 +46,7 @@ _END = struct.Struct("<4sHHHHIIH")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR = struct.Struct("<4sIQI")
 
+_NO_SUMS = [0, 0, 0]
 _FLAG_ENCRYPTED = 1
 FLAG_DESCRIPTOR = 1 << 3
 _FLAG_STRONG_ENCRYPTION = 1 << 6
@@ -90,6 +92,10 @@ class ZipEntry(NamedTuple):
         return self.offset + self.nbytes + self.descriptor
 
 
+# There may be hundreds of thousands: `ZipEntry()` is a function of Python's.
+_new_entry = functools.partial(tuple.__new__, ZipEntry)
+
+
 class Archive(NamedTuple):
     """What `parse` found; the entries are in the order of the file."""
 
@@ -101,7 +107,8 @@ class Archive(NamedTuple):
     @property
     def is_script(self) -> bool:
         """Whether it is a TorchScript archive, of which some records may be compressed."""
-        return any(entry.name.endswith(SCRIPT_MARK.decode()) for entry in self.entries)
+        mark = SCRIPT_MARK.decode()
+        return bool([entry for entry in self.entries if entry.name[-len(mark) :] == mark])
 
     @property
     def prefix(self) -> str:
@@ -127,10 +134,9 @@ class Archive(NamedTuple):
     def records(self) -> dict[str, ZipEntry]:
         """The records by name, as torch calls them: without the leading folder."""
         prefix = self.prefix
+        length = len(prefix)
         return {
-            entry.name.removeprefix(prefix): entry
-            for entry in self.entries
-            if entry.name.startswith(prefix)
+            entry.name[length:]: entry for entry in self.entries if entry.name[:length] == prefix
         }
 
 
@@ -145,6 +151,9 @@ class _Central(NamedTuple):
     crc: int
     crc_at: int
     wide: bool
+
+
+_new_central = functools.partial(tuple.__new__, _Central)
 
 
 def parse(read_many: ReadMany, nbytes: int, path: str) -> Archive:
@@ -269,7 +278,7 @@ class _Parser:
         size = len(data)
         found: list[_Central] = []
         compressed: tuple[bytes, int] | None = None
-        is_script = False
+        is_script, mark_length = False, len(SCRIPT_MARK)
         at = 0
         for number in range(count):
             if size - at < CENTRAL.size:
@@ -304,10 +313,12 @@ class _Parser:
             reached = header_offset + LOCAL.size + name_length + packed
             if reached > offset:
                 raise self._past_the_end(name, offset, packed, header_offset)
-            is_script = is_script or name.endswith(SCRIPT_MARK)
+            is_script = is_script or name[-mark_length:] == SCRIPT_MARK
             crc_at = offset + at + CENTRAL_CRC_OFFSET
             found.append(
-                _Central(header_offset, reached, name, (flags, method), packed, crc, crc_at, wide)
+                _new_central(
+                    (header_offset, reached, name, (flags, method), packed, crc, crc_at, wide)
+                )
             )
             at = end
         if at != size:
@@ -375,16 +386,17 @@ class _Parser:
         before, position = b"", 0
         for central, data in zip(centrals, headers, strict=True):
             header_offset, _, name, kept, nbytes, crc, crc_at, _ = central
+            length = len(name)
             magic, _, flags, method, _, _, *sums, name_length, extra_length = LOCAL.unpack_from(
                 data
             )
             if (
                 magic != LOCAL_MAGIC
-                or name_length != len(name)
+                or name_length != length
                 or data[LOCAL.size :] != name
                 or (flags, method) != kept
                 or not flags & FLAG_DESCRIPTOR
-                or any(sums)  # CRC and sizes, which torch has in the descriptor alone
+                or sums != _NO_SUMS  # CRC and sizes, which torch has in the descriptor alone
             ):
                 self._check_header(central, data)
             offset = header_offset + LOCAL.size + name_length + extra_length
@@ -397,9 +409,11 @@ class _Parser:
             before, position = name, offset + nbytes + descriptor
             if position > directory_offset:
                 raise self._past_the_end(name, directory_offset, nbytes, offset)
-            found.append(
-                ZipEntry(as_text(name), header_offset, offset, nbytes, crc, crc_at, descriptor)
-            )
+            try:
+                text = name.decode()
+            except UnicodeDecodeError:
+                text = as_text(name)
+            found.append(_new_entry((text, header_offset, offset, nbytes, crc, crc_at, descriptor)))
         return found
 
     def _check_header(self, central: _Central, data: bytes) -> None:
