@@ -59,7 +59,8 @@ test-clients: $(CLIENTS_STAMP) ## the tests with DeepSpeed, Lightning, transform
 # A server brings its own versions of everything, so it has an environment of its own, kept between runs: 3 GB, minutes.
 # Their torch, alone from where CPU builds are.
 SERVE_TORCH ?= torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
-SERVE_TORCH_INSTALLED = $(@D)/bin/python -m pip --disable-pip-version-check install --quiet $(SERVE_TORCH) || { \
+# An index that cannot be reached is asked twice for each package, not six times.
+SERVE_TORCH_INSTALLED = $(@D)/bin/python -m pip --disable-pip-version-check install --quiet --retries 1 $(SERVE_TORCH) || { \
 	printf '== %s\n' 'pip cannot get: $(SERVE_TORCH)' \
 	    'If pip has a CPU build in another place: make $(subst $(VENV)-,serve-,$(@D)) SERVE_TORCH=torch==2.13.0+cpu' \
 	    'Else say where one is: make $(subst $(VENV)-,serve-,$(@D)) SERVE_TORCH="torch==2.13.0+cpu --index-url MIRROR"' \
