@@ -12,6 +12,7 @@ from in_rows import InRows
 from inside import store_of
 from interrupts._trials import Scenario
 from offload import _mixtures
+from offload._offload_models import WithMasters
 
 import nvmeio
 from nvmeio.offload import SwappedActivations, SwappedModule, SwappedOptimizer
@@ -263,6 +264,50 @@ class StepOnDisk(Training):
 
     gradients = "disk"
     swaps_module = True
+
+
+class MixtureInMemory(InMemory):
+    """Fused experts in bf16, stepped on masters."""
+
+    def __init__(self) -> None:
+        self.made = _mixtures.fused().to(torch.bfloat16)
+        self.optimizer = WithMasters(self.made.parameters(), torch.optim.SGD, lr=0.1)
+        self.weights = [self._weights()]
+        self.gradients = []
+
+    def _step(self) -> None:
+        _mixtures.loss_of(self.made, len(self.gradients), 1).backward()
+        self.gradients.append([])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.weights.append(self._weights())
+
+
+class MixtureStep(Training):
+    """Gradients, masters and weights on the drive; rows without tokens stay where they are."""
+
+    def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
+        Scenario.__init__(self, folder, handle)
+        self.reference = MixtureInMemory()
+        self.swaps_module = True
+        made = _mixtures.fused().to(torch.bfloat16)
+        window = sum(p.nbytes for p in made.parameters()) * 7 // 10
+        self.module = SwappedModule(made, swap_dir=folder, resident_bytes=window, handle=handle)
+        self.optimizer = SwappedOptimizer(
+            torch.optim.SGD,
+            self.module.parameters(),
+            swap_dir=folder,
+            subgroup_bytes=64 << 10,
+            gradients="disk",
+            master_dtype=torch.float32,
+            durable=False,
+            handle=handle,
+            lr=0.1,
+        )
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad()
+        _mixtures.loss_of(self.module, self.steps, 1).backward()
 
 
 class AsyncStep(Training):
@@ -537,6 +582,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "swapped-module-gather": Gather,
     "swapped-optimizer-step": StepInMemory,
     "swapped-optimizer-step-disk": StepOnDisk,
+    "swapped-optimizer-step-mixture": MixtureStep,
     "swapped-optimizer-async-step": AsyncStep,
     "swapped-optimizer-snapshot": Snapshot,
     "swapped-optimizer-resume": Resume,

@@ -67,6 +67,7 @@ class GradSheets:
         self._bands: list[int] = []  # of subgroups, in the file
         self._group_of: dict[int, Subgroup] = {}  # by id of the piece
         self._present: set[int] = set()
+        self._zeros: set[int] = set()  # pieces of these whose gradients are +0: not on the drive
         self._open: OrderedDict[int, _Sheet] = OrderedDict()  # the oldest first
         self._leaving: list[_Sheet] = []  # being written
         self._order: list[Subgroup] = []  # in which they came last time
@@ -143,11 +144,22 @@ class GradSheets:
                 sheet.copied[device] = down.mark()
             else:
                 place.copy_(mine)
+            self._note_zeros(piece, place)
             sheet.changed.append(piece)
             if len(sheet.changed) >= sum(map(self._is_awaited, sheet.subgroup.pieces)):
                 self._write(sheet)
         self._begin_writes()
         self._present.add(param.number)
+
+    def _note_zeros(self, piece: Piece, place: torch.Tensor) -> None:
+        """Know a gradient of zeros, as experts without tokens have: it is not moved.
+
+        Those that devices copy are not looked at: that would wait for them.
+        """
+        if not self._sheet_of(piece).copied and tensors.is_positive_zero(place):
+            self._zeros.add(piece.number)
+        else:
+            self._zeros.discard(piece.number)
 
     def _is_awaited(self, piece: Piece) -> bool:
         """Whether backward brings the piece's gradient here; with all of these a sheet is full."""
@@ -182,6 +194,9 @@ class GradSheets:
             self._order.append(subgroup)
         there = [piece for piece in subgroup.pieces if piece.param in self._present]
         moves = self.reads(subgroup, there, 0)
+        for piece in filter(self.is_zero, there):
+            assert piece.grad is not None
+            tensors.view(sheet.memory, piece.grad).zero_()
         sheet.reading = started(self._handles, sheet.memory, moves, writing=False)
         self.read_bytes += sum(move.nbytes for move in moves)
         return sheet
@@ -219,7 +234,8 @@ class GradSheets:
         for mark in sheet.copied.values():
             mark.wait()
         sheet.copied.clear()
-        moves = self._moves(sheet.subgroup, sheet.changed, 0)
+        changed = [piece for piece in sheet.changed if not self.is_zero(piece)]
+        moves = self._moves(sheet.subgroup, changed, 0)
         sheet.writing = started(self._handles, sheet.memory, moves, writing=True)
         self.written_bytes += sum(move.nbytes for move in moves)
 
@@ -246,9 +262,14 @@ class GradSheets:
     def has(self, number: int) -> bool:
         return number in self._present
 
+    def is_zero(self, piece: Piece) -> bool:
+        """Whether all of a gradient is known to be +0: then it has no bytes on the drive."""
+        return piece.number in self._zeros
+
     def reads(self, subgroup: Subgroup, pieces: Sequence[Piece], base: int) -> list[FileSpan]:
-        """The moves that bring gradients into a slot, from byte `base` on."""
-        return self._moves(subgroup, [p for p in pieces if p.param in self._present], base)
+        """The moves that bring gradients into a slot, from byte `base` on; none for zeros."""
+        there = [p for p in pieces if p.param in self._present and not self.is_zero(p)]
+        return self._moves(subgroup, there, base)
 
     def _moves(self, subgroup: Subgroup, pieces: Sequence[Piece], base: int) -> list[FileSpan]:
         if self._file is None:
@@ -284,6 +305,7 @@ class GradSheets:
         self._open.clear()
         self._leaving.clear()
         self._present.clear()
+        self._zeros.clear()
         self._failure = None
 
     @property

@@ -24,7 +24,8 @@ _PLACES = ("a SwappedModule", "memory")
 class SwappedParam:
     """A parameter, as it was handed over; `shape` is that of this process's part.
 
-    `param_store` keeps it on the drive; None where it is in memory.
+    `param_store` keeps it on the drive; None where it is in memory. `stepped_version` is what torch
+    counted of its changes behind the last step.
     """
 
     number: int
@@ -35,11 +36,16 @@ class SwappedParam:
     dtype: torch.dtype
     device: torch.device
     pieces: list[Piece] = field(default_factory=list)
+    stepped_version: int | None = None
 
     @property
     def stores_rounded(self) -> bool:
         """Whether its store gets rounded weights, which its step has in another dtype."""
         return self.param_store is not None and any(p.step_dtype != self.dtype for p in self.pieces)
+
+    def has_rounded_of_last_step(self) -> bool:
+        """Whether its store has rounded weights that nobody has changed since they were stepped."""
+        return self.stores_rounded and self.parameter._version == self.stepped_version
 
     @property
     def computes_on(self) -> torch.device:

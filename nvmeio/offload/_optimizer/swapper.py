@@ -288,9 +288,12 @@ class StateSwapper(Swapped):
         """Raise the version of parameters that changed on the drive only; backward looks at it."""
         if all(param.param_store is None for param in self.params):
             return
-        for store, parameters in self._param_stores(step.stepped_params()).items():
+        stepped = step.stepped_params()
+        for store, parameters in self._param_stores(stepped).items():
             with suppress(ClosedError):  # of a module that was closed meanwhile
                 store.count_changes(parameters)
+        for param in stepped:
+            param.stepped_version = param.parameter._version
 
     # Weights
 

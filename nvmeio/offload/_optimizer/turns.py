@@ -28,13 +28,19 @@ from nvmeio.offload._optimizer.params import SwappedParam
 from nvmeio.offload._optimizer.turn_plans import TurnPlan, TurnPlans
 from nvmeio.offload._swap_files.pipeline import DeviceTurns, Pipeline, SlotTurn, move_all
 from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, SlotRun, Subgroup
-from nvmeio.offload._swap_files.tensors import laid, local, part, strides_of, view
+from nvmeio.offload._swap_files.tensors import (
+    is_positive_zero,
+    laid,
+    local,
+    part,
+    strides_of,
+    view,
+)
 
 logger = logging.getLogger("nvmeio")
 
 MASTER = "master"
 _DOWN = "step down"  # which copies the stream is for
-_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _IN_MEMORY = "the part of the state that is in memory (ratio) was stepped already"
 _NOT_STORED = "the weights have no copy on the drive (recoverable=False)"
 
@@ -291,7 +297,7 @@ class Step:
         for subgroup in swapped.subgroups:
             pieces = [piece for piece in subgroup.pieces if piece.param in self._stepped]
             if not subgroup.resident:
-                pieces = [piece for piece in pieces if not (piece.lent and self._stays(piece))]
+                pieces = [piece for piece in pieces if not self._stays(piece)]
             if not pieces:
                 continue
             if subgroup.resident:
@@ -367,27 +373,33 @@ class Step:
     def _stays(self, piece: Piece) -> bool:
         """Leave a piece alone whose step would change nothing but its count; True if it does.
 
-        The weights must be on the drive and nowhere else (`lent`): others are copied there by each
-        step.
+        The weights must be on the drive and nowhere else (`lent`), or be there a second time,
+        rounded, as the last step left them: others are copied there by each step.
         """
-        swapped, given = self._swapped, self._grads.get(piece.param)
-        group = self._groups[swapped.param_of(piece).group]
-        if not piece.begun or given is None or swapped.gradients is not None:
+        swapped = self._swapped
+        param = swapped.param_of(piece)
+        if not piece.begun or not (piece.lent or param.has_rounded_of_last_step()):
             return False
-        if not self._stepper.leaves_zeros_alone(group, piece.step_dtype):
+        if not self._stepper.leaves_zeros_alone(self._groups[param.group], piece.step_dtype):
             return False
-        finite = self._factor is None or bool(torch.isfinite(self._factor))
-        if not finite or devices.is_device(given) or not given.is_contiguous():
+        if self._factor is not None and not bool(torch.isfinite(self._factor)):
             return False
-        gradient = part(local(given), piece.start, piece.stop, piece.shape)
-        # Its bits: a gradient of -0 makes +0 of weights of -0.
-        if bool(gradient.view(-1)[0]) or bool(gradient.view(_BITS[gradient.dtype]).any()):
+        if not self._is_zero(piece):  # its bits: a gradient of -0 makes +0 of weights of -0
             return False
         small = swapped.store.small[piece.number]
         if "step" in small:
             self.change.small[piece.number] = {**small, "step": small["step"] + 1}
         self._unchanged.append(piece)
         return True
+
+    def _is_zero(self, piece: Piece) -> bool:
+        """Whether all of a piece's gradient is known to be +0, without a read or a wait."""
+        gradients, given = self._swapped.gradients, self._grads.get(piece.param)
+        if gradients is not None and gradients.has(piece.param):
+            return gradients.is_zero(piece)
+        if given is None or devices.is_device(given) or not given.is_contiguous():
+            return False
+        return is_positive_zero(part(local(given), piece.start, piece.stop, piece.shape))
 
     def _grad_reads(self, subgroup: Subgroup, pieces: Sequence[Piece]) -> list[FileSpan]:
         gradients = self._swapped.gradients
@@ -498,6 +510,9 @@ class Step:
         given, factor = self._given(piece), self._factor
         if given is None or given.device in self._down:
             gradient = _grad_in(subgroup, piece, slot)
+            on_drive = self._swapped.gradients
+            if given is None and on_drive is not None and on_drive.is_zero(piece):
+                gradient.zero_()  # it has no bytes there
             if factor is not None:
                 gradient.mul_(factor)
         else:

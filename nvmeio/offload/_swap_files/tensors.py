@@ -17,6 +17,7 @@ import torch
 from nvmeio._memory import devices
 from nvmeio.offload._swap_files.subgroups import SlotSpan
 
+_WORDS_AT_ONCE = 128 << 10
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -132,6 +133,24 @@ def part(tensor: torch.Tensor, start: int, stop: int, shape: Sequence[int]) -> t
     if tuple(tensor.shape) == tuple(shape) and stop - start == tensor.numel():
         return tensor
     return tensor.reshape(-1)[start:stop]
+
+
+def is_positive_zero(tensor: torch.Tensor) -> bool:
+    """Whether all bits of a tensor in host memory, without gaps, are 0.
+
+    It looks at few of them where they are not. Words of 8 bytes: torch looks at them seven times
+    as fast as at those of 4.
+    """
+    if not tensor.numel() or bool(flat(tensor)[0]):
+        return False
+    raw = flat(tensor).view(torch.uint8)
+    head = min(-raw.storage_offset() % 8, raw.numel())
+    tail = head + (raw.numel() - head) // 8 * 8
+    if bool(raw[:head].any()) or bool(raw[tail:].any()):
+        return False
+    words = raw[head:tail].view(torch.int64)
+    each = range(0, words.numel(), _WORDS_AT_ONCE)
+    return not any(bool(words[at : at + _WORDS_AT_ONCE].any()) for at in each)
 
 
 # What stands for a parameter that is on the drive and not in memory
