@@ -315,7 +315,8 @@ class WeightStream(NotPickled, Closing):
         try:
             with profiled("wait", experts.name):
                 caller = _caller(lockstep_here())
-                entered = in_turn(owner, cache.enter, experts, hit, counts, caller, self._trainable)
+                grads = (self._trainable, self._trainable and in_backward())
+                entered = in_turn(owner, cache.enter, experts, hit, counts, caller, *grads)
                 if entered.waits:
                     entered.arriving.wait()
                 if self._device.type == "cuda":

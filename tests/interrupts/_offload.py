@@ -53,7 +53,7 @@ class InMemory:
 
     def __init__(self, make: Callable[[], torch.nn.Module] = net) -> None:
         self.made = make()
-        self.optimizer = CLASS(self.made.parameters(), **ARGUMENTS)
+        self.optimizer: Any = CLASS(self.made.parameters(), **ARGUMENTS)
         self.weights = [self._weights()]
         self.gradients: list[list[torch.Tensor]] = []
 

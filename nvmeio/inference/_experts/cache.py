@@ -26,6 +26,7 @@ from nvmeio.inference._experts.places import Kept, Lent, Places
 from nvmeio.inference._experts.recency import Recency
 from nvmeio.inference._experts.sets import STAGES, ExpertModules, ExpertSet
 from nvmeio.inference._experts.waiting import Arriving, show_arriving
+from nvmeio.inference._experts.way_back import WayBack
 from nvmeio.inference._plan.units import Target
 from nvmeio.inference._stream import stand_ins
 from nvmeio.inference._stream.turns import Turns, Waiting
@@ -143,6 +144,7 @@ class ExpertCache:
         self._last: int | None = None
         self._in_a_row: set[int] = set()  # experts that calls of the same set have needed
         self._follows: dict[int, int] = {}  # the set that came after a set the last time
+        self._way_back = WayBack()
         self.turns = Turns(owner)
 
     # --- what callers ask -----------------------------------------------------------------------
@@ -155,6 +157,7 @@ class ExpertCache:
         counts: Sequence[int],
         caller: Hashable,
         frozen: bool = False,
+        backward: bool = False,
     ) -> Use | Waiting:
         """Have experts in memory or on their way, and let their module show them.
 
@@ -164,7 +167,8 @@ class ExpertCache:
             hit: Its experts that tokens are routed to, ascending.
             counts: How many tokens each of them has.
             caller: A thread, or micro-batches in lockstep.
-            frozen: Raise (RuntimeError) where somebody wants gradients of them.
+            frozen: Raise (RuntimeError) where somebody wants gradients of them. Backward comes.
+            backward: It is a call that backward makes again (gradient checkpointing).
 
         Raises:
             ClosedError: The stream is closed.
@@ -193,7 +197,12 @@ class ExpertCache:
             )
             use = _Computing(number, places, hit, targets, arriving, lent, shown)
             self._computing = use
-        self._read_ahead(number, len(hit))
+        if backward:
+            self._read_back(number)
+        else:
+            if frozen:
+                self._way_back.note(number, hit)
+            self._read_ahead(number, len(hit))
         return Use(self._owner.claim(self._leave, use, caller), awaited, waits)
 
     def let_compute(self, stream: Any) -> None:
@@ -238,6 +247,7 @@ class ExpertCache:
             keys = frozenset((number, expert) for expert in hit)
             use = _Computing(number, places, hit, (), arriving, lent, [], keys)
             self._computing = use
+        self._read_back(number)
         claim = self._owner.claim(self._leave, use, caller)
         return Use(claim, Arriving(arriving, self._owner), True), memory
 
@@ -507,15 +517,46 @@ class ExpertCache:
         for key in keys:
             if key in self._recency or (self._device is not None and self._device.has(key)):
                 continue
-            if self._in_use + experts.nbytes > self._budget:
-                spare = self._recency.used > experts.number
-                if self._victim(held, passing_only=not spare) is None:
-                    return
-            try:
-                self._ahead[key] = self._begin(key, held)
-            except (OSError, MemoryError):
-                return  # the call that needs it begins the read again, and raises what fails
-            self._counts[following]["read_ahead"] += 1
+            spare = self._recency.used > experts.number
+            if not self._begin_ahead(key, held, passing_only=not spare):
+                return
+
+    def _read_back(self, number: int) -> None:
+        """Begin to read what the set before this one has used, which backward comes to next.
+
+        Experts of sets that backward has left go first, then those of the sets that it comes to
+        last. Those of this set and of the next one stay, so where they have no room together, the
+        rest is read when it is needed.
+        """
+        left = self._way_back.come_to(number)
+        if left is None:
+            return
+        for each in left:
+            for key in self._way_back.needed(each):
+                self._recency.leave(key)
+        following = self._way_back.before(number)
+        if following is None or self._places[following].experts.stage_nbytes:
+            return
+        keys = self._way_back.needed(following)
+        held = self._held.union(keys, self._way_back.needed(number))
+        for key in keys:
+            if key not in self._recency and not self._begin_ahead(key, held):
+                return
+
+    def _begin_ahead(self, key: _Key, held: Set[_Key], passing_only: bool = False) -> bool:
+        """Begin a read that no call waits for yet; False if there is no room, or it cannot begin.
+
+        The call that needs it then begins it, and raises what fails.
+        """
+        full = self._in_use + self._places[key[0]].nbytes > self._budget
+        if full and self._victim(held, passing_only) is None:
+            return False
+        try:
+            self._ahead[key] = self._begin(key, held)
+        except (OSError, MemoryError):
+            return False
+        self._counts[key[0]]["read_ahead"] += 1
+        return True
 
     # --- what it has done -----------------------------------------------------------------------
 

@@ -34,6 +34,13 @@ class Recency(Generic[Key]):
         if key not in self._used:
             self._passing[key] = None
 
+    def leave(self, key: Key) -> None:
+        """Note one that everything else is expected before: it goes first."""
+        if key in self:
+            self._used.pop(key, None)
+            self._passing[key] = None
+            self._passing.move_to_end(key, last=False)
+
     def forget(self, key: Key) -> None:
         """It is not kept any more."""
         self._used.pop(key, None)
