@@ -6,6 +6,7 @@ import contextlib
 import json
 import operator
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -159,10 +160,11 @@ def opened(directory: Path, kind: str, budget: int, layer_bytes: int) -> Iterato
         else:
             import nvmeio
 
-            if kind.endswith(ALONE):
-                _wait_for_all()
             folder = directory / kind.removesuffix(ALONE)
-            yield Model(nvmeio.stream_model(folder, resident_bytes=budget))
+            made = nvmeio.stream_model(folder, resident_bytes=budget)
+            if kind.endswith(ALONE):
+                _wait_for_all(made.weight_stream)
+            yield Model(made)
 
 
 def _limit(stack: contextlib.ExitStack, nbytes: int) -> None:
@@ -173,16 +175,15 @@ def _limit(stack: contextlib.ExitStack, nbytes: int) -> None:
         stack.enter_context(limited(nbytes))
 
 
-def _wait_for_all() -> None:
+def _wait_for_all(stream: Any) -> None:
     """The cache alone: all of a call's reads are waited for before it computes, none is early.
 
-    There is no such switch. Guesses of the next layer's experts are not made at all, so they have
-    no row (docs/decisions/measured.md: they gained nothing).
+    There is no such switch, so it is taken out of the running program. Guesses of the next layer's
+    experts are not made at all, and have no row (docs/decisions/measured.md: they gained nothing).
     """
-    from nvmeio.inference._experts import cache
-
-    cache.show_arriving = lambda *_: False  # type: ignore[assignment]
-    cache.ExpertCache._read_ahead = lambda *_: None  # type: ignore[assignment, method-assign]
+    cache = type(stream._cache)
+    cache._read_ahead = lambda *_: None
+    sys.modules[cache.__module__].__dict__["show_arriving"] = lambda *_: False
 
 
 def run(directory: Path, kind: str, budget: int, count: int) -> dict[str, Any]:

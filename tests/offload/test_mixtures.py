@@ -18,6 +18,7 @@ from support import Turns
 
 import nvmeio
 from nvmeio.offload import SwappedModule, SwappedOptimizer
+from nvmeio.offload._module.unit_windows import UnitWindows
 from nvmeio.testing import FakeEngine
 
 pytestmark = [
@@ -145,6 +146,38 @@ def test_what_the_last_pass_used_whole_is_read_ahead(
         order = module._store._windows.host._order
         order.note(module._store.units[0], False)
         assert len(list(order.upcoming())) >= len(module._store.units) - 2
+
+
+@pytest.mark.parametrize("make", [lists, fused])
+def test_backward_reads_what_forward_has_used_ahead(
+    make: Callable[..., Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an eviction only what backward begins with is waited for from its beginning."""
+    late: list[int] = []
+    bring = UnitWindows.bring
+
+    def counting(self: Any, slot: Any, experts: Any) -> None:
+        late.extend(self._memory.missing(slot, experts))
+        bring(self, slot, experts)
+
+    monkeypatch.setattr(UnitWindows, "bring", counting)
+    made = make()
+    with swapped(made, tmp_path, stage_bytes=32 << 10) as module:
+        window = module._store._windows.host
+        for step in range(3):
+            module.evict()
+            loss = loss_of(module, step, number=1)
+            module.evict()
+            late.clear()
+            before = window.mispredicted, window.dropped, module.bytes_read
+            loss.backward()
+            assert late == []
+            assert window.mispredicted - before[0] <= 1
+            assert window.dropped == before[1]
+            assert (
+                module.bytes_read - before[2] <= rest_bytes(made) + 6 * expert_bytes(made) + 12288
+            )
+            module.zero_grad()
 
 
 @pytest.mark.parametrize("make", [lists, fused])
