@@ -54,7 +54,8 @@ def test_backward_waits_for_fewer_reads(
 ) -> None:
     """Each missing expert was read when backward needed it, and what it needed next had gone."""
     saved(many_experts, tmp_path)
-    found, results = [], []
+    found: list[Any] = []
+    results: list[Any] = []
     for ahead in (True, False):
         if not ahead:
             monkeypatch.setattr(ExpertCache, "_read_back", lambda *_: None)
