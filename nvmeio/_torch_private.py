@@ -10,6 +10,7 @@ for names that nvmeio does without. `ATTRIBUTES` has what is asked of torch's ob
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -180,8 +181,11 @@ ATTRIBUTES = {
 def found(key: str) -> Any:
     """A name of `NAMES` as this torch has it; None if it is missing."""
     module, _, name = NAMES[key].path.rpartition(".")
+    holder: Any = sys.modules.get(module)
+    if holder is not None:  # as nearly always: what a save asks for is not imported anew
+        return getattr(holder, name, None)
     try:
-        holder: Any = importlib.import_module(module)
+        holder = importlib.import_module(module)
     except ImportError:
         outer, _, inner = module.rpartition(".")
         try:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nvmeio")
 
 # Up to this a state is written from where it lies, through the page cache. That took 0.7 of the
-# time of a handle, its threads and staging at 8 MiB and 0.8 at 32, and half of the CPU time: the
+# time of a handle, its threads and staging at 8 MiB and 0.9 at 32, and 0.8 of the CPU time: the
 # drive writes what was copied while the rest is (`native_shim/pump/replace.c`).
 SMALL_BYTES = 40 << 20
 

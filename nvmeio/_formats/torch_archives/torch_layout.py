@@ -244,6 +244,7 @@ def pickled(
         return Pickling(ended.data, dict(seen.storages), dict(seen.nbytes))
     finally:
         seen.storages.clear()  # as after an error, which leaves the pickler's class in a cycle
+        seen.nbytes.clear()
     raise unknown_torch("torch.save pickles nothing")
 
 

@@ -91,10 +91,16 @@ class PickleModule:
 
     def __init__(self, module: Any, seen: Seen, ends: bool) -> None:
         self._module = module
-        base = module.Pickler
-        if base is pickle.Pickler and _KINDS:
-            base = _quick()
-        self.Pickler = _watching(base, seen, ends)
+        self._seen = seen
+        if module.Pickler is not pickle.Pickler or not _KINDS:
+            self._pickler = _watching(module.Pickler, ends)
+        else:  # made once: it takes as long as pickling ten tensors
+            self._pickler = _usual() if ends else _watching(_quick(), ends)
+
+    @property
+    def Pickler(self) -> Any:
+        _deriving.seen = self._seen
+        return self._pickler
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -137,23 +143,37 @@ _NO_STORAGES = frozenset(
 )
 
 
-def _watching(base: Any, seen: Seen, ends: bool) -> Any:
+# What is seen by the pickler that torch derives next in this thread, as it asks for the base.
+_deriving = threading.local()
+
+
+@functools.cache
+def _usual() -> Any:
+    return _watching(_quick(), True)
+
+
+def _watching(base: Any, ends: bool) -> Any:
     no_storages = _NO_STORAGES
-    storages, sizes = seen
 
     class Pickler(base):  # type: ignore[misc]
         def __init_subclass__(cls, **options: Any) -> None:
             """Torch derives its own pickler from this, and answers `persistent_id` in that."""
             super().__init_subclass__(**options)
             answer = cls.persistent_id
+            storages, sizes = _deriving.seen
 
             def persistent_id(self: Any, obj: Any) -> Any:
                 if type(obj) in no_storages:
                     return None
                 told = answer(self, obj)
                 if told is not None and told[2] not in storages:
-                    storage = obj if isinstance(obj, torch.UntypedStorage) else obj._untyped_storage
-                    sizes[told[2]] = storage.nbytes()
+                    if type(obj) is Typed:
+                        storage, nbytes = obj._untyped_storage, obj._storage_nbytes
+                    else:
+                        is_untyped = isinstance(obj, torch.UntypedStorage)
+                        storage = obj if is_untyped else obj._untyped_storage
+                        nbytes = storage.nbytes()
+                    sizes[told[2]] = nbytes
                     storages[told[2]] = storage
                 return told
 
@@ -195,6 +215,7 @@ class Typed(torch.storage.TypedStorage):
     """A tensor's storage, as torch's `persistent_id` asks for it; nobody else sees it."""
 
     _kind: str
+    _storage_nbytes: int
     _numel: int
 
     def __new__(cls, *args: Any) -> Typed:
@@ -205,7 +226,8 @@ class Typed(torch.storage.TypedStorage):
         self._untyped_storage = storage
         self.dtype = dtype
         self._kind = kind
-        self._numel = storage.nbytes() // dtype.itemsize
+        self._storage_nbytes = storage.nbytes()
+        self._numel = self._storage_nbytes // dtype.itemsize
 
     def _pickle_storage_type(self) -> str:
         return self._kind
