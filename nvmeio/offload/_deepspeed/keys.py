@@ -37,10 +37,7 @@ OPTIMIZER = (*_BOTH, "pipeline_read", "pipeline_write", "pipeline", "ratio", "fa
 PARAM = (*_BOTH, "max_in_cpu")
 AIO = (*Options._fields, "num_threads", "thread_count", "use_gds")
 # What DeepSpeed has and what becomes of it here; said where somebody asks for it.
-_RANKS = (
-    "leave it out: FSDP2 (fully_shard) or DistributedDataParallel communicate, with settings of "
-    "their own"
-)
+_RANKS = "leave it out: FSDP2 (fully_shard) and DistributedDataParallel have settings of their own"
 _WINDOW = 'set the window instead: "offload_param": {…, "max_in_cpu": elements to keep in memory}'
 _OLDER = (
     'an older name: write offload_optimizer or offload_param with its device, "offload_optimizer": '
