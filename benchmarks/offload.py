@@ -18,6 +18,8 @@ from offload_rows import ROWS
 CONDITIONS = (
     "A step is timed without fsync on both sides: nvmeio's runs beside the next forward pass, and "
     "is waited for before the clock starts.",
+    "Up to three subgroups of a step are read before it is asked for, beside the forward pass, "
+    "which is not timed; the bytes of the step are counted with them.",
     "fio reads and writes at the same time, as many bytes as a step does, over files written "
     "before, on huge pages where they can be had; its time is that of the slower job. It goes over "
     "32 or 128 MiB of memory for each direction again and again (see benchmarks/windows.py).",

@@ -117,10 +117,12 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         generation: How many times the state has changed: 1 when made, one more with each step,
             `load_state_dict` and `reload_weights`.
         resumed: Whether it went on from what was in the directory.
-        last_step: Where the time of the last step went, and its bytes.
+        last_step: Where the time of the last step went, and its bytes, with those that were read
+            before it was asked for.
 
     Cost: see `plan`. A step takes as long as the longest of reading, computing and writing, and the
-    time of reading and writing one subgroup more.
+    time of writing one subgroup more. Its first reads, one for each buffer, begin when the step
+    before is over (not with ``pipeline_read=False``, nor for weights that a `SwappedModule` keeps).
 
     Examples:
         >>> opt = SwappedOptimizer(torch.optim.AdamW, model.parameters(), swap_dir="/mnt/nvme",

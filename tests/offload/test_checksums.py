@@ -23,6 +23,7 @@ def resumed(made: Any, folder: Path, **options: Any) -> SwappedOptimizer:
 def flip(optimizer: SwappedOptimizer, number: int, name: str) -> str:
     """One bit in the middle of what is current of a parameter; the file."""
     swapper: Any = swapper_of(optimizer)
+    swapper._owner.call(swapper.pipeline.forget_ahead)
     piece = swapper.params[number].pieces[0]
     (part,) = swapper.store.files.file_parts(piece, name)
     path = Path(optimizer.swap_dir) / f"state.{piece.current}"

@@ -74,6 +74,16 @@ def test_windows_are_measured_and_files_removed(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+def test_a_step_is_drawn_with_every_turn_and_files_removed(tmp_path: Path) -> None:
+    done = run("step_timeline.py", tmp_path, "--size", "192M", "--subgroup", "48M", "--steps", "1")
+    assert done.returncode == 0, done.stderr
+    lines = {line.split()[0]: line.split()[-1] for line in done.stdout.splitlines() if line.strip()}
+    for kind in ("verify", "compute", "seal"):
+        assert set("abcd") <= set(lines[kind]), done.stdout
+    assert "the drive has nothing to do" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("report", [BENCHMARKS / "measured" / "small.json"], ids=str)
 def test_what_was_measured_is_what_is_drawn(report: Path) -> None:
     """`make plots` was forgotten if not. Of a time, less is better: the picture has its inverse."""

@@ -74,6 +74,7 @@ class StateSwapper(Swapped):
         self.directory = directory
         self.broken = ""
         self.closed = False
+        self._owner = transactions.owner
         self._helper = helper
         self._settings = settings
         self._stepper = stepper
@@ -232,7 +233,13 @@ class StateSwapper(Swapped):
         # Other ranks count on this step from now on.
         if step.why_no_undo == "" and not self.store.lockstep:
             transaction.on_rollback(lambda: self._roll_back(step, clipping))
+        self._owner.post(self._fill_ahead, step)
         return times
+
+    def _fill_ahead(self, step: Step) -> None:
+        """Begin the first reads of the next step, from where the state is now."""
+        if not self.closed and not self.broken:
+            self.pipeline.fill_ahead(step.next_reads())
 
     def _make(self, step: Step, groups: Groups, transaction: Transaction) -> Times:
         """Compute a step and complete it on the drive, or undo it and raise."""
@@ -362,7 +369,8 @@ class StateSwapper(Swapped):
         gradients = [] if self.gradients is None else [self.gradients.close]
         release = functools.partial(self.directory.release, remove)
         close_store = functools.partial(self.store.close, kept=not remove)
-        do_all([*gradients, close_store, self._free, self.handles.close, release])
+        forget = self.pipeline.forget_ahead
+        do_all([forget, *gradients, close_store, self._free, self.handles.close, release])
 
     def _free(self) -> None:
         self.pipeline.close()

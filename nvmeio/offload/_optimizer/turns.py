@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -284,6 +284,7 @@ class Step:
         self.change = Change()
         self._unchanged: list[Piece] = []
         self._resident: list[tuple[Subgroup, list[Piece]]] = []
+        self._plans: list[TurnPlan] = []
         beside = [param.computes_on for param in swapped.params] if swapped.copies_beside else []
         there = {*beside} - {torch.device("cpu")}
         self._down = {device: devices.Beside(device, _DOWN) for device in there}
@@ -305,6 +306,7 @@ class Step:
                 self._resident.append((subgroup, pieces))
                 continue
             plan = swapped.plans.plan(subgroup, pieces)
+            self._plans.append(plan)
             self.change.begun.update(plan.begun)
             self.change.moved.update(plan.begun)
             self.turns.append(
@@ -327,6 +329,16 @@ class Step:
         numbers = dict.fromkeys(piece.param for piece in pieces)
         params = [self._swapped.params[number] for number in numbers]
         return [param for param in params if param.number in self._stepped]
+
+    def next_reads(self) -> Iterator[Sequence[FileSpan]]:
+        """What the turns of a step like this one read first, once this one is committed.
+
+        Up to the first whose weights are lent: their module may change them before.
+        """
+        for plan in self._plans:
+            if any(piece.lent for piece in plan.pieces):
+                return
+            yield self._swapped.plans.plan(plan.subgroup, plan.pieces).reads
 
     def step_resident(self) -> None:
         """Step what stays in memory: last, for it cannot be undone."""

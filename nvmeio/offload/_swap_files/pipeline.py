@@ -2,9 +2,10 @@
 
 Two threads: one computes and starts the writes, the other reads ahead, so the drive never waits for
 the computation to look up. One read is under way at a time, and any number of writes: reads that
-share the drive would all end together, late. The slots go round through two queues. A single turn
-has nothing to read ahead of, and takes one thread. Where a device computes, the first thread only
-asks it to, and a third one begins the writes as results arrive.
+share the drive would all end together, late. The next read begins before the last one is verified.
+The slots go round through two queues. A single turn has nothing to read ahead of, and takes one
+thread. Where a device computes, the first thread only asks it to, and a third one begins the writes
+as results arrive. Between two runs the slots are filled for the next one, if it is known.
 
 No thread is the main one, so no interrupt comes here (see `Transactions`).
 """
@@ -28,7 +29,7 @@ from nvmeio._memory.devices import Mark
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.future import Future
 from nvmeio._threads.owner import OwnerThread
-from nvmeio.errors import ClosedError
+from nvmeio.errors import ClosedError, NvmeioError
 from nvmeio.handle import AioHandle
 from nvmeio.offload._swap_files.subgroups import SlotRun, joined
 from nvmeio.operation import Operation
@@ -102,6 +103,7 @@ class Pipeline:
         self._writer = None if device is None else new_helper("nvmeio-offload-write")
         self._pool: PinnedPool | None = None
         self._leases = contextlib.ExitStack()
+        self._ahead: deque[_Read] = deque()  # for the first turns of the next run
 
     # The slots
 
@@ -115,6 +117,7 @@ class Pipeline:
         self._pool, self.slots = leased(self._leases, count, nbytes)
 
     def free(self) -> None:
+        self.forget_ahead()
         self.slots, self._pool = [], None
         self._leases.close()
 
@@ -127,6 +130,46 @@ class Pipeline:
     def pinned(self) -> bool:
         """Whether the slots are page-locked, or there are none."""
         return self._pool is None or self._pool.locked
+
+    # Between runs
+
+    def fill_ahead(self, turns: Iterable[Sequence[FileSpan]]) -> None:
+        """Begin what the first turns of the next run are expected to read, a slot for each.
+
+        Nothing but runs may change these bytes before then. A run whose turns read something else
+        drops what was read. What fails is read again by the run, which raises if that fails too.
+        """
+        self.forget_ahead()
+        if not self._read_ahead:
+            return
+        with contextlib.suppress(NvmeioError, OSError, MemoryError):
+            for slot, reads in zip(self.slots, turns, strict=False):
+                operations = started(self._handles, slot, reads, writing=False)
+                self._ahead.append(_Read(slot, reads, operations))
+
+    def forget_ahead(self) -> None:
+        """Drop what was begun for the next run; nothing is in flight after."""
+        dropped = [*self._ahead]
+        self._ahead.clear()
+        for each in dropped:
+            for operation in each.operations:
+                operation.cancel()
+        for each in dropped:
+            _waited(each.operations)
+            self.read_bytes += sum(move.nbytes for move in each.reads)
+
+    def _take_ahead(self, turns: Sequence[SlotTurn]) -> list[_Read]:
+        """What was begun for the first of these turns; the rest is dropped."""
+        taken: list[_Read] = []
+        for turn in turns:
+            if not self._ahead:
+                break
+            reads = self._ahead[0].reads
+            if list(turn.reads[: len(reads)]) != list(reads):
+                break
+            taken.append(self._ahead.popleft())
+        self.forget_ahead()
+        return taken
 
     # A run
 
@@ -143,12 +186,14 @@ class Pipeline:
         """
         times, began = Times(), time.perf_counter()
         if not turns:
+            self.forget_ahead()
             return times
         if self._device is not None:  # it may still write to the slots
             devices.check_answers(self._device.device)
+        ahead = self._take_ahead(turns)
         device = self._device if on_device else None
         helper = self._helper if self._read_ahead and len(turns) > 1 else None
-        filled = _Filled(self._handles, self.slots, turns, helper)
+        filled = _Filled(self._handles, self.slots, turns, helper, ahead)
         writer = None if device is None else self._writer
         written: deque[Future[None]] = deque()  # by the writer
         failure: BaseException | None = None
@@ -260,11 +305,19 @@ class _Stopped(Exception):
     """A write failed, so no more slots come."""
 
 
+class _Read(NamedTuple):
+    """Reads that have begun, into a slot."""
+
+    slot: torch.Tensor
+    reads: Sequence[FileSpan]
+    operations: list[Operation]
+
+
 class _Filled:
     """Fills slots with the turns' reads, one after the other; ahead of time with a helper.
 
-    `written` are slots whose turn is over, with the writes under way in them. Once `stopped`,
-    nothing more is read, and what was computed is not written.
+    `ahead` has begun for the first turns. `written` are slots whose turn is over, with the writes
+    under way in them. Once `stopped`, nothing more is read, and what was computed is not written.
     """
 
     def __init__(
@@ -273,9 +326,14 @@ class _Filled:
         slots: Sequence[torch.Tensor],
         turns: Sequence[SlotTurn],
         helper: OwnerThread | None,
+        ahead: Sequence[_Read] = (),
     ) -> None:
         self._handles = handles
-        self._free = deque(slots)
+        self._begun = deque(ahead)
+        taken = {id(each.slot) for each in ahead}
+        self._free = deque(slot for slot in slots if id(slot) not in taken)
+        self._later = deque(turns[len(ahead) :])  # nothing of them has begun
+        self._ended: deque[tuple[torch.Tensor, list[Operation]]] = deque()  # of `written`
         self.written: SimpleQueue[tuple[torch.Tensor, list[Operation]] | None] = SimpleQueue()
         self.stopped = False
         self._helper = helper
@@ -304,12 +362,19 @@ class _Filled:
         self.stop()
         if self._helper is not None:
             self._helper.drain()
-        failure: BaseException | None = None
+        for unused in self._begun:
+            _waited(unused.operations)
+        self._begun.clear()
+        left = [writes for _, writes in self._ended]
+        self._ended.clear()
         while not self.written.empty():
-            left = self.written.get()
-            for operation in left[1] if left else ():
-                failed = failure_of(operation)
-                failure = failure or failed
+            ended = self.written.get()
+            if ended is not None:
+                left.append(ended[1])
+        failure: BaseException | None = None
+        for operation in (each for writes in left for each in writes):
+            failed = failure_of(operation)
+            failure = failure or failed
         return failure
 
     def _read(self, turn: SlotTurn) -> torch.Tensor | None:
@@ -317,10 +382,14 @@ class _Filled:
         if self.stopped:
             return None
         try:
-            slot = self._free.popleft() if self._free else self._next_free()
-            if slot is None or self.stopped:
+            if not self._begun and not self._begin_next():
                 return None
-            finish(started(self._handles, slot, turn.reads, writing=False))
+            slot, begun, operations = self._begun.popleft()
+            self._finish(slot, begun, operations, turn)
+            if self.stopped:
+                return None
+            if self._helper is not None and not self._begun and self._has_free():
+                self._begin_next()
             if turn.verify is not None:
                 turn.verify(slot)
         except BaseException:
@@ -328,13 +397,50 @@ class _Filled:
             raise
         return slot
 
-    def _next_free(self) -> torch.Tensor | None:
-        """The slot whose turn was over first; None if the run ends."""
-        ended = self.written.get()
-        if ended is None:
-            return None
-        finish(ended[1])
-        return ended[0]
+    def _finish(
+        self,
+        slot: torch.Tensor,
+        begun: Sequence[FileSpan],
+        operations: list[Operation],
+        turn: SlotTurn,
+    ) -> None:
+        """Wait for a turn's read; what was begun before the run may lack some of it, or fail."""
+        if begun is turn.reads:
+            finish(operations)
+            return
+        failures = [failed for failed in map(failure_of, operations) if failed is not None]
+        rest = turn.reads if failures else turn.reads[len(begun) :]
+        finish(started(self._handles, slot, rest, writing=False))
+
+    def _begin_next(self) -> bool:
+        """Begin the next read, in the slot whose turn was over first; False if none comes."""
+        if not self._later:
+            return False
+        if self._free:
+            slot = self._free.popleft()
+        else:
+            ended = self._ended.popleft() if self._ended else self.written.get()
+            if ended is None:
+                return False
+            slot = ended[0]
+            finish(ended[1])
+        if self.stopped:
+            return False
+        turn = self._later.popleft()
+        operations = started(self._handles, slot, turn.reads, writing=False)
+        self._begun.append(_Read(slot, turn.reads, operations))
+        return True
+
+    def _has_free(self) -> bool:
+        """Whether the next read can begin without waiting for a write."""
+        if not self._free and not self._ended and not self.written.empty():
+            ended = self.written.get()
+            if ended is None:
+                return False  # stopped
+            self._ended.append(ended)
+        return bool(self._free) or (
+            bool(self._ended) and all(write.done() for write in self._ended[0][1])
+        )
 
 
 class DeviceTurns:
