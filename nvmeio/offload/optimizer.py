@@ -200,6 +200,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         self.last_step: Times = Times()
         self.resumed = False
         self._scheduled: list[dict[str, Any]] | None = None  # groups that a scheduler had changed
+        self._loaded = False  # a state dict, since it was made
         self._keeps_scheduler = False
         super().__init__(params, stepper.defaults)
         self._transactions = Transactions("nvmeio-offload", _CLOSED, there)
@@ -422,6 +423,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
             self._check_open().load(loaded.states, loaded.groups, transaction)
             state_view.apply_groups(self.param_groups, loaded.groups)
             self._scheduled = None
+            self._loaded = True
 
         self._transactions.run(work)
         for hook in hooked._optimizer_load_state_dict_post_hooks.values():
@@ -438,7 +440,8 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
 
         If the optimizer has resumed, `param_groups` and the scheduler are then where they were
         after the last complete step, and after the ``scheduler.step()`` that followed it.
-        `restore_groups` is not needed. The state is in ``param_groups[0]["scheduler"]``.
+        `restore_groups` is not needed. The state is in ``param_groups[0]["scheduler"]``. After a
+        `load_state_dict` nothing is brought back here: load the scheduler's state as well.
 
         Args:
             scheduler: One of `torch.optim.lr_scheduler`, made over this optimizer. It is not kept
@@ -459,7 +462,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
                 "the optimizer keeps a scheduler already: join them by SequentialLR or "
                 "ChainedScheduler, and keep that one"
             )
-        kept.attach(self)
+        kept.attach(self, self._loaded)
         self._keeps_scheduler = True
 
     def restore_groups(self) -> None:
@@ -528,10 +531,18 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         `load_state_dict` and `reload_weights` change it too. Waits for what is under way: after an
         interrupt it tells whether the step has happened.
         """
-        store = self._opened().store
+        return self._settled().store.generation
+
+    def _steps_made(self) -> int:
+        """Complete steps since this object was made; waits for what is under way."""
+        return self._settled().steps
+
+    def _settled(self) -> StateSwapper:
+        """The swapper, after all that was asked of it."""
+        swapper = self._opened()
         with contextlib.suppress(ClosedError):
             self._transactions.run(lambda _: None)
-        return store.generation
+        return swapper
 
     @property
     def has_gradients_on_disk(self) -> bool:

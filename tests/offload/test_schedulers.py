@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +201,82 @@ def test_schedulers_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
         optimizer.keep_scheduler(scheduler)
         with pytest.raises(ValueError, match="SequentialLR"):
             optimizer.keep_scheduler(scheduler)
+
+
+def test_a_loaded_checkpoint_is_not_brought_back_twice(tmp_path: Path) -> None:
+    """The scheduler stepped once more, over rates that the checkpoint had stepped already."""
+    wanted, told = in_memory(SCHEDULERS["cosine"])
+    found: list[Any] = []
+    for stop in (4, STEPS):
+        made = model()
+        with (
+            swapped(made, tmp_path, lr=1e-3, resume=True) as optimizer,
+            nvmeio.Checkpointer(tmp_path / "checkpoints") as checkpointer,
+        ):
+            scheduler = SCHEDULERS["cosine"](optimizer)
+            first = checkpointer.resume(model=made, optimizer=optimizer, scheduler=scheduler)
+            optimizer.keep_scheduler(scheduler)
+            for step in range(first, stop):
+                found.append(rates(optimizer) + train(made, optimizer, 1, step))
+                scheduler.step()
+            checkpointer.save_sync(checkpointer.training_state(), stop - 1)
+    assert found == told
+    assert_same_weights(made, wanted)
+
+
+@pytest.mark.parametrize("loaded_first", [False, True])
+def test_steps_of_a_state_dict_are_counted_on(loaded_first: bool, tmp_path: Path) -> None:
+    """They were counted from 0, and an epoch ended elsewhere after the next restart."""
+    made = model()
+    with swapped(made, tmp_path / "first", lr=1e-3) as optimizer:
+        scheduler = lrs.StepLR(optimizer, 1)
+        optimizer.keep_scheduler(scheduler, every=3)
+        train(made, optimizer, 5)
+        state = copy.deepcopy(optimizer.state_dict())
+    with swapped(made, tmp_path / "then", lr=1e-3) as optimizer:
+        scheduler = lrs.StepLR(optimizer, 1)
+        if loaded_first:
+            optimizer.load_state_dict(state)
+        optimizer.keep_scheduler(scheduler, every=3)
+        if not loaded_first:
+            train(made, optimizer, 1)
+            optimizer.load_state_dict(state)
+        train(made, optimizer, 1)
+        assert optimizer.param_groups[0]["scheduler_after"] == 6
+
+
+@pytest.mark.parametrize("gradients", ["memory", "disk"])
+def test_a_step_that_a_scaler_leaves_out_is_not_counted(gradients: str, tmp_path: Path) -> None:
+    """With gradients on the drive it was counted: the scaler calls `step`, which leaves it out."""
+    made = model()
+    with swapped(made, tmp_path, lr=1e-3, gradients=gradients) as optimizer:
+        scheduler = lrs.StepLR(optimizer, 1)
+        optimizer.keep_scheduler(scheduler, every=3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(4):
+            loss = scaler.scale(made(torch.ones(2, 48)).square().mean())
+            (loss * (float("inf") if step == 1 else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert optimizer.generation == 4
+        assert optimizer.param_groups[0]["scheduler_after"] == 3
+
+
+def test_a_step_whose_caller_was_interrupted_at_its_end_is_counted(tmp_path: Path) -> None:
+    made = model()
+    with swapped(made, tmp_path, lr=1e-3) as optimizer:
+        scheduler = lrs.StepLR(optimizer, 1)
+        optimizer.keep_scheduler(scheduler, every=2)
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        hook = optimizer.register_step_post_hook(interrupted)
+        optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)
+        with pytest.raises(KeyboardInterrupt):
+            train(made, optimizer, 1)
+        hook.remove()
+        assert optimizer.generation == 2
+        train(made, optimizer, 1)
+        assert optimizer.param_groups[0]["scheduler_after"] == 2

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from nvmeio._checks import integer
 
 STATE = "scheduler"  # its state, in the first of `param_groups`
-STEPS = "scheduler_after"  # the optimizer's steps since the scheduler was kept
+STEPS = "scheduler_after"  # the optimizer's complete steps since the scheduler was kept
 
 
 class KeptSchedule:
@@ -32,31 +32,39 @@ class KeptSchedule:
             raise TypeError(f"scheduler must be one of torch.optim.lr_scheduler, not {scheduler!r}")
         self._every = integer("every", every, 1)
         self._scheduler = weakref.ref(scheduler)  # it holds the optimizer, which holds this
-        self._steps = 0
+        self._before = 0  # complete steps of runs before, and of a state dict
+        self._since = 0  # what `optimizer` had made then
 
-    def attach(self, optimizer: Any) -> None:
-        """Bring the scheduler to where it was stored, and store it from now on."""
+    def attach(self, optimizer: Any, is_loaded: bool) -> None:
+        """Bring the scheduler to where it was stored, and store it from now on.
+
+        `is_loaded` says that the optimizer took over a state dict since it resumed: what is stored
+        goes with that, and whoever loaded it brought the scheduler back.
+        """
         scheduler = self._scheduler()
         assert scheduler is not None
         made_over: Any = scheduler.optimizer
         if made_over is not optimizer:
             raise ValueError("the scheduler was made over another optimizer: make it over this one")
         mine = optimizer.param_groups[0]
-        if optimizer.resumed and STATE in mine:
+        self._count_from(optimizer)
+        if optimizer.resumed and STATE in mine and not is_loaded:
             optimizer.restore_groups()
             scheduler.load_state_dict(mine[STATE])
-            self._steps = mine.get(STEPS, 0)
-            if self._steps % self._every == 0:
+            if self._before % self._every == 0:
                 scheduler.step()  # what was stored is from before this step
         optimizer.register_step_pre_hook(self)
-        optimizer.register_step_post_hook(self._stepped)
+        optimizer.register_load_state_dict_post_hook(self._count_from)
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """The hook before a step."""
         scheduler = self._scheduler()
         if scheduler is not None:
             mine = optimizer.param_groups[0]
-            mine[STATE], mine[STEPS] = scheduler.state_dict(), self._steps + 1
+            mine[STATE] = scheduler.state_dict()
+            mine[STEPS] = self._before + optimizer._steps_made() - self._since + 1
 
-    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._steps += 1
+    def _count_from(self, optimizer: Any) -> None:
+        """Count on from what `param_groups` say now."""
+        self._before = optimizer.param_groups[0].get(STEPS, 0)
+        self._since = optimizer._steps_made()

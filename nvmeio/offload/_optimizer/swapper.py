@@ -73,6 +73,7 @@ class StateSwapper(Swapped):
         )
         self.directory = directory
         self.broken = ""
+        self.steps = 0  # complete ones, since it was made
         self.closed = False
         self._owner = transactions.owner
         self._helper = helper
@@ -226,6 +227,7 @@ class StateSwapper(Swapped):
         if step.is_empty and not self.store.lockstep:
             return Times()
         times = self._make(step, inputs.groups, transaction)
+        self.steps += 1
         self.follow_drive()
         self._tell_changed(step)
         if gradients is not None:
@@ -281,6 +283,7 @@ class StateSwapper(Swapped):
         """Take back a complete step whose caller was interrupted."""
         try:
             self.store.revert()
+            self.steps -= 1
             self.give_back(step.touched)
             self._tell_changed(step)
             if self.gradients is not None:
