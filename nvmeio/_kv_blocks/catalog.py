@@ -82,7 +82,10 @@ class Catalog:
         stored: Blocks that were written since it was opened.
         refused: Blocks that were not.
         damaged: Blocks that were dropped, when they were read or for what the table says of them.
+        digest_of: Under which digest a name is found now; set before anything is stored.
     """
+
+    digest_of: DigestOf
 
     def __init__(
         self, path: Path, sizes: Sizes, writer: bool, on_change: OnChange | None = None
@@ -207,7 +210,10 @@ class Catalog:
         path = self._path.with_suffix(".names")
         if not path.exists():
             self._made.append(os.fspath(path))
-        return WholeNames(path, self._sizes.name_bytes, self.index.slots)
+        names = WholeNames(path, self._sizes.name_bytes, self.index.slots)
+        if self._writer and self._table.name_bytes != self._sizes.name_bytes:
+            names.clear()  # records of another length, or some of blocks that went meanwhile
+        return names
 
     def _remove_made(self) -> None:
         for path in self._made:
@@ -370,7 +376,8 @@ class Catalog:
                 before = self.index.where.get(digest)
                 if before is not None:
                     self._changes.append(Change(name, before.nbytes, False))
-                self._changes.append(Change(name, place.nbytes, True))
+                if self.digest_of(name) == digest:  # else the names changed meanwhile
+                    self._changes.append(Change(name, place.nbytes, True))
             self.index.written(digest, place)
             self.stored += 1
         self._announce()
@@ -384,14 +391,18 @@ class Catalog:
         return self._noted(put, slot, digest, place.nbytes, place.crc, place.kind)
 
     def _note_gone(self, place: BlockPlace) -> None:
-        """Note that a block went that was there; its name is still in the file."""
+        """Note that a block went that was there; its name is still in the file.
+
+        One of other weights, or of a generation before, may have the name of one that is there.
+        """
         if self._names is not None and self._on_change:
             try:
                 name = self._names.get(place.slot)
             except OSError as failed:
                 logger.warning("%s: the name of a block cannot be read: %s", self._path, failed)
                 return
-            self._changes.append(Change(name, place.nbytes, False))
+            if name and self.digest_of(name) not in self.index.where:
+                self._changes.append(Change(name, place.nbytes, False))
 
     # Loading
 

@@ -308,6 +308,7 @@ class BlockStore(NotPickled, Closing):
 
     def _name(self, generation: int) -> None:
         self._names = names_of(self._identity, self._catalog.signature, generation)
+        self._catalog.digest_of = self._names.digest
 
     # Storing
 

@@ -33,6 +33,10 @@ class WholeNames:
         """Bytes of the record of a slot."""
         return _LENGTH.size + most_bytes
 
+    def clear(self) -> None:
+        """Forget all names."""
+        self._file.truncate(0)
+
     def put(self, slot: int, name: bytes) -> None:
         os.pwrite(self._file.fileno(), _LENGTH.pack(len(name)) + name, self._at(slot))
 

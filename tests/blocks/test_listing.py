@@ -195,6 +195,57 @@ def test_changes_are_for_a_writer_that_keeps_names(tmp_path: Path, handle: AioHa
         opened(tmp_path, handle, name_bytes=0, on_change=print)
 
 
+def test_a_block_of_another_time_does_not_take_a_name_away(
+    tmp_path: Path, handle: AioHandle
+) -> None:
+    """It made room, and its name was told as gone while a block of that name was there."""
+    heard = Heard()
+    with opened(tmp_path, handle, on_change=heard) as store:
+        put(store, "a", "b")
+        store.new_generation()
+        put(store, "a")
+        heard.take()
+        put(store, *(str(n) for n in range(SLOTS - 3)))
+        heard.take()
+        put(store, "x", "y")  # in the place of both of the generation before
+        assert heard.take() == [("b", False), ("y", True), ("x", True)]
+        assert store.contains(["a"]) == [True]
+        put(store, "z")
+        assert heard.take() == [("a", False), ("z", True)]
+
+
+def test_blocks_of_other_weights_do_not_take_names_away(tmp_path: Path, handle: AioHandle) -> None:
+    heard = Heard()
+    with opened(tmp_path, handle, identity="one") as store:
+        put(store, "a")
+    with opened(tmp_path, handle, identity="two", on_change=heard) as store:
+        put(store, "a", *(str(n) for n in range(SLOTS - 2)))
+        heard.take()
+        put(store, "x")
+        assert heard.take() == [("x", True)]
+        store.remove(["a"])
+        assert heard.take() == [("a", False)]
+
+
+@pytest.mark.parametrize("name_bytes", [0, 20])
+def test_names_that_were_not_kept_for_a_while_are_not_told(
+    name_bytes: int, tmp_path: Path, handle: AioHandle
+) -> None:
+    """What a slot held before was told as gone; and of slots that had none, a name of no bytes."""
+    with opened(tmp_path, handle) as store:
+        put(store, "a")
+    with opened(tmp_path, handle, name_bytes=name_bytes) as store:
+        store.clear()
+        put(store, "b", "c")  # "c" where "a" was
+    heard = Heard()
+    with opened(tmp_path, handle, on_change=heard) as store:
+        put(store, "a", *(str(n) for n in range(SLOTS - 3)))
+        heard.take()
+        store.remove(["b", "c"])
+        assert heard.take() == []
+        assert store.contains(["a", "b", "c"]) == [True, False, False]
+
+
 # Kinds
 
 
