@@ -62,7 +62,7 @@ def pages(name: str, value: Any, most: int) -> None:
 def parse_size(text: str) -> int:
     """Bytes from "1048576", "64K", "1.5G" or "1 MiB": binary, 1K is 1024.
 
-    Raises ValueError if it is no size, not a whole number of bytes, or not positive.
+    Raises ValueError if it is not a size, not a whole number of bytes, or not positive.
     """
     found = _SIZE.fullmatch(text.strip())
     if not found:
@@ -78,7 +78,7 @@ def size(name: str, value: int | str, least: int | None = None) -> int: ...
 @overload
 def size(name: str, value: int | str | None) -> int | None: ...
 def size(name: str, value: int | str | None, least: int | None = None) -> int | None:
-    """A number of bytes that may be given as text, such as "24G"; what is no text is as it was.
+    """A number of bytes, which may be given as text such as "24G"; other values are kept.
 
     With a `least`, it is checked as by `integer`.
     """
@@ -177,7 +177,7 @@ class NotPickled:
 
 
 def directory_path(what: str, value: str | os.PathLike[str]) -> str:
-    """Check a directory that a user names; TypeError if it is no path, or bytes."""
+    """Check a directory that a user names; TypeError if it is not a path, or bytes."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{what} must be a path, not {type(value).__name__}: {value!r:.80}")
     path = os.fspath(value)

@@ -126,7 +126,7 @@ def new_locked(num_elem: int, example_tensor_or_dtype: torch.Tensor | torch.dtyp
         example_tensor_or_dtype: The dtype, or a tensor (of any device) to take it from.
 
     Raises:
-        TypeError: `num_elem` is no int, or the example neither tensor nor dtype.
+        TypeError: `num_elem` is not an int, or the example neither tensor nor dtype.
         ValueError: `num_elem` is negative.
         OSError, MemoryError: As for `empty_pinned`.
     """
@@ -159,7 +159,7 @@ def free_pinned(tensor: torch.Tensor) -> None:
     Raises:
         ValueError: It was never locked here, was freed already, or is a view into the middle.
         OSError: CUDA refused to let go of the memory (EIO).
-        TypeError: It is no tensor.
+        TypeError: It is not a tensor.
     """
     check_tensor(tensor)
     address = span(tensor)[0]
@@ -179,7 +179,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
         says so. False for every other, tensors on a device included.
 
     Raises:
-        TypeError: It is no tensor.
+        TypeError: It is not a tensor.
 
     Cost:
         3 us.

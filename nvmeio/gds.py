@@ -238,7 +238,7 @@ class GdsHandle(AioHandle):
         tensors.check_tensor(tensor)
         if not devices.is_device(tensor) and not (tensor.is_cpu and self._host_too):
             raise TypeError(
-                f"a tensor on {tensor.device} is no CUDA tensor: page-lock CPU tensors with "
+                f"a tensor on {tensor.device} is not a CUDA tensor: page-lock CPU tensors with "
                 "new_cpu_locked_tensor"
             )
 

@@ -129,7 +129,7 @@ class AioHandle(HandleSettings, ClosingWork):
 
         Raises:
             ValueError: The file of settings is damaged; says which.
-            OSError: It cannot be read, or is no small regular file; says which.
+            OSError: It cannot be read, or is not a small regular file; says which.
             BackendUnavailableError: As for the constructor.
         """
         found = _tuned.find(path)
@@ -347,8 +347,8 @@ class AioHandle(HandleSettings, ClosingWork):
         Raises: As `async_gather`. The operation fails with ValueError, before anything is written,
         if two rows overlap, and with `RowsError` if some rows cannot be written; all others are.
 
-        Cost: as `async_gather`. A row that is no whole page costs a write(2) of its own, and a read
-        of its page if the page cache does not hold it.
+        Cost: as `async_gather`. A row that is not a whole page costs a write(2) of its own, and a
+        read of its page if the page cache does not hold it.
         """
         return self._start_rows(Opcode.WRITE, source, file, file_offsets)
 

@@ -61,7 +61,7 @@ class PinnedPool(NotPickled, Closing):
 
     Raises:
         MemoryError: The arena cannot be had; says how much is available.
-        TypeError, ValueError: `budget_bytes` is no int, or below 1.
+        TypeError, ValueError: `budget_bytes` is not an int, or below 1.
 
     Cost:
         The arena is mapped and touched once, here (about 0.1 s per GiB; see `empty_aligned`).
@@ -99,7 +99,7 @@ class PinnedPool(NotPickled, Closing):
 
         Raises:
             ValueError: `nbytes` is negative, or more than the budget, so would never be free.
-            TypeError: `nbytes` is no int.
+            TypeError: `nbytes` is not an int.
             ClosedError: The pool is closed, or belongs to the parent of this forked process;
                 raised here, and on entering where it was closed meanwhile.
             TimeoutError: On entering: not free within `timeout`. Nothing is held then.

@@ -109,7 +109,9 @@ def _parse(arguments: list[str], description: str | None) -> argparse.Namespace:
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: at least 1, not {getattr(options, name)}")
     if (options.dummy or options.quant_bits != 16) and not options.dir.is_dir():
-        parser.error(f"--offload-dir: {options.dir} is no directory; make it, or name another one")
+        parser.error(
+            f"--offload-dir: {options.dir} is not a directory; make it, or name another one"
+        )
     if options.dummy and options.model not in DUMMIES:
         parser.error(f"with --dummy --model is one of {', '.join(DUMMIES)}")
     return options

@@ -55,7 +55,7 @@ def open_kernel_aio() -> tuple[Any, KernelAio]:
         raise BackendUnavailableError(
             f"NVMEIO_LIBAIO={wanted} cannot be loaded",
             attempts=attempts,
-            remedy="name a libaio.so.1, or unset the variable: nvmeio works without libaio",
+            remedy="set it to the path of a libaio.so.1, or unset it: nvmeio works without libaio",
         )
     reason = "; ".join(f"{name}: {why}" for name, why in attempts)
     return lib.nv_kaio_open(ffi.NULL), KernelAio("syscalls", None, reason)

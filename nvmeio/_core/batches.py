@@ -139,8 +139,8 @@ def memories_of(
                 found[item] = memory
                 if mover is not None and moves is not mover:
                     raise ValueError(
-                        f"item {item} lies on another kind of device than those before it: make a "
-                        "batch of CUDA tensors, and one of those on the CPU"
+                        f"item {item} is on another kind of device than those before it: make one "
+                        "batch of CUDA tensors, and one of CPU tensors"
                     )
                 mover = moves
             memories.append(memory)
@@ -262,8 +262,8 @@ def _check_apart(part: BatchMember, offsets: list[int], sizes: list[int]) -> Non
         if offsets[one] + sizes[one] > offsets[other]:
             one, other = sorted((one, other))
             raise ValueError(
-                f"items {one} and {other} of a batch overlap in {part.name}, and which of them "
-                "would remain is unknown; nothing was written"
+                f"items {one} and {other} of a batch overlap in {part.name}, so the result would "
+                "depend on their order; nothing was written"
             )
 
 
@@ -349,7 +349,7 @@ class BatchRecord(Record):
         if not self._failures:
             return None
         batch = self._batch_now
-        # Those of files first: torch's refusal of a tensor is no failure of a drive.
+        # Those of files first: torch's refusal of a tensor is not a failure of a drive.
         failures = sorted(
             self._failures.items(),
             key=lambda each: (not isinstance(each[1], TransferError), each[0]),

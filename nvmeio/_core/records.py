@@ -293,7 +293,7 @@ def failure_of(outcome: base.Outcome, about: dict[str, Any]) -> BaseException:
         return TransferError(outcome.error, **about)
     start, end = about["file_offset"], about["file_offset"] + about["nbytes"]
     detail = (
-        f"the file ends at byte {start + outcome.transferred}, the tensor wants bytes up to {end}"
+        f"the file ends at byte {start + outcome.transferred}, but the read ends at byte {end}"
         if outcome.transferred
         else "the file ends before the span; nothing could be read"
     )

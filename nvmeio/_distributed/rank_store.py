@@ -37,19 +37,19 @@ def several() -> bool:
 def checked_group(group: Any, otherwise: str) -> tuple[int, int, str]:
     """This process's rank in a group, its size, and a name for who its members are.
 
-    Raises TypeError if it is no process group, ValueError if this process is no member of it, with
-    what to do `otherwise`.
+    Raises TypeError if it is not a process group, ValueError if this process is not a member of it,
+    with what to do `otherwise`.
     """
     import torch.distributed as dist
 
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"process_group must be a torch.distributed.ProcessGroup, not {group!r:.80}; "
-            "torch.distributed.group.WORLD is the one of all ranks"
+            "torch.distributed.group.WORLD is the group of all ranks"
         )
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
-        raise ValueError(f"this process is no member of process_group: {otherwise}")
+        raise ValueError(f"this process is not a member of process_group: {otherwise}")
     return rank, size, ",".join(map(str, dist.get_process_group_ranks(group)))
 
 
@@ -99,8 +99,8 @@ class RankStore:
         shared: Any = dist.distributed_c10d._get_default_store()
         if shared is None:
             raise ValueError(
-                "the process group has no store (MPI's has none), which ranks talk through: "
-                'init_process_group("gloo") or "nccl" makes one with a store'
+                "ranks communicate through a process group's store, which an MPI group lacks: "
+                'use init_process_group("gloo") or "nccl"'
             )
         store = cls(shared, rank, size, path, operation).limited(limit_s)
         store._store = _prefixed(f"nvmeio/{name}", store._connection())
@@ -253,8 +253,8 @@ class Calls:
     ) -> tuple[RankStore, int] | None:
         """Begin one more call of all ranks; what can refuse it before is within `asked`.
 
-        `group` is None for a process alone, `otherwise` what a process does that is no member. What
-        is `of` something is counted by itself. Each question to the store may take `limit_s`.
+        `group` is None for a process alone, `otherwise` what a process does that is not a member.
+        What is `of` something is counted by itself. Each question to the store may take `limit_s`.
         Returns the store that all calls of the group share,
         and the number of this one, from 1; None if there is no other rank.
         """

@@ -41,8 +41,8 @@ MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 _REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 # Where the kernel does not tell (before 6.1, or the file system does not say): found by trying,
-# once a file system. Its number alone does not do: where it is no drive's (btrfs, overlay, tmpfs),
-# the next one that is mounted may have it.
+# once a file system. Its number alone does not do: where it is not a drive's (btrfs, overlay,
+# tmpfs), the next one that is mounted may have it.
 _probed: dict[tuple[int, int], Alignment] = {}
 
 # Flags that must not be given when the same inode is opened a second time.

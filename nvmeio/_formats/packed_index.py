@@ -116,7 +116,7 @@ def sums_in(
             continue
         texts = given[name]
         if not isinstance(texts, list) or not texts or entry.nbytes % len(texts):
-            raise ValueError(f"{name!r} has no checksums of equal shares")
+            raise ValueError(f"{name!r} lacks checksums of equal shares")
         if any(not isinstance(text, str) or len(text) != 8 for text in texts):
             raise ValueError(f"{name!r} has a malformed checksum")
         sums[name] = tuple(int(text, 16) for text in texts)
@@ -154,7 +154,7 @@ def read_part(text: str) -> PackedPart | DrivePart:
         return of_drive
     rank, ranks = int(told["rank"]), int(told["ranks"])
     if not 0 <= rank < ranks:
-        raise ValueError(f"there is no rank {rank} of {ranks}")
+        raise ValueError(f"rank {rank} must be from 0 to {ranks - 1}")
     spans = []
     for start, end, whole in told["records"]:
         if not 0 <= start <= end:
@@ -252,7 +252,9 @@ class Dealing:
 
     def __init__(self, weights: Sequence[int], records: Sequence[tuple[int, int, int]]) -> None:
         if len(weights) < 2 or any(type(each) is not int or each < 1 for each in weights):
-            raise ValueError(f"{weights!r} are no weights of several drives")
+            raise ValueError(
+                f"{weights!r} is not a list of two or more positive weights, one for each drive"
+            )
         self.weights = tuple(weights)
         self.records = [(start, end, more) for start, end, more in records]
         at = 0
@@ -311,7 +313,7 @@ class DrivePart(NamedTuple):
 
 
 def drive_part(told: dict[str, Any]) -> DrivePart | None:
-    """Interpret what `Dealing.describe` wrote; None if that is no drive's. Raises as `read`."""
+    """Interpret what `Dealing.describe` wrote; None if that is not a drive's. Raises as `read`."""
     if "drive" not in told:
         return None
     dealing = Dealing(told["weights"], [(start, end, more) for start, end, more in told["records"]])

@@ -174,7 +174,7 @@ def _head_of(file: files.File) -> bytes:
     head = files.read_buffered(file, 0, min(file.size(), _HEAD_BYTES))
     if not head:
         raise EmptyFileError(
-            f"{file.path} is empty: what wrote it was interrupted, or has not begun; take another "
+            f"{file.path} is empty: its writer was interrupted, or has not begun; take another "
             "checkpoint"
         )
     return head
@@ -190,7 +190,7 @@ def _foreign(path: str, head: bytes, what: str) -> NoCheckpointError:
         remedy = "it looks like safetensors: nvmeio.load_safetensors reads that"
     elif head.startswith(PART_MAGIC):
         remedy = (
-            "it is the part of one rank, whose others are on other drives: "
+            "it is the part of one rank, and other drives hold the other parts: "
             "nvmeio.Checkpointer([directory, …], shared=False, "
             "read_only=True).restore() puts them together"
         )

@@ -107,7 +107,7 @@ class InFlight:
         """Call `begin` as soon as there is room for so many bytes.
 
         `done` is called when the operation has ended well and all before it are done. `label` says
-        what an item of a batch is for (0 if it is no batch), to be added to its error.
+        what an item of a batch is for (0 if it is not a batch), to be added to its error.
 
         Raises:
             Cancelled: `cancel` was called; nothing was begun.

@@ -443,7 +443,7 @@ class Catalog:
         self._announce()
         self.damaged += dropped
         if dropped and (self._writer or why is not None):
-            what = why or "they are not what was stored (a crash of the machine, or another writer)"
+            what = why or "they differ from what was stored (a crash, or another writer)"
             logger.warning("%s: %d blocks are dropped: %s", self._path, dropped, what)
 
     def remove(self, digests: Sequence[bytes], spare_pinned: bool = False) -> None:

@@ -166,7 +166,7 @@ class BlockStore(NotPickled, Closing):
                 f"capacity_bytes must be {least_bytes} or more, for one block: {capacity_bytes}"
             )
         if "/" in name or name.startswith("."):
-            raise ValueError(f"{name!r} is no name for a store: it becomes part of file names")
+            raise ValueError(f"{name!r} is not a name for a store: it becomes part of file names")
         self.block_bytes = block_bytes
         self.largest_bytes = largest_bytes
         self._name_bytes = name_bytes

@@ -98,7 +98,7 @@ class Table:
         blocks_of, self.slots_before = sizes_in(fd)
         least = HEADER_BYTES + self.slots_before * RECORD_BYTES
         if blocks_of != block_bytes or os.fstat(fd).st_size < least:
-            raise NotATable("it is one of blocks of another size, or was cut")
+            raise NotATable("its blocks have another size, or it is truncated")
         if not writer:
             self.slots = self.slots_before
         elif slots != self.slots_before:
@@ -257,7 +257,7 @@ def sizes_in(fd: int) -> tuple[int, int]:
     """
     header = os.pread(fd, _HEADER_CRC_AT + 4, 0)
     if header[:16] != _MAGIC:
-        raise NotATable("it is no table of blocks")
+        raise NotATable("it is not a table of blocks")
     if header[_HEADER_CRC_AT:] != struct.pack("<I", crc32.of_bytes(header[:_HEADER_CRC_AT])):
         raise NotATable("its header is damaged")
     _, block_bytes, slots = _HEADER.unpack(header[: _HEADER.size])

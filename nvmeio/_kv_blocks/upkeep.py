@@ -214,8 +214,8 @@ def resize(path: Path, capacity_bytes: int) -> Resized:
         names = path.with_suffix(".names")
         if slots < before and _size_of(names) and not table.name_bytes:
             raise ValueError(
-                f"{names} is of an older nvmeio, and its length of names is not known: start the "
-                "server once before, or remove the file if its server keeps no names"
+                f"{names} was written by an older nvmeio, so the length of its names is unknown: "
+                "start the server once first, or remove the file if its server keeps no names"
             )
         kept, moved, dropped = _fit(path, table, slots)
         if slots < before:

@@ -40,7 +40,7 @@ LEAST_BYTES = 128 << 10
 MOST_RANGES = 8192
 
 _WHY = {
-    errno.EOPNOTSUPP: "this kernel lacks a feature of it",
+    errno.EOPNOTSUPP: "this kernel lacks a feature of userfaultfd",
     errno.ENOTUNIQ: "the kernel merges equal pages of this process (KSM, PR_SET_MEMORY_MERGE; "
     "systemd: MemoryKSM=no), and forgets their protection",
 }
@@ -102,7 +102,7 @@ class WriteProtection:
 
     The caller keeps the memory as long as this lives. What finds no memory aside goes into a file
     without a name in `directory`. `taken` says of each range whether it will be protected. One that
-    is not (another snapshot protects it, it is no private memory, it has no whole page) the caller
+    is not (another snapshot protects it, it is not private memory, it has no whole page) the caller
     has to copy.
     """
 

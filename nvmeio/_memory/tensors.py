@@ -305,7 +305,7 @@ def _staged(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, C
     def copy_back() -> None:
         if recorded and tensor.untyped_storage()._cdata != storage._cdata:
             raise RuntimeError(
-                "the tensor was given another storage while it was read into; what was read is "
+                "the tensor was given another storage while it was read into, so the data was "
                 "dropped"
             )
         _check_access(target, writing=True)

@@ -148,8 +148,9 @@ def _follow_checkpoints() -> None:
     generator = getattr(module, _WITHOUT_REENTRANT, None)
     if generator is None:
         raise RuntimeError(
-            f"torch {torch.__version__} has no torch.utils.checkpoint.{_WITHOUT_REENTRANT}: what a "
-            "module checkpoints in its forward would run again without its parameters. Use a torch "
+            f"torch {torch.__version__} has no torch.utils.checkpoint.{_WITHOUT_REENTRANT}: "
+            "checkpointed parts of a module's forward would run again without its parameters. Use "
+            "a torch "
             "that this nvmeio was tested with, or a newer nvmeio"
         )
     apply = module.CheckpointFunction.apply.__func__

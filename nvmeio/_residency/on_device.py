@@ -242,9 +242,9 @@ class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
             return DeviceSlot(unit, memory)
         if pool.refused is not None:
             raise MemoryError(
-                f"{pool.device} has no {nbytes} bytes for one more part, and device_bytes="
+                f"{pool.device} has no {nbytes} bytes for one more part, although device_bytes="
                 f"{pool.budget_bytes} would allow it ({pool.in_use_bytes} are in use): lower "
-                "device_bytes, or what else is kept there (batch, activations)"
+                "device_bytes, or free other memory there (batch, activations)"
             ) from pool.refused
         raise MemoryError(
             f"device_bytes={pool.budget_bytes} is too small: {nbytes} bytes are needed for one "

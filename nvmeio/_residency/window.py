@@ -308,7 +308,9 @@ class Window(Generic[Unit, SomeSlot]):
                 error.__cause__ = fill.error
             raise error
         if not fill.whole:
-            raise ClosedError("the reads were stopped: whoever they are for is closed")
+            raise ClosedError(
+                "the reads were stopped, because the model or module that they were for was closed"
+            )
         self._keeper.check(slot)
         slot.fill = None
 

@@ -166,7 +166,7 @@ def make_directory(
 
     `above` makes those that are missing above it, too. `mode` is before the umask. `durable` makes
     the names survive a loss of power. `wanted` is what is to lie in it, if that was named; for
-    messages. Raises TransferError also if it is no directory, or one above it is missing.
+    messages. Raises TransferError also if it is not a directory, or one above it is missing.
     """
     name = os.path.abspath(path)
     missing: list[str] = []

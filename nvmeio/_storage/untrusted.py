@@ -137,7 +137,7 @@ def open_own(path: str | os.PathLike[str]) -> int:
         facts = os.fstat(fd)
         wrong = ""
         if not stat.S_ISREG(facts.st_mode):
-            wrong = "it is no regular file"
+            wrong = "it is not a regular file"
         elif facts.st_uid != os.geteuid():
             wrong = f"it belongs to user {facts.st_uid}"
         elif facts.st_nlink > 1:
@@ -158,7 +158,7 @@ _CHUNK_BYTES = 1 << 20
 def read_small(path: str | os.PathLike[str], most: int) -> bytes:
     """The bytes of a regular file, links followed; never waits for a writer.
 
-    Raises OSError, which says why: it is no regular file (EINVAL, or EISDIR), or has more than
+    Raises OSError, which says why: it is not a regular file (EINVAL, or EISDIR), or has more than
     `most` bytes (EFBIG).
     """
     return run_interruptible(lambda: _read_small(os.fspath(path), most))
@@ -241,8 +241,8 @@ class Unchanged:
         if now != before:
             changed = "its size" if now[0] != before[0] else "its time of modification"
             raise IntegrityError(
-                f"{path} changed while weights were streamed from it: {changed} is another than "
-                f"when it was opened. What was read for {what} is not used. Write a changed model "
+                f"{path} changed while weights were streamed from it: {changed} differs from when "
+                f"it was opened. The data read for {what} is not used. Write a changed model "
                 "under another name, and open that",
                 expected=before,
                 found=now,

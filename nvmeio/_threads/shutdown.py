@@ -182,11 +182,11 @@ def at_exit(end: Callable[[], object]) -> None:
 
 
 def end_saving(end: Callable[[], object]) -> None:
-    """Call `end()`; log what it raises, for nobody asks for it any more."""
+    """Call `end()`; log what it raises, because nothing awaits the result any more."""
     try:
         end()
     except BaseException as failed:
-        logger.error("a save failed, and nobody has asked for it: %s", failed)
+        logger.error("a save failed, and its result was never awaited: %s", failed)
         raise
 
 
@@ -249,7 +249,7 @@ def _at_exit() -> None:
 def _say_what_was_lost() -> None:
     for pid, untold in _untold:
         if pid == os.getpid():  # not in a forked child: its parent says so
-            raise NvmeioError(f"this failure was reported to nobody: {untold}")
+            raise NvmeioError(f"unreported failure: {untold}")
 
 
 # The step that was registered last is called first.

@@ -150,7 +150,7 @@ def _find(wanted: Wanted[LoadingRanks]) -> Generation:
     found = [each for each in there if each.step == wanted.step]
     if not found:
         steps = ", ".join(str(step) for step in sorted({each.step for each in there}))
-        detail = f"there is no step {wanted.step}; there is {steps or 'none at all'}"
+        detail = f"there is no step {wanted.step}; existing steps: {steps or 'none'}"
         path = retention.file_path(wanted.directory, wanted.step)
         raise open_error(errno.ENOENT, path, detail + _parts_there(wanted.directory))
     return found[-1]
@@ -197,7 +197,7 @@ def _load_ranks(path: str, loading: _Loading) -> Loaded:
         return Loaded.of_all([loading.load(os.path.join(path, name)) for name in names])
     if rank >= len(names):
         raise ValueError(
-            f"{path}: there is no rank {rank}: it was saved by {len(names)}, 0 to {len(names) - 1}"
+            f"{path}: rank {rank} is out of range: ranks 0 to {len(names) - 1} saved it"
         )
     return loading.load(os.path.join(path, names[rank]))
 
@@ -268,8 +268,8 @@ class _LoadingParts:
         if wanted.rank is not None:
             if wanted.rank >= save.parts:
                 raise ValueError(
-                    f"step {save.step}: there is no rank {wanted.rank}: it was saved by "
-                    f"{save.parts}, 0 to {save.parts - 1}"
+                    f"step {save.step}: rank {wanted.rank} is out of range: "
+                    f"ranks 0 to {save.parts - 1} saved it"
                 )
             return self._load(save, wanted.rank, wanted.new_ranks())
         if wanted.size != save.parts:

@@ -79,7 +79,7 @@ class LoadOptions:
                 "the third parameter is pickle_module, as of torch.load: name weights_only= and "
                 "those behind it"
             )
-        # None is no way to ask for less safety; the variable is torch.load's, for the careful.
+        # None is not a way to ask for less safety; the variable is torch.load's, for the careful.
         forced = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower()
         weights_only = weights_only is not False or forced in ("1", "y", "yes", "true")
         if weights_only and pickle_module is not None:
@@ -90,7 +90,7 @@ class LoadOptions:
         if unknown and pickle_module is None:  # a module of the caller's may take others
             raise TypeError(
                 f"load() got an unexpected keyword argument {unknown[0]!r}"
-                + ("; where tensors go is map_location=" if unknown[0] == "device" else "")
+                + ("; map_location= says where tensors go" if unknown[0] == "device" else "")
             )
         fake = _torch_private.detect_fake_mode(None) is not None
         return cls(
@@ -150,8 +150,8 @@ def load_older(file: File, options: LoadOptions) -> Any:
         from nvmeio._formats.sniff import TruncatedFileError
 
         raise TruncatedFileError(
-            f"{file.path} ends in the middle, at byte {file.size()}: what wrote it was "
-            f"interrupted; take another checkpoint (torch says {str(e) or type(e).__name__:.200})"
+            f"{file.path} is truncated at byte {file.size()}: its writer was interrupted; take "
+            f"another checkpoint (torch says {str(e) or type(e).__name__:.200})"
         ) from e
 
 

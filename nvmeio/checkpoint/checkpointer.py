@@ -230,7 +230,7 @@ class Checkpointer(NotPickled, ClosingWork):
                 than `memory_bytes`, and the disk is full or the drive failed.
             ValueError: `step` is negative; the ranks do not save the same; this was made with
                 ``read_only=True``.
-            TypeError: `step` is no int.
+            TypeError: `step` is not an int.
             MemoryError: There is no room for the snapshot.
             ClosedError: It is closed, or belongs to the parent of this forked process.
 

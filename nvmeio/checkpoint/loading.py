@@ -105,14 +105,14 @@ def load(
         IntegrityError: The archive is damaged, or says what cannot be: a record past the end,
             overlapping, compressed, encrypted, there twice, or of another size than the pickle
             says. Names file and record; known before anything is allocated.
-        NvmeioError: The file is no checkpoint of torch at all, or a truncated one in the format
+        NvmeioError: The file is not a checkpoint of torch at all, or a truncated one in the format
             from before its zip files; a `pickle.UnpicklingError` too, or an `EOFError` if it is
             empty, as of torch.load.
         pickle.UnpicklingError: torch's own refusal of what ``weights_only`` forbids, or nvmeio's of
             a call that would allocate far more than the pickle holds; likewise.
         TransferError: The file cannot be opened or read.
         TypeError: `path` is an open file; `process_group` is none.
-        ValueError: This process is no member of `process_group`.
+        ValueError: This process is not a member of `process_group`.
         MemoryError: There is less memory than the state needs.
 
     Where one of several ranks fails, dies or is interrupted, all others raise a `TransferError`
@@ -378,7 +378,8 @@ def _check_locations(scan: Scan, file: File, where: MapLocation) -> None:
             if _is_registered(location):
                 continue
             raise IntegrityError(
-                f"{file.path} says that a storage was saved from {location!r}, which is no device "
+                f"{file.path} says that a storage was saved from {location!r}, which is not a "
+                "device "
                 "that torch knows here: the file is damaged, or the device is of an extension that "
                 "has to be imported first. map_location='cpu' loads it into memory",
                 expected="a device such as 'cpu' or 'cuda:0'",

@@ -434,7 +434,7 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> bool:
 
     Raises:
         TypeError: Not a mapping of names to tensors (a ValueError too, as in safetensors).
-        TypeError: A name is no text, or a dtype one that the format lacks.
+        TypeError: A name is not text, or a dtype is one that the format lacks.
         NotImplementedError: A tensor has no memory (a TypeError too).
         ValueError: A tensor is sparse, or named like the metadata.
     """

@@ -24,7 +24,7 @@ class Training:
         parts: Objects with `state_dict` and `load_state_dict`; None for those there are not.
 
     Raises:
-        TypeError: One is no such object; says which.
+        TypeError: One is not such an object; says which.
     """
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
@@ -35,8 +35,9 @@ class Training:
             if not all(callable(getattr(part, v, None)) for v in ("state_dict", "load_state_dict")):
                 raise TypeError(
                     f"{name} is {an(type(part).__name__)}, which has no state_dict() and "
-                    "load_state_dict(): give an object that has both (of data loaders torchdata's "
-                    "StatefulDataLoader), or leave it out, and bring it back by the step"
+                    "load_state_dict(): give an object that has both (for data loaders, "
+                    "torchdata's StatefulDataLoader), or leave it out, and derive its state from "
+                    "the step"
                 )
 
     def state(self) -> dict[str, Any]:
@@ -69,7 +70,7 @@ class Training:
             )
         for name, part in self.parts.items():
             if name in missing:
-                logger.warning("%s holds no %r: it begins anew", where, name)
+                logger.warning("%s holds no %r: it was not restored", where, name)
                 continue
             try:
                 part.load_state_dict(state[name])
@@ -140,7 +141,8 @@ def _restores_of(states: Mapping[str, Any], where: str) -> list[Callable[[], obj
             restores.append(lambda: torch.cuda.set_rng_state_all(devices))
         else:
             logger.warning(
-                "%s has the random states of %d CUDA devices, and there are %d: they begin anew",
+                "%s has the random states of %d CUDA devices, but there are %d: their random "
+                "states were not restored",
                 where,
                 len(states["cuda"]),
                 count,
@@ -155,7 +157,8 @@ def _restore_of_numpy(state: Any, where: str) -> Callable[[], object]:
     now = numpy.random.get_state(legacy=False)["bit_generator"]
     if kind != now:
         logger.warning(
-            "%s has the state of numpy's %s, and numpy.random uses %s: it begins anew. Call "
+            "%s has the state of numpy's %s, and numpy.random uses %s: its state was not restored. "
+            "Call "
             "numpy.random.set_bit_generator(numpy.random.%s()) before resume",
             where,
             kind,

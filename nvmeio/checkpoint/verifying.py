@@ -82,7 +82,7 @@ def verify(
         progress: Called with the number of bytes done since the last call.
 
     Returns:
-        What was found; damage is no error here.
+        What was found; damage is not an error here.
 
     Raises:
         NoCheckpointError: The file is none of these, or one that has nothing to check: torch's

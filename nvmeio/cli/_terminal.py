@@ -64,7 +64,7 @@ def parse_duration(text: str) -> float:
         raise ValueError(f"{text!r} is not a time: write seconds, or a number with s, m or h")
     seconds = float(found[1]) * _SECONDS[(found[2] or "").lower()]
     if seconds <= 0:
-        raise ValueError(f"{text!r} is no time at all: write 10 or 2m")
+        raise ValueError(f"{text!r} is not a positive duration: write 10 or 2m")
     return seconds
 
 
@@ -136,7 +136,7 @@ def fitted(name: str, columns: Sequence[Column], rows: Sequence[Row], width: int
     """A table no wider than `width`, as far as that can be had without cutting a cell.
 
     `name` heads the first column, which stays, and is folded if it must be. Columns that no row has
-    a cell for are left out. Cells are text, in which brackets are no markup.
+    a cell for are left out. Cells are text, in which brackets are not markup.
     """
     widths = {
         column: max(len(column.heading), *(len(row.cells[column.heading]) for row in rows))
@@ -177,7 +177,7 @@ def trimmed(console: Console, width_in_a_pipe: int = 0) -> Iterator[None]:
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """A text in which brackets are no markup, and which the terminal alone breaks."""
+    """A text in which brackets are not markup, and which the terminal alone breaks."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -36,7 +36,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-_LEFT = "the stores are whole, and the command may be given again"
+_LEFT = "the stores are undamaged, and the command may be run again"
 _options = OptionGroup()
 
 DirectoryArgument = Annotated[
@@ -236,7 +236,7 @@ def _facts_in_words(facts: StoreFacts) -> str:
         f"  capacity    {capacity} in slots of {binary_size(facts.block_bytes)}; the file has "
         f"{taken}",
         f"  generation  {facts.generation}, of {facts.tag[:16]}",
-        f"  open        {printable('; '.join(map(str, facts.users)) or 'nobody has it open')}",
+        f"  open        {printable('; '.join(map(str, facts.users)) or 'no process has it open')}",
     ]
     if facts.damaged:
         lines.append(f"  damaged     {counted(facts.damaged, 'record')} of the table")

@@ -46,7 +46,7 @@ from nvmeio.cli._terminal import (
 )
 from nvmeio.errors import IntegrityError, TransferError
 
-# A file of such a name that is no checkpoint, an empty one for instance, is one that was lost.
+# A file of such a name that is not a checkpoint, an empty one for instance, is one that was lost.
 _PROMISE = frozenset({".pt", ".pth", ".ckpt", ".safetensors"})
 
 
@@ -63,14 +63,14 @@ def checkpoints_in_all(paths: Iterable[Path], errors: Console) -> tuple[list[Pat
     for path in paths:
         inside = list(checkpoints_in(path))
         if not inside:
-            say(errors, f"{path}: there is no checkpoint in it", "red")
+            say(errors, f"{path}: it holds no checkpoint", "red")
             status = USAGE
         found += inside
     return found, status
 
 
 def in_words(error: Exception) -> str:
-    """What went wrong with a path, for people: an OSError's number is no part of it."""
+    """What went wrong with a path, for people: an OSError's number is not a part of it."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 

@@ -168,7 +168,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
 
         Raises:
             IndexError: A number is out of range; negative ones do not count from the end.
-            TypeError: They are no integers (a mask is ``mask.nonzero().flatten()``); or `out` is
+            TypeError: They are not integers (a mask is ``mask.nonzero().flatten()``); or `out` is
                 no tensor, or of another dtype.
             ValueError: `indices` has more than one dimension; `out` has another shape.
             ClosedError: The records are closed.
@@ -329,8 +329,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         # Opened on another machine, the same file may have other numbers.
         if identity.machine == self._identity.machine and identity != self._identity:
             raise IntegrityError(
-                f"{self._path} is another file than the one that these records were opened from: "
-                "it was replaced; make new Records",
+                f"{self._path} was replaced after these records were opened: make new Records",
                 expected=self._identity.inode,
                 found=identity.inode,
             )

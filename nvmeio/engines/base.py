@@ -464,8 +464,8 @@ def planning_failure(code: int, raw: Any) -> BaseException | None:
         pair = ffi.new("uint64_t[2]")
         lib.nv_rows_overlap(raw, pair, pair + 1)
         return ValueError(
-            f"rows {pair[0]} and {pair[1]} of a scatter overlap in the file, and which of them "
-            "would remain is unknown; nothing was written"
+            f"rows {pair[0]} and {pair[1]} of a scatter overlap in the file, so the result would "
+            "depend on their order; nothing was written"
         )
     if code == errno.ERANGE:
         return ValueError("file_offsets changed while they were read: keep them until then")

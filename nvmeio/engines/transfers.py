@@ -268,7 +268,7 @@ def row_places(
         allow_overlap: By a part of an element too.
 
     Raises:
-        TypeError: `file_offsets` are no integers.
+        TypeError: `file_offsets` are not integers.
         ValueError: There are not as many as rows, or a row would lie outside of any file; or two
             overlap by a part of an element.
     """

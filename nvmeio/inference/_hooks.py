@@ -281,8 +281,9 @@ def _refuse_state(
     """Refuse `load_state_dict`, which would be lost for what is on disk."""
     if any(prefix + name in state_dict for name in names):
         raise RuntimeError(
-            f"a streamed model takes no other weights ({prefix or type(module).__name__!r}): they "
-            "are read from its checkpoint. Write them there, and stream the model anew"
+            "a streamed model reads its weights from its checkpoint and takes no others "
+            f"({prefix or type(module).__name__!r}). Write them to the checkpoint, and stream the "
+            "model again"
         )
 
 
@@ -346,8 +347,8 @@ def _check_sums(unit: Unit, failures: int) -> None:
         wrong = found[0]  # right by now, and maybe not when it was used
     if wrong is not None:
         raise IntegrityError(
-            f"the rows of {unit.weights[0].name!r} were not all what was packed, when they "
-            "were read: model.weight_stream.close() and reopen() read them anew",
+            f"the rows of {unit.weights[0].name!r} differed from the packed ones when they were "
+            "read: model.weight_stream.close() and reopen() read them again",
             expected=f"CRC-32 {wrong.whole:08x} of the whole",
             found="another one",
         )

@@ -110,8 +110,8 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
     others_of = {key: weight for key, weight in matched.items() if key not in of_experts}
     if asked.host_bytes is not None and not experts:
         raise ValueError(
-            f"host_bytes keeps more experts of a mixture in host memory, and {asked.label} has "
-            "none that are kept one by one: leave it out"
+            f"host_bytes keeps more experts of a mixture in host memory, but {asked.label} keeps "
+            "no experts one by one: leave it out"
         )
     needs = _needs_of(experts, parallel.size if isinstance(parallel, ExpertParallel) else 1)
     if asked.device.type == "cuda":
@@ -427,9 +427,7 @@ def _sources(
             f"{type(given).__name__}"
         )
     if checkpoint is None:
-        raise ValueError(
-            f"checkpoint= is needed with {an(type(given).__name__)}: where the weights are"
-        )
+        raise ValueError(f"{an(type(given).__name__)} needs checkpoint=, the path of its weights")
     return _several(checkpoint, rank), given
 
 

@@ -60,7 +60,7 @@ def directory_of(given: str | os.PathLike[str], revision: str | None = None) -> 
             raise ValueError(f"revision is for the hub, and {name} is a directory: leave it out")
         return name
     if os.path.exists(name) or not isinstance(given, str) or not _NAME.fullmatch(name):
-        what = "is no directory" if os.path.exists(name) else "does not exist"
+        what = "is not a directory" if os.path.exists(name) else "does not exist"
         raise FileNotFoundError(
             f"{name} {what}{_near(name)}: name a directory that save_pretrained or nvmeio pack "
             'wrote, or a repository on the hub as "owner/name"'
@@ -70,7 +70,7 @@ def directory_of(given: str | os.PathLike[str], revision: str | None = None) -> 
     config = _download(hub, name, _CONFIG, revision)
     if config is None:
         raise FileNotFoundError(
-            f"{name} is no directory here{_near(name)}, and the repository of that name on the "
+            f"{name} is not a directory here{_near(name)}, and the repository of that name on the "
             f"hub has no {_CONFIG}"
         )
     found = Path(config).parent
@@ -110,7 +110,7 @@ def _require(name: str) -> Any:
         return hub
     except ImportError as failed:
         raise BackendUnavailableError(
-            f"{name} is no directory here{_near(name)}; as a name on the hub it needs "
+            f"{name} is not a directory here{_near(name)}; as a name on the hub it needs "
             "huggingface_hub",
             attempts=[("huggingface_hub", str(failed))],
             remedy='pip install "nvmeio[transformers]", or name a directory',
@@ -131,7 +131,7 @@ def _check_answers(hub: Any, name: str, revision: str | None) -> None:
         hub.get_session().head(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as failed:  # of requests or httpx
         raise FileNotFoundError(
-            f"{name} is no directory here{_near(name)}; a repository of that name is not in the "
+            f"{name} is not a directory here{_near(name)}; a repository of that name is not in the "
             f"hub's cache ({constants.HF_HUB_CACHE}), and the hub ({constants.ENDPOINT}) does not "
             f"answer: {failed}"
         ) from failed
@@ -153,15 +153,16 @@ def _download(
         if not needed:
             return None
         raise FileNotFoundError(
-            f"{name} is no directory here{_near(name)}; {file} of the repository of that name is "
-            f"not in the hub's cache ({hub.constants.HF_HUB_CACHE}) and was not downloaded: "
+            f"{name} is not a directory here{_near(name)}; {file} of the repository of that name "
+            f"is not in the hub's cache ({hub.constants.HF_HUB_CACHE}) and was not downloaded: "
             f"{missing}"
         ) from missing
     except errors.EntryNotFoundError:
         return None
     except errors.RepositoryNotFoundError as missing:  # or one that this user may not read
         raise FileNotFoundError(
-            f"{name} is no directory here{_near(name)}, and no repository on the hub that you may "
+            f"{name} is not a directory here{_near(name)}, and no repository on the hub that you "
+            "may "
             f"read: {missing}"
         ) from missing
     except errors.RevisionNotFoundError as missing:

@@ -318,7 +318,7 @@ def offload(
         that used it are of no use any more; a new one makes another.
 
     Raises:
-        TypeError: It is no transformers model.
+        TypeError: It is not a transformers model.
         TransferError: There is no such directory, and it cannot be made.
         ValueError: The system's temporary directory is in memory.
     """

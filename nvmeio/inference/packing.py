@@ -162,7 +162,7 @@ def pack(
             more than 1 MiB in `model_directory`, in groups of a row; see `stream_model` for how it
             computes with them. None quantises nothing.
         quant_group_size: Elements that share a scale and a minimum, even; matrices whose rows
-            are no multiple of it stay as they are.
+            are not a multiple of it stay as they are.
         modules_to_not_convert: Names of modules that are not quantised, or the last parts of
             names: ``["lm_head", "embed_tokens"]``. What is in them is not either.
         ranks: The number of processes that will stream it together (see `stream_model`). `out` gets
@@ -203,12 +203,14 @@ def pack(
         raise ValueError("modules_to_not_convert: nothing is quantised anyway; give quant_bits=4")
     if ranks > 1 and len(targets) > 1:
         raise ValueError(
-            "ranks= is for a drive each, several directories for one process with several drives: "
-            "give one of them"
+            "ranks= is for several processes with a drive each, a list of directories is for one "
+            "process with several drives: give one, not both"
         )
     for target in targets:
         if target.exists():
-            raise FileExistsError(f"{target} exists: name a directory that does not, or remove it")
+            raise FileExistsError(
+                f"{target} exists: name a directory that does not exist, or remove it"
+            )
     source = Path(hub.directory_of(model_directory))
     model_files.refuse_adapter(source)
     config = transformers.config_of(source)
@@ -224,8 +226,8 @@ def pack(
         units = [unit for unit in (parts.fixed, *parts.units) if unit.weights]
         if ranks > 1 and any(unit.experts is not None for unit in units):
             raise ValueError(
-                "the experts of a mixture are read by each rank for itself, as its tokens are "
-                "routed: pack it without ranks, and give each rank the whole or a copy of it"
+                "each rank of a mixture reads the experts that its own tokens need: pack it "
+                "without ranks, and give each rank the whole model or a copy"
             )
         temporaries = []
         for target in targets:

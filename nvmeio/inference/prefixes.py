@@ -58,7 +58,7 @@ class PrefixCache:
         weights_id: A name for this version of the weights, in place of looking at them.
 
     Raises:
-        TypeError: It is no such model.
+        TypeError: It is not such a model.
         ValueError: The capacity has no room for a block, or `fingerprint` is neither of the two.
 
     Of each block a CRC-32 is kept and compared. What was damaged or killed half way, or made room
@@ -298,7 +298,7 @@ class PrefixCache:
     # Forgetting
 
     def remove(self, name: str) -> None:
-        """Forget a prefix; that there is none is no error.
+        """Forget a prefix; that there is none is not an error.
 
         Raises:
             TransferError: As for `save`.
@@ -316,7 +316,7 @@ class PrefixCache:
 
 def _checked_ids(name: str, ids: torch.Tensor) -> torch.Tensor:
     if not name or "\0" in name:
-        raise ValueError(f"{name!r} is no name for a prefix")
+        raise ValueError(f"{name!r} is not a name for a prefix")
     if ids.dim() != 2 or not ids.numel():
         raise ValueError(f"input_ids must be (sequences, tokens), not {tuple(ids.shape)}")
     return ids.detach().to("cpu", torch.int64).contiguous()

@@ -86,12 +86,12 @@ def spill(
         TransferError: The disk is full, or failed; the modules are as they were.
         ValueError: There are no modules; a parameter has no memory, or holes in it, or is more than
             one tensor; `resident_bytes` is too small, or it or `window` is below 1.
-        TypeError: One of these two is no int; a dtype is unknown to safetensors files.
+        TypeError: One of these two is not an int; a dtype is unknown to safetensors files.
     """
     resident_bytes = _checks.size("resident_bytes", resident_bytes)
     check_numbers(window, resident_bytes, None)
     if not modules:
-        raise ValueError("there are no modules to spill: name one at least")
+        raise ValueError("the list of modules to spill is empty: name at least one")
     with Spiller(directory, handle) as spiller:
         for module in modules:
             spiller.write(module)

@@ -309,7 +309,7 @@ def _check_same(plan: ModelPlan, again: SafetensorsSet, checksum: bool) -> None:
 
 def _another(again: SafetensorsSet, what: str, before: object, now: object) -> IntegrityError:
     return IntegrityError(
-        f"{again.path} is another checkpoint than when the model was streamed first: {what}. "
+        f"{again.path} differs from the checkpoint that the model was first streamed from: {what}. "
         "Call stream_model again",
         expected=before,
         found=now,

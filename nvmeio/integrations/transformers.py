@@ -118,8 +118,8 @@ def from_pretrained(
         auto: Any = importlib.import_module("transformers.models.auto.auto_factory")
         if type(config) not in model_class._model_mapping:
             raise ValueError(
-                f"{model_class.__name__} has no class for {type(config).__name__}, which "
-                f"{folder} is of: name the model's own class"
+                f"{model_class.__name__} has no class for {type(config).__name__}, the "
+                f"configuration in {folder}: name the model's own class"
             )
         model_class = auto._get_model_class(config, model_class._model_mapping)
         if model_class.config_class is config.sub_configs.get("text_config", config):

@@ -443,8 +443,8 @@ def _state_options(state: Mapping[str, Any], zero: Mapping[str, Any]) -> dict[st
 def _not_pinned(section: str) -> OSError:
     return OSError(
         errno.EPERM,
-        f"{section}: pin_memory was asked for, and this process may not lock so much memory: raise "
-        "RLIMIT_MEMLOCK (ulimit -l), or leave it out; the drive needs it not",
+        f"{section}: pin_memory was asked for, but this process may not lock so much memory: raise "
+        "RLIMIT_MEMLOCK (ulimit -l), or leave it out; direct I/O does not need it",
     )
 
 

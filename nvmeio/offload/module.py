@@ -337,8 +337,8 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
             return super().__getattr__(name)
         raise AttributeError(
             f"a SwappedModule has no {name!r}; the module within it has: ask for module.{name}. "
-            "get_state_dict of torch.distributed.checkpoint, and what else walks along names, "
-            "takes that module"
+            "get_state_dict of torch.distributed.checkpoint, and other code that follows names, "
+            "must be given that module"
         )
 
 

@@ -161,7 +161,9 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         there = devices.usable("device", device)
         stepper = Stepper(optimizer_class, optimizer_args, there)
         if params is None:
-            raise TypeError("params is missing: parameters or groups of them, as for torch.optim")
+            raise TypeError(
+                "params is missing: pass parameters or parameter groups, as for torch.optim"
+            )
         if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
             raise TypeError(
                 f"params is a module ({type(params).__name__}): pass its parameters, "
@@ -459,8 +461,8 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         kept = KeptSchedule(scheduler, every)
         if self._keeps_scheduler:
             raise ValueError(
-                "the optimizer keeps a scheduler already: join them by SequentialLR or "
-                "ChainedScheduler, and keep that one"
+                "the optimizer keeps a scheduler already: combine both with SequentialLR or "
+                "ChainedScheduler, and keep the result"
             )
         kept.attach(self, self._loaded)
         self._keeps_scheduler = True

@@ -120,8 +120,8 @@ def park(
     already = Parked.of(module)
     if already is not None:
         raise ValueError(
-            f"the module is parked already, in {already.swap_dir}, or a part of it is: call "
-            "restore() of what park() returned (or Parked.of(module).restore()) first"
+            f"the module is parked already, in {already.swap_dir}, entirely or in part: call "
+            "restore() of the object that park() returned (or Parked.of(module).restore()) first"
         )
     storages = storages_of(members_of(module, optimizer))
     parked = Parked(handle)
@@ -259,7 +259,7 @@ class Parked(NotPickled, Closing):
                     return
                 raise ClosedError(
                     "what was parked is closed: its state is in "
-                    f"{self._path}; make module and optimizer anew, and call "
+                    f"{self._path}; make a new module and optimizer, and call "
                     "resume_parked"
                 )
             self._bring(kinds, cancellation)
@@ -354,7 +354,7 @@ class Parked(NotPickled, Closing):
         if not self._closed and os.getpid() == self._process:
             warnings.warn(
                 f"a Parked was dropped: its state is in {self._path}, and "
-                "resume_parked brings it into a module and optimizer that are made anew",
+                "resume_parked brings it into a new module and optimizer",
                 ResourceWarning,
                 stacklevel=2,
             )

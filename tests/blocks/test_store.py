@@ -313,7 +313,7 @@ def test_a_foreign_file_is_not_believed(tmp_path: Path, handle: AioHandle, caplo
     with opened(tmp_path, handle) as store:
         assert len(store) == 0
         assert put(store, [1]) == [True]
-    assert "it is no table of blocks" in caplog.text
+    assert "it is not a table of blocks" in caplog.text
     assert directory.stat().st_mode & 0o777 == 0o700
 
 

@@ -225,7 +225,7 @@ def restore(me: Rank) -> None:
             assert same(found, [own(6, rank) for rank in range(2)])
         for rank in range(2):
             assert same(checkpointer.restore(rank=rank), own(6, rank))
-        with me.raises(ValueError, "there is no rank 2: it was saved by 2"):
+        with me.raises(ValueError, "rank 2 is out of range: ranks 0 to 1"):
             checkpointer.restore(rank=2)
 
 

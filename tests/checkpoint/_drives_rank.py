@@ -206,11 +206,11 @@ def restore(me: Rank, saved_by: int) -> None:
             found = checkpointer.restore()
             assert same(found, own(6, rank) if size == saved_by else states)
             assert same(checkpointer.restore(5, rank=1), own(5, 1))
-            with me.raises(ValueError, "there is no rank 9"):
+            with me.raises(ValueError, "rank 9 is out of range"):
                 checkpointer.restore(rank=9)
         few = nvmeio.Checkpointer(mine[-1], 1, None, dist.group.WORLD, shared=False)
         if len(mine) > 1:
-            with me.raises(FileNotFoundError, "is not whole", "several directories"):
+            with me.raises(FileNotFoundError, "is incomplete", "several directories"):
                 few.restore()
 
 
@@ -225,9 +225,9 @@ def lost(me: Rank) -> None:
         if me.rank == 1:
             me.folder.rename(away)
         me.meet_others()
-        text = "step 3 is not whole: of its parts 0 to 1 nobody has 1; rank 1 of 2 has none of it"
+        text = "step 3 is incomplete: of parts 0 to 1, no rank has 1; rank 1 of 2 has no part of it"
         for which in (None, 3):
-            with me.raises(FileNotFoundError, text, "drive-1", "no other step is whole"):
+            with me.raises(FileNotFoundError, text, "drive-1", "no other step is complete"):
                 checkpointer.restore(which)
         assert checkpointer.steps() == [] and checkpointer.latest_step() is None
         me.meet_others()
@@ -238,7 +238,7 @@ def lost(me: Rank) -> None:
         me.meet_others()
         assert checkpointer.latest_step() == 2
         assert same(checkpointer.restore(), me.state(2))
-        with me.raises(FileNotFoundError, "of its parts 0 to 1 nobody has 1", "restored: step 2"):
+        with me.raises(FileNotFoundError, "of parts 0 to 1, no rank has 1", "restored: step 2"):
             checkpointer.restore(3)
         for step in (4, 5, 6, 7):
             me.saved(checkpointer, step)

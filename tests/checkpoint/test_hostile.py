@@ -640,7 +640,7 @@ def test_a_location_that_is_no_device_is_told_with_file_and_tag(tag: str, path: 
     records[name] = records[name].replace(cpu, b"X" + struct.pack("<I", len(told)) + told)
     write_records(path, records)
     for where in (None, {"cuda": "cpu"}):
-        with pytest.raises(nvmeio.IntegrityError, match="no device") as failed:
+        with pytest.raises(nvmeio.IntegrityError, match="not a device") as failed:
             nvmeio.load(path, map_location=where)
         assert str(path) in str(failed.value)
         assert repr(tag) in str(failed.value)

@@ -89,7 +89,7 @@ def test_other_ranks_and_one_process_restore(ranks: Any, tmp_path: Path) -> None
         assert same(found, wanted)
         nvmeio.save(found, tmp_path / "whole.pt")
         assert same(torch.load(tmp_path / "whole.pt"), wanted)
-        with pytest.raises(FileNotFoundError, match=r"nobody has 3; .* give each of them several"):
+        with pytest.raises(FileNotFoundError, match=r"no rank has 3; .* give each of them several"):
             nvmeio.Checkpointer(drives[:3], shared=False, read_only=True).restore()
         assert same(alone.restore(5, rank=2), own(5, 2) if layout == "per_rank" else replicated(5))
 

@@ -159,7 +159,7 @@ def test_two_saves_of_one_step_are_not_mixed() -> None:
     first, second = save_of(1, step=5), save_of(2, step=5)
     survey = having([first.part_name(0)], [second.part_name(1)])
     assert survey.whole() == []
-    with pytest.raises(FileNotFoundError, match=r"step 5 is not whole: .* nobody has 0"):
+    with pytest.raises(FileNotFoundError, match=r"step 5 is incomplete: .* no rank has 0"):
         survey.chosen(5)
     survey = having([first.part_name(0), second.part_name(0)], [first.part_name(1)])
     assert survey.chosen(None) == (

@@ -146,7 +146,9 @@ def test_the_error_of_a_damaged_checkpoint_names_the_steps_to_go_back_to(tmp_pat
             assert checkpointer.resume(step=2, data=loader) == 3 and loader.place == 2
             assert asyncio.run(checkpointer.async_resume(step=1, data=loader)) == 2
             assert loader.place == 1
-            with pytest.raises(FileNotFoundError, match=r"there is no step 7; there is 1, 2, 3"):
+            with pytest.raises(
+                FileNotFoundError, match=r"there is no step 7; existing steps: 1, 2, 3"
+            ):
                 checkpointer.resume(step=7, data=loader)
             with pytest.raises(TypeError, match="step"):
                 checkpointer.resume(step="2", data=loader)  # type: ignore[arg-type]

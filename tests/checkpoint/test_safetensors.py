@@ -691,7 +691,7 @@ def test_a_bad_index_is_refused(tmp_path: Path, text: str) -> None:
     index.write_text(text)
     for name in ("s.safetensors", "t.safetensors"):
         save_safetensors({"a": torch.ones(1)}, tmp_path / name)
-    with pytest.raises(nvmeio.IntegrityError, match="no valid safetensors index"):
+    with pytest.raises(nvmeio.IntegrityError, match="not a valid safetensors index"):
         load_safetensors(index)
 
 

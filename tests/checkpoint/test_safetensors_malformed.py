@@ -215,7 +215,7 @@ def test_files_of_another_format_are_named(
     """It said "its header is too large (expected at most 100000000, found …)"."""
     written(tmp_path / "w.pt")
     for read in (nvmeio.load_safetensors, lambda path: nvmeio.safe_open(path, "pt")):
-        with pytest.raises(nvmeio.IntegrityError, match=f"is no safetensors file: it is.*{says}"):
+        with pytest.raises(nvmeio.IntegrityError, match=f"not a safetensors file: it is.*{says}"):
             read(tmp_path / "w.pt")
 
 
@@ -224,7 +224,7 @@ def test_a_header_and_an_index_that_are_no_json_say_so(file: Path) -> None:
     write_file(file, b'{"a":', b"")
     with pytest.raises(
         nvmeio.IntegrityError,
-        match=r"model\.safetensors is no valid safetensors file: its header is not valid JSON "
+        match=r"model\.safetensors is not a valid safetensors file: its header is not valid JSON "
         r"\(.*line 1 column 6.*\) \(expected JSON, found other text\)$",
     ) as refused:
         nvmeio.load_safetensors(file)
@@ -233,7 +233,7 @@ def test_a_header_and_an_index_that_are_no_json_say_so(file: Path) -> None:
     index.write_text('{"weight_map":')
     with pytest.raises(
         nvmeio.IntegrityError,
-        match=r"index\.json is no valid safetensors index: it is not valid JSON: ",
+        match=r"index\.json is not a valid safetensors index: it is not valid JSON: ",
     ) as refused:
         nvmeio.load_safetensors(index)
     assert (refused.value.expected, refused.value.found) == ("JSON", "other bytes")
@@ -257,7 +257,7 @@ def test_unusual_headers_are_taken_as_the_package_does(file: Path, kind: str) ->
 def test_where_the_package_is_laxer_than_the_format(file: Path, kind: str) -> None:
     text, data = STRICTER[kind]
     write_file(file, text.encode(), data)
-    with pytest.raises(nvmeio.IntegrityError, match="no valid safetensors file"):
+    with pytest.raises(nvmeio.IntegrityError, match="not a valid safetensors file"):
         load_safetensors(file)
 
 

@@ -454,7 +454,7 @@ def test_both_take_several_paths_and_say_the_same_of_what_is_none(
     assert done.exit_code == 2
     assert f"{tmp_path}/one.pt: " in done.stdout and f"{tmp_path}/two.pt: " in done.stdout
     none, gone = done.stderr.splitlines()
-    assert none == f"{empty}: there is no checkpoint in it"
+    assert none == f"{empty}: it holds no checkpoint"
     assert gone.startswith(f"ENOENT: No such file or directory; open {missing}")
     damaged = run(command, tmp_path / "cut.pt")
     assert damaged.exit_code == 1
@@ -517,7 +517,7 @@ def test_the_files_of_an_index_are_there_with_its_tensors(tmp_path: Path) -> Non
     assert f"{third.name}: holds 1 tensor of the index, and is not there" in done.stdout
     first.write_bytes(held[:20])
     (problem, _) = verify(index).problems
-    assert problem.record == first.name and "no valid safetensors file" in problem.what
+    assert problem.record == first.name and "not a valid safetensors file" in problem.what
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"weight_map": {"a": "../b.safetensors"}}'])

@@ -336,9 +336,9 @@ def test_places_are_tasks_with_devices(tmp_path: Path) -> None:
     assert bench.parse_places([f"{a}:3", str(b)], [], 1) == [WorkPlace(a, 3), WorkPlace(b, 1)]
     assert bench.parse_places([], [f"{a}:0", f"{b}:7"], 1) == [WorkPlace(a, 0), WorkPlace(b, 7)]
     assert [p.device for p in bench.parse_places([str(a)], [], 3)] == [0, 1, 2]
-    with pytest.raises(typer.BadParameter, match="is no device"):
+    with pytest.raises(typer.BadParameter, match="is not a device"):
         bench.parse_places([f"{a}:x"], [], 1)
-    with pytest.raises(typer.BadParameter, match="names no device"):
+    with pytest.raises(typer.BadParameter, match="lacks a device"):
         bench.parse_places([], [str(a)], 1)
 
 
@@ -399,7 +399,7 @@ def test_processes_start_together_and_one_failure_ends_all(
         (("{dir}", "--memory", "paper"), "aligned, pinned, ordinary"),
         (("{dir}", "--slow-bounce-buffer"), "with --gpu only"),
         (("{dir}", "--tuned"), "nvmeio tune --save"),
-        (("{dir}", "--folder-to-device-mapping", "{dir}"), "names no device"),
+        (("{dir}", "--folder-to-device-mapping", "{dir}"), "lacks a device"),
     ],
 )
 def test_bad_input_is_a_usage_error(

@@ -169,7 +169,7 @@ def test_stats_say_what_there_is(tmp_path: Path) -> None:
     opened(tmp_path, identity="weights").close()
     (facts,) = told("stats", tmp_path)["stores"]
     assert facts["generation"] == 0
-    assert "nobody has it open" in ran("stats", tmp_path)
+    assert "no process has it open" in ran("stats", tmp_path)
 
 
 @pytest.mark.parametrize("writer", [True, False])

@@ -381,7 +381,7 @@ def test_cpu_tensors_go_the_aio_way(
     on_device.sync_pread(tensor, path)
     assert fake.calls == 5
     assert raw(tensor) == data
-    with pytest.raises(TypeError, match="is no CUDA tensor"):
+    with pytest.raises(TypeError, match="is not a CUDA tensor"):
         on_device.pin_device_tensor(torch.zeros(4))
 
 

@@ -315,7 +315,7 @@ def test_a_device_without_room_says_what_to_lower(
     saved(tmp_path / "m.safetensors")
     with accelerator(monkeypatch) as cuda:
         cuda.limit_bytes = cuda.in_use_bytes + EXPERTS * REGION // 2
-        with pytest.raises(MemoryError, match=r"cuda:0 has no .* lower that"):
+        with pytest.raises(MemoryError, match=r"cuda:0 has no .* lower resident_bytes"):
             streamed(tmp_path / "m.safetensors", 2 * EXPERTS)
 
 

@@ -217,7 +217,7 @@ def test_hub_names_work_where_nobody_has_imported_its_parts(tmp_path: Path) -> N
         HF_HUB_OFFLINE="1",
         HF_HOME=str(tmp_path),
     )
-    assert "owner/nobody is no directory here" in done.stdout, done.stderr
+    assert "owner/nobody is not a directory here" in done.stdout, done.stderr
 
 
 def test_a_directory_comes_before_a_name(

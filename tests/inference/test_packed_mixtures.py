@@ -352,7 +352,7 @@ def test_a_corrupt_expert_is_found_where_layers_are_read_whole(
         ({"starts": [-64]}, "cannot begin"),
         ({"starts": [1 << 40]}, "cannot begin"),
         ({"starts": [0, 64]}, "has 2 places"),
-        ({"starts": 7}, "no valid packed model"),
+        ({"starts": 7}, "not a valid packed model"),
         ({"shape": [16, 1, 1 << 40]}, "cannot begin"),
         ({"tensor": "others"}, "lacks"),
     ],

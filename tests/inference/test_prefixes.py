@@ -281,7 +281,7 @@ def test_what_cannot_be_saved_is_refused(
     with pytest.raises(ValueError, match="holds 2 sequences, and input_ids 1"):
         kept.save("one", ids[:1], cache)
     for name in ("", "a\0b"):
-        with pytest.raises(ValueError, match="no name for a prefix"):
+        with pytest.raises(ValueError, match="not a name for a prefix"):
             kept.save(name, ids, cache)
     with pytest.raises(ValueError, match=r"must be \(sequences, tokens\), not \(9,\)"):
         kept.load("one", ids[0])

@@ -364,5 +364,5 @@ def test_an_index_with_another_scheme_is_refused(
     del metadata[SEAL]
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
     save_file(tensors, path, metadata | {KEY: json.dumps(index)})
-    with pytest.raises(nvmeio.IntegrityError, match="is no valid packed model"):
+    with pytest.raises(nvmeio.IntegrityError, match="is not a valid packed model"):
         nvmeio.stream_model(tmp_path / "packed")

@@ -190,7 +190,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     before = open_descriptors()
     with pytest.raises(TypeError, match="expected a directory"):
         nvmeio.stream_model(3)
-    with pytest.raises(ValueError, match="checkpoint= is needed"):
+    with pytest.raises(ValueError, match="needs checkpoint="):
         nvmeio.stream_model(Net())
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         nvmeio.stream_model(tmp_path)
@@ -533,7 +533,7 @@ def test_a_buffer_on_disk_is_read_by_who_looks_at_it(tmp_path: Path, stream: Mak
     hook = net.blocks[3].register_forward_pre_hook(
         lambda _, given: torch.ones(3, 1) @ net.blocks[1].norm.running_mean[None]
     )
-    with pytest.raises(RuntimeError, match="is used, and is on disk"):
+    with pytest.raises(RuntimeError, match="was used outside a call of its module"):
         net(x)
     hook.remove()
     assert net(x).equal(whole(x))

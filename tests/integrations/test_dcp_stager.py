@@ -613,5 +613,5 @@ def test_a_stager_warns_of_a_save_in_the_group_that_trains(tmp_path: Path) -> No
         for ran in pool.map(run_rank, range(2)):
             assert ran.returncode == 0, ran.stderr
             own, default = ran.stderr.split("default\n", 1)
-            assert "talks in the default group" in default
-            assert "talks in the default group" not in own
+            assert "uses the default group" in default
+            assert "uses the default group" not in own

@@ -148,7 +148,7 @@ def test_a_zero_3_configuration_that_makes_no_sense_is_refused(
 
 
 def test_a_missing_drive_is_told(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="is no directory"):
+    with pytest.raises(FileNotFoundError, match="is not a directory"):
         for_sglang.read_settings(settings_file(tmp_path, nvme_path="/does/not/exist"))
     with pytest.raises(FileNotFoundError):
         for_sglang.read_settings(tmp_path / "none.json")

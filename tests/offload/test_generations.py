@@ -202,7 +202,7 @@ def test_what_was_not_durable_says_so_after_a_reboot(
     with swapped(made, tmp_path, resume=True, durable=False) as optimizer:
         train(made, optimizer, 2)
     monkeypatch.setattr(manifests, "boot_id", lambda: "another boot")
-    with pytest.raises(nvmeio.IntegrityError, match="started anew since"):
+    with pytest.raises(nvmeio.IntegrityError, match="has restarted since"):
         swapped(made, tmp_path, resume=True)
 
 

@@ -287,7 +287,7 @@ def test_a_device_that_is_full_is_told_and_used_when_it_is_not(
     ours = model()
     with swapped(ours, tmp_path) as module:
         lazy.limit_bytes = lazy.in_use_bytes + LARGEST // 2
-        with pytest.raises(MemoryError, match=r"lower device_bytes, or what else is kept there"):
+        with pytest.raises(MemoryError, match=r"lower device_bytes, or free other memory"):
             losses_of(module, lazy.tensor)
         lazy.limit_bytes = 1 << 28
         assert_equal(lazy, losses_of(module, lazy.tensor), losses)

@@ -237,7 +237,7 @@ def test_an_optimizer_in_the_place_of_its_class_is_refused(tmp_path: Path) -> No
         SwappedOptimizer(torch.optim.AdamW(made.parameters()), made.parameters(), swap_dir=tmp_path)
     with pytest.raises(TypeError, match=r"pass the class, AdamW, .* swapped_like"):
         SwappedOptimizer(torch.optim.AdamW(made.parameters()), swap_dir=tmp_path)
-    with pytest.raises(TypeError, match="params is missing: parameters or groups of them"):
+    with pytest.raises(TypeError, match="params is missing: pass parameters"):
         SwappedOptimizer(torch.optim.AdamW, swap_dir=tmp_path)
     with pytest.raises(TypeError, match=r"params is a module.*: pass .* model\.parameters\(\)"):
         SwappedOptimizer(torch.optim.AdamW, made, swap_dir=tmp_path)

@@ -320,7 +320,7 @@ def test_a_second_park_is_refused(tmp_path: Path) -> None:
     assert busy.value.errno == errno.EBUSY
     parked.close()
     assert not parked.restored
-    with pytest.raises(ClosedError, match="make module and optimizer anew, and call resume_parked"):
+    with pytest.raises(ClosedError, match="make a new module and optimizer, and call"):
         parked.restore()
     with pytest.raises(TransferError) as left:
         park(*trained(), swap_dir=tmp_path)

@@ -143,7 +143,7 @@ def test_flags_of_run_model_that_are_not_done_are_refused(
     [
         (("--batch_size", "0"), "--batch-size: at least 1, not 0"),
         (("--gen-len=-2",), "--gen-len: at least 1, not -2"),
-        (("--quant_bits", "4", "--offload-dir", "missing"), "missing is no directory"),
+        (("--quant_bits", "4", "--offload-dir", "missing"), "missing is not a directory"),
     ],
 )
 def test_values_of_run_model_that_make_no_sense_are_told_before_anything_is_written(

@@ -149,7 +149,7 @@ def header_bytes(prefix: bytes, file_bytes: int, where: str) -> int:
         for magic, what in _OTHERS.items():
             if prefix.startswith(magic):
                 raise as_package(IntegrityError)(
-                    f"{where} is no safetensors file: {what}",
+                    f"{where} is not a safetensors file: {what}",
                     expected="the length of a header",
                     found=prefix[:LENGTH_BYTES],
                 )
@@ -173,7 +173,7 @@ def parse(text: bytes, file_bytes: int, where: str) -> Header:
         return as_written
     found = _json(text, where)
     if type(found) is not dict:
-        raise _bad(where, "its header is no JSON object", "an object", type(found).__name__)
+        raise _bad(where, "its header is not a JSON object", "an object", type(found).__name__)
     metadata = _metadata(found.pop(_METADATA, None), where)
     base = LENGTH_BYTES + len(text)
     entries = {name: _entry(name, value, base, where) for name, value in found.items()}
@@ -376,7 +376,7 @@ def _metadata(given: Any, where: str) -> dict[str, str]:
     if given is None:
         return {}
     if type(given) is not dict or any(type(value) is not str for value in given.values()):
-        raise _bad(where, f"its {_METADATA} is no object of texts", "texts", _brief(given))
+        raise _bad(where, f"its {_METADATA} is not an object of texts", "texts", _brief(given))
     return given
 
 
@@ -440,7 +440,7 @@ def _brief(value: Any) -> str:
 
 def _bad(where: str, what: str, expected: object, found: object) -> IntegrityError:
     return as_package(IntegrityError)(
-        f"{where} is no valid safetensors file: {what} (expected {expected}, found {found})",
+        f"{where} is not a valid safetensors file: {what} (expected {expected}, found {found})",
         expected=expected,
         found=found,
     )

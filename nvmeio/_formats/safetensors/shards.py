@@ -70,7 +70,7 @@ def read_index(path: Path) -> dict[Path, list[str]]:
     """For each shard, the names of its tensors; IntegrityError if it names files elsewhere."""
     try:
         found = read_json(
-            path, INDEX_BYTES, f"{path} is no valid safetensors index: it", unique=True
+            path, INDEX_BYTES, f"{path} is not a valid safetensors index: it", unique=True
         )
     except OSError as failed:
         if failed.errno != errno.EFBIG:
@@ -126,7 +126,7 @@ def parse_size(size: int | str) -> int:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
         unit = _UNITS.get(match[2].upper()) if match else None
         if match is None or unit is None:
-            raise ValueError(f'max_shard_size {size!r} is no size: say 5_000_000_000 or "5GB"')
+            raise ValueError(f'max_shard_size {size!r} is not a size: say 5_000_000_000 or "5GB"')
         nbytes = int(float(match[1]) * unit)
     elif isinstance(size, int) and not isinstance(size, bool):
         nbytes = size
@@ -151,7 +151,7 @@ def is_inside(name: object) -> bool:
 
 def _bad(path: Path, what: str, expected: object, found: object) -> IntegrityError:
     return IntegrityError(
-        f"{path} is no valid safetensors index: {what} (expected {expected}, found {found})",
+        f"{path} is not a valid safetensors index: {what} (expected {expected}, found {found})",
         expected=expected,
         found=found,
     )

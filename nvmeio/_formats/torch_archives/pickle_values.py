@@ -26,7 +26,7 @@ import torch
 
 
 class PickleError(ValueError):
-    """The bytes are no pickle, or not one that torch.save writes."""
+    """The bytes are not a pickle, or not one that torch.save writes."""
 
 
 class Global(NamedTuple):
@@ -79,7 +79,7 @@ class StorageRef(NamedTuple):
 def storage_of(pid: Any) -> StorageRef:
     """The storage that a persistent id names; PickleError if it names none."""
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
-        raise PickleError(f"a persistent id that is no storage: {shown(pid)}")
+        raise PickleError(f"a persistent id that is not a storage: {shown(pid)}")
     _, kind, key, location, numel = pid
     is_one = type(kind) is Global and type(key) is str and type(location) is str
     if not is_one or not isinstance(numel, int) or numel < 0:
@@ -241,7 +241,7 @@ WRONG = (
 
 
 def scan(data: bytes) -> Scan:
-    """Read any pickle; PickleError if it is damaged, or refers to something that is no storage."""
+    """Read any pickle; PickleError if it is damaged, or refers to anything but storages."""
     file = io.BytesIO(data)
     scanner = _Scanner(file)
     try:
@@ -276,7 +276,7 @@ class _Steps(dict[int, Any]):
     """The method of the unpickler for each opcode."""
 
     def __missing__(self, code: int) -> Any:
-        raise LookupError(f"{code:#x} is no opcode")
+        raise LookupError(f"{code:#x} is not an opcode")
 
 
 class _Scanner(_Unpickler):  # type: ignore[misc]

@@ -43,7 +43,7 @@ class TorchFile:
     `get_handle` is called when many reads are wanted at once, which `load` can cancel; with None
     they are made one by one, through the page cache, and `whole` reads the records with them, for
     `memory_of`. `told` is what `told()` of another rank returned: nothing of that is read here.
-    Raises IntegrityError, which names file and record, if it is no archive or damaged.
+    Raises IntegrityError, which names file and record, if it is not an archive or damaged.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ def scan_pickle(checkpoint: TorchFile) -> Scan:
         return torch_unpickler.scan(checkpoint.read(_PICKLE))
     except pickle_values.PickleError as wrong:
         raise IntegrityError(
-            f"{checkpoint.path}: record 'data.pkl' is no pickle of torch.save: {wrong}",
+            f"{checkpoint.path}: record 'data.pkl' is not a pickle of torch.save: {wrong}",
             expected="a pickle",
             found=str(wrong),
         ) from wrong

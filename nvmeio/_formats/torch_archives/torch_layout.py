@@ -199,7 +199,7 @@ class Pickling(NamedTuple):
             storage = left.pop(name[len(_DATA) :], None) if name.startswith(_DATA) else None
             if storage is None:
                 if is_hole:
-                    raise unknown_torch(f"record {name!r} was skipped, and is no storage")
+                    raise unknown_torch(f"record {name!r} was skipped, and is not a storage")
             elif nbytes:
                 stored.append((storage, name, offset, nbytes, crc_at))
         if left:
@@ -261,7 +261,7 @@ def layout_of(skeleton: Skeleton, storages: torch_pickler.Storages) -> FileLayou
         storage = storages.pop(key, None) if data else None
         if storage is None:
             if is_hole:
-                raise unknown_torch(f"record {name!r} was skipped, and is no storage")
+                raise unknown_torch(f"record {name!r} was skipped, and is not a storage")
             continue
         if storage.nbytes() != nbytes:
             raise unknown_torch(
@@ -310,7 +310,7 @@ class UnknownWriterError(BackendUnavailableError):
 
 def unknown_torch(reason: str) -> UnknownWriterError:
     return UnknownWriterError(
-        f"torch {torch.__version__} writes checkpoints in a way that is not known here",
+        f"torch {torch.__version__} writes checkpoints in a way that this nvmeio does not know",
         attempts=[("skip_data", reason)],
     )
 

@@ -121,7 +121,7 @@ _MOST_BYTES = 64 << 20
 def is_plain(data: bytes) -> bool:
     """Whether a pickle is of the grammar above; nothing of it is run.
 
-    What is referred to as a value is no function, and no tuple that may have others in it: so
+    A value that is referred to is neither a function nor a tuple that may have others in it: so
     functions are called at most, and nothing is hashed that is longer than the pickle.
     """
     if not data.startswith(_PROTOCOL_2) or not data.endswith(pickle.STOP):
@@ -178,7 +178,7 @@ def _number(place: re.Match[bytes]) -> int:
 def scan(data: bytes) -> Scan:
     """Read a pickle, without running any of it; 4 us a tensor, 12 if the pickle is not plain.
 
-    Raises PickleError if it is damaged, cut off, or refers to something that is no storage.
+    Raises PickleError if it is damaged, cut off, or refers to something that is not a storage.
     """
     return scan_plain(data) or pickle_values.scan(data)
 

@@ -159,8 +159,8 @@ _new_central = functools.partial(tuple.__new__, _Central)
 def parse(read_many: ReadMany, nbytes: int, path: str) -> Archive:
     """Find every record of a zip archive, and check that they can be what they say.
 
-    Raises IntegrityError, which says which record and what is wrong, if it is no archive, or one
-    that no torch.save writes. Cost: three reads, and one of about 60 bytes a record.
+    Raises IntegrityError, which says which record and what is wrong, if it is not an archive, or
+    one that no torch.save writes. Cost: three reads, and one of about 60 bytes a record.
     """
     return _Parser(read_many, nbytes, path).archive()
 
@@ -208,7 +208,7 @@ class _Parser:
             tail = self._read(self._size - length, length)
             found = tail.rfind(END_MAGIC)
             if found < 0 or len(tail) - found < _END.size:
-                raise self._wrong("no zip archive, or cut off", "an end record", "none")
+                raise self._wrong("not a zip archive, or truncated", "an end record", "none")
             at = self._size - length + found
             tail = tail[found:]
         _, disk, first_disk, here, count, size, offset, comment = _END.unpack_from(tail)

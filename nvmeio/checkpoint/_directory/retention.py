@@ -91,10 +91,10 @@ class Lineage:
         """
         if newest is not None and step <= newest and not any(each["goes_on"] for each in plans):
             detail = (
-                f"step {newest} is the latest there, and this Checkpointer restored none: saves "
-                f"from step {step} on would overwrite what is there, one after the other. To go on "
-                "from a checkpoint, restore it with this Checkpointer first; else choose another "
-                "directory, or say overwrite=True"
+                f"step {newest} is the latest there, but this Checkpointer has not restored a "
+                f"step: saves from step {step} on would overwrite the existing ones, one after the "
+                "other. Restore a checkpoint with this Checkpointer first to go on from it; "
+                "otherwise choose another directory, or pass overwrite=True"
             )
             raise TransferError(errno.EEXIST, operation="save", path=path, detail=detail)
         self.goes_on = True

@@ -216,9 +216,8 @@ def _place_of_first(job: SaveJob) -> str:
     if os.path.exists(path):
         return path
     detail = (
-        f"rank 0 has made it, and rank {job.messages.rank} does not see it there: they have not "
-        "the same directory. Where each rank has a drive of its own, all make their Checkpointers "
-        "with shared=False"
+        f"rank 0 has made it, but rank {job.messages.rank} does not see it: their directories "
+        "differ. If each rank has a drive of its own, make all Checkpointers with shared=False"
     )
     raise open_error(errno.ENOENT, path, detail)
 

@@ -43,8 +43,8 @@ _LOOK_S = 0.05
 
 _READ_ONLY = "a Checkpointer that only restores is made with read_only=True"
 _ONE_DIRECTORY = (
-    "; where it is another rank of this group, they save into the same directory, with "
-    "shared=False: give each rank one of its own, or leave shared=False out where all ranks see one"
+    ". With shared=False, no two ranks may save into the same directory: give each rank one of its "
+    "own, or leave shared=False out if all ranks see one directory"
 )
 
 JOBS: dict[str, type[SaveJob]] = {OneFile.LAYOUT: OneFile, FileOfEachRank.LAYOUT: FileOfEachRank}
@@ -367,7 +367,7 @@ class Saver:
             job.result()
         except Exception as failed:
             shutdown.nobody_was_told(failed)
-            logger.error("step %d was not saved, and nobody has asked for it", job.step)
+            logger.error("step %d was not saved, and its result was never awaited", job.step)
         finally:
             self._release()
 

@@ -160,7 +160,7 @@ def explain(plans: Sequence[dict[str, Any]]) -> str | None:
         if first["layout"] == "one":
             for name, what in (
                 ("sizes", "the sizes or the order of its storages"),
-                ("state", "its structure, names, shapes, dtypes or values that are no tensors"),
+                ("state", "its structure, names, shapes, dtypes or other values"),
             ):
                 if plan[name] != first[name]:
                     return f"rank {rank}'s state differs from rank 0's in {what}"

@@ -180,16 +180,16 @@ class Survey:
             newer = [each for each in newer if each > save]
             if not newer:
                 return save, ""
-            told = f"{self.missing(newer[-1])}; going on from step {save.step}, which is whole"
+            told = f"{self.missing(newer[-1])}; going on from step {save.step}, which is complete"
             return save, told
         steps = sorted({save.step for save in whole})
         can = f"what can be restored: step {', '.join(map(str, steps))}" if steps else ""
         if newer:
-            what = f"{self.missing(newer[-1])}; {can or 'no other step is whole, either'}"
+            what = f"{self.missing(newer[-1])}; {can or 'no other step is complete, either'}"
         elif step is None:
-            what = "there is no complete checkpoint yet, on no rank's drive"
+            what = "no rank's drive holds a complete checkpoint yet"
         else:
-            what = f"there is no step {step}; {can or 'there is none at all'}"
+            what = f"there is no step {step}; {can or 'there are no checkpoints'}"
         if self._of_all:
             what += "; but checkpoints that ranks with one directory have saved: a Checkpointer "
             what += "without shared=False restores these"
@@ -202,12 +202,12 @@ class Survey:
         lost = [number for number in range(save.parts) if number not in parts]
         numbers = ", ".join(map(str, lost[:_FEW])) + (" and more" if len(lost) > _FEW else "")
         last = save.parts - 1
-        told = f"step {save.step} is not whole: of its parts 0 to {last} nobody has {numbers}"
+        told = f"step {save.step} is incomplete: of parts 0 to {last}, no rank has {numbers}"
         having = {rank for ranks in parts.values() for rank in ranks}
         without = [rank for rank in range(len(self._where)) if rank not in having]
         size = len(self._where)
         for rank in without[:_FEW]:
-            told += f"; rank {rank} of {size} has none of it in {self._where[rank]}"
+            told += f"; rank {rank} of {size} has no part of it in {self._where[rank]}"
         if without:
             told += " (another drive, or one that is not mounted?)"
         elif size < save.parts:

@@ -4,9 +4,9 @@
     rank 0: directory and pickle     asks for ranges of bytes; who has them sends them to all
     all: the storages                _distributed.shared_spans, each byte read by a rank that has it
 
-What is no storage is put into an image of the archive in memory, with holes where storages are, so
-that all else sees a file: torch's own refusals of what weights_only forbids, too. A process alone
-has all parts, or there is nothing to load.
+All but the storages is put into an image of the archive in memory, with holes where storages are,
+so that all else sees a file: torch's own refusals of what weights_only forbids, too. A process
+alone has all parts, or there is nothing to load.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class PartRanks(LoadingRanks):
         return nbytes
 
     def fill(self, image: Image, get_handle: Callable[[], AioHandle]) -> None:
-        """Put what is no storage into the image of the archive, on all ranks."""
+        """Put all but the storages into the image of the archive, on all ranks."""
         exchange = self._exchange
         assert exchange is not None
 

@@ -186,8 +186,7 @@ def command(
     no_reference: Annotated[
         bool,
         _when.flag(
-            "Leave out the plain direct loop beside, which is what the drive gave to anybody just "
-            "then.",
+            "Leave out the plain direct loop, which shows what the drive could do at that time.",
             "--no-reference",
         ),
     ] = False,
@@ -293,7 +292,8 @@ def parse_places(plain: Sequence[str], mapped: Sequence[str], processes: int) ->
         processes: Tasks per directory.
 
     Raises:
-        typer.BadParameter: No directory, one that cannot be written in, a device that is no number.
+        typer.BadParameter: No directory, one that cannot be written in, a device that is not a
+            number.
     """
     from nvmeio.cli.bench.workload import WorkPlace
     from nvmeio.cli.measure.disk import check_directory
@@ -301,7 +301,7 @@ def parse_places(plain: Sequence[str], mapped: Sequence[str], processes: int) ->
     missing = [entry for entry in mapped if ":" not in entry]
     if missing:
         raise typer.BadParameter(
-            f"{missing[0]} names no device: write {missing[0]}:0",
+            f"{missing[0]} lacks a device: write {missing[0]}:0",
             param_hint="--folder-to-device-mapping",
         )
     entries = [*plain, *mapped]
@@ -314,7 +314,7 @@ def parse_places(plain: Sequence[str], mapped: Sequence[str], processes: int) ->
             folder, device = entry, ""
         elif not device.isdecimal():
             raise typer.BadParameter(
-                f"{device!r} in {entry} is no device: write DIR:0", param_hint="DIR"
+                f"{device!r} in {entry} is not a device: write DIR:0", param_hint="DIR"
             )
         directory = Path(folder)
         check_directory(directory)
@@ -340,7 +340,7 @@ def engine_names(engine: str | None, compare: str | None) -> list[str]:
         name = engines.ALIASES.get(name, name)
         if name not in engines.NAMES:
             raise typer.BadParameter(
-                f"no engine is called {asked.strip()!r}; there are {', '.join(engines.NAMES)}",
+                f"no engine is called {asked.strip()!r}; take one of {', '.join(engines.NAMES)}",
                 param_hint=hint,
             )
         if name in names:

@@ -189,7 +189,7 @@ class BenchResult:
         direct = [label(s.engine) for s in self.of(self.ops[0])]
         direct = [name for name in direct if name not in map(label, self.buffered)]
         if direct:
-            lines.append(f"direct: {', '.join(direct)}; the page cache has no part in it")
+            lines.append(f"direct: {', '.join(direct)}; without the page cache")
         if self.buffered:
             lines.append(self._through_the_cache())
         if "write" in self.ops:

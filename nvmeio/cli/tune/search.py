@@ -423,7 +423,7 @@ def decide(ranked: Sequence[Finalist], default_counts: bool = True) -> tuple[Opt
             f"spread of {chosen.spread:.1%}"
         )
     if not others and rounds >= LEAST_ROUNDS:
-        return DEFAULT, "the default setting: there is no other"
+        return DEFAULT, "the default setting: there was no other candidate"
     if rounds < LEAST_ROUNDS:
         return DEFAULT, "the default setting: there was too little time for a final, see --budget"
     best = others[0]

@@ -40,14 +40,14 @@ def load_grid(path: Path) -> Grid:
     Parameters that it does not name keep their default.
 
     Raises:
-        ValueError: It is no such file; says what is wrong with it.
+        ValueError: It is not such a file; says what is wrong with it.
     """
     try:
         whole = json.loads(read_small(path, SETTINGS_BYTES))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(whole, dict):
         raise ValueError(f"{path} must hold one object of lists, such as {_EXAMPLE}")
     grid: Grid = {name: [value] for name, value in DEFAULT._asdict().items()}
@@ -56,7 +56,7 @@ def load_grid(path: Path) -> Grid:
         opposite = name == "sequential_requests"
         name = "overlap_events" if opposite else name
         if name not in grid:
-            raise ValueError(f"{path}: {key!r} is no parameter; there are {', '.join(grid)}")
+            raise ValueError(f"{path}: {key!r} is not a parameter; take one of {', '.join(grid)}")
         if not isinstance(values, list) or not values:
             raise ValueError(f"{path}: {key} must be a list with something in it, not {values!r}")
         parsed = [_value(path, key, name, value) for value in values]
@@ -80,7 +80,7 @@ def _value(path: Path, key: str, name: str, value: Any) -> Any:
         except ValueError as error:
             raise ValueError(f"{path}: {key}: {error}") from error
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST[name]:
-        raise ValueError(f"{path}: {key} holds {value!r}, no number from 1 to {MOST[name]}")
+        raise ValueError(f"{path}: {key} holds {value!r}, not a number from 1 to {MOST[name]}")
     if name == "block_size" and value % 4096:
         raise ValueError(f"{path}: {key} holds {value}, which is not a multiple of 4096")
     return value

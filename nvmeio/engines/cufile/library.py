@@ -68,7 +68,8 @@ def find_library() -> FoundLibrary:
     if named:
         if not Path(named).is_file():
             raise BackendUnavailableError(
-                f"{VARIABLE} names {named}, no file", remedy=f"name a {SONAME}, or unset {VARIABLE}"
+                f"{VARIABLE} names {named}, no file",
+                remedy=f"set {VARIABLE} to the path of a {SONAME}, or unset it",
             )
         return FoundLibrary(named, VARIABLE)
     for found in library_candidates():

@@ -419,9 +419,9 @@ class ExpertCache:
         if kept:
             names = ", ".join(self._places[number].experts.name for number in kept)
             return (
-                f"{places.experts.name} gets no memory: somebody, a hook or a traceback, keeps "
-                f"tensors over weights of {names}, and there is no address space for others in "
-                "their place. Let go of them, keep copies (weight.clone()), or raise the limit of "
+                f"{places.experts.name} gets no memory: a hook, a traceback or other code refers "
+                f"to weights of {names}, and no address space is left to replace them. Drop these "
+                "references, keep copies (weight.clone()), or raise the limit of "
                 "address space (ulimit -v)"
             )
         return (

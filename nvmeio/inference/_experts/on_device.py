@@ -158,8 +158,8 @@ class DeviceExperts:
             except torch.OutOfMemoryError as refused:
                 raise MemoryError(
                     f"{device} has no {room + number * nbytes} bytes for experts, which "
-                    f"resident_bytes would allow it: lower that (not below {room} for them), or "
-                    "what else is kept there"
+                    f"resident_bytes would allow: lower resident_bytes (not below {room} for "
+                    "them), or free other memory there"
                 ) from refused
         self._free = list(range(number))[::-1]
         self._slots: dict[Key, int] = {}

@@ -10,7 +10,7 @@ others make:
     all swap     parts, into the slots of those who do
 
 A rank that is in no pass, or closing, serves the others: it is not waited for, and sends its parts.
-So ranks that make different numbers of passes are no fault, and cost what the odd ones have to read
+So ranks that make different numbers of passes are allowed, and cost what the odd ones have to read
 alone. What ends is a rank: then all that others wait for fails, and so does whatever comes after,
 until all open it anew.
 

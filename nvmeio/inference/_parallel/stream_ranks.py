@@ -52,7 +52,7 @@ class Ranks:
     def of_group(cls, group: Any, timeout_s: float, path: str) -> Ranks | None:
         """The ranks of a process group; None for a process alone.
 
-        TypeError if `group` is none, ValueError if this process is no member of it.
+        TypeError if `group` is none, ValueError if this process is not a member of it.
         """
         found = _streams.begin(group, "call stream_model without it", path, timeout_s)
         if found is None:

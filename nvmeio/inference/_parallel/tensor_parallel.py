@@ -82,7 +82,7 @@ class ParallelPasses:
             self.end()
             raise self._error(
                 f"rank {self.rank} of {self.size} computes in another thread, or a pass of the "
-                "group failed: its ranks are no longer at the same place. Call "
+                "group failed: its ranks are out of step. Call "
                 "stream_model again on all of them"
             )
         try:

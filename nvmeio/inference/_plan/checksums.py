@@ -130,7 +130,7 @@ def _compare(each: ExpectedBytes, found: int, files: Sequence[File]) -> None:
         where = " or ".join(files[file].path for file in each.files)
         raise IntegrityError(
             f"{where}: bytes [{each.offset}, {each.offset + each.nbytes}) of "
-            f"{each.name!r} are not what was packed there{others}: look at `dmesg` and "
+            f"{each.name!r} differ from what was packed there{others}: look at `dmesg` and "
             "`smartctl -a`, and pack the model again (checksum=False takes them as they are)",
             expected=f"CRC-32 {each.sum:08x}" + ("" if each.cut is None else " of the whole"),
             found=f"{found:08x}",

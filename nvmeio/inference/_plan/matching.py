@@ -156,7 +156,8 @@ def _weight(
         extent = found.parts[0].extents[0] if found.parts[0].extents else None
         where = checkpoint.path if extent is None else checkpoint.files[extent.file].path
         raise IntegrityError(
-            f"tensor {found.sources[0]!r} in {where} has shape {stored}, the model wants {shape} "
+            f"tensor {found.sources[0]!r} in {where} has shape {stored}, but the model has shape "
+            f"{shape} "
             f"for {name!r}: it belongs to another configuration",
             expected=shape,
             found=stored,

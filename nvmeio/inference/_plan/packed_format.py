@@ -318,7 +318,7 @@ def _part_in_region(
 
 def _bad(checkpoint: SafetensorsSet, what: str) -> IntegrityError:
     return IntegrityError(
-        f"{checkpoint.path} is no valid packed model: {what}; pack it again",
+        f"{checkpoint.path} is not a valid packed model: {what}; pack it again",
         expected="what nvmeio pack writes",
         found=what,
     )
@@ -364,7 +364,7 @@ def _joined(opened: Sequence[SafetensorsSet]) -> SafetensorsSet:
                 f"{first.path.parent}: {_REST}"
             )
     if first_part is None:
-        raise ValueError("there are no directories: name one at least")
+        raise ValueError("the list of directories is empty: name at least one")
     missing = [str(n) for n in range(first_part.drives) if n not in by_drive]
     if missing:
         raise ValueError(
@@ -391,7 +391,8 @@ def _part_in(opened: SafetensorsSet) -> DrivePart | packed_index.PackedPart | No
         return packed_index.read_part(text)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
         raise IntegrityError(
-            f"{opened.path} is no valid part of a packed model: {type(failed).__name__}: {failed}",
+            f"{opened.path} is not a valid part of a packed model: {type(failed).__name__}: "
+            f"{failed}",
             expected="what nvmeio pack writes",
             found=text[:80],
         ) from None

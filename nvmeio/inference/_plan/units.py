@@ -464,5 +464,5 @@ def _experts(unit: Unit, layer: nn.Module) -> Experts | None:
     if not numbers or set(numbers) & set(others):
         return None
     if any(unit.weights[number].order is not None for number in numbers):
-        return None  # an expert is no run of bytes there
+        return None  # an expert is not a run of bytes there
     return Experts(module, int(module.num_experts), frozenset(numbers))  # type: ignore[arg-type]

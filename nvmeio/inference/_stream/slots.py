@@ -119,8 +119,8 @@ class _WorkRoom:
             memory = self._lend(slot.unit)
         if memory is None:
             raise MemoryError(
-                f"there is no room to convert the weights of {slot.unit.name}: tensors over those "
-                "of another layer, which somebody keeps, have it. Let go of them, or pack the "
+                f"there is no room to convert the weights of {slot.unit.name}: references to the "
+                "weights of another layer hold it. Drop these references, or pack the "
                 "model in the dtype in which it computes"
             ) from (None if self._there is None else self._there.refused)
         if self._copies is not None:

@@ -34,14 +34,11 @@ from nvmeio._torch_private import (
 from nvmeio.errors import an
 from nvmeio.inference._plan.units import Target, Unit
 
-ABSENT = (
-    "a weight of a streamed model is used, and is on disk: what uses it does not call the "
-    "module that it belongs to"
-)
+ABSENT = "a weight of a streamed model was used outside a call of its module, while it is on disk"
 # Of one that is used within the call of another layer, or by several ranks.
 ABSENT_WITHIN = (
-    ABSENT + ". Name a module in layers= that is called and holds both; where a layer was "
-    "cut to fit into resident_bytes, give so many that whole layers fit; or give "
+    ABSENT + ". Name a module in layers= that is called and holds both; raise resident_bytes until "
+    "whole layers fit, if a layer was cut; or give "
     "trainable=True, which reads such a weight each time"
 )
 # They make a tensor like another one, and look at no elements.
@@ -56,9 +53,9 @@ _NEEDS_ELEMENTS = object()
 
 
 NOT_HERE = (
-    "a streamed model's weights are on disk, and its state_dict() has nothing of them to "
-    "save: copy the files that it streams from, or read them with nvmeio.safe_open or "
-    "nvmeio.load_safetensors; adapters in it are saved by themselves"
+    "a streamed model's weights are on disk, and its state_dict() cannot save them: copy the files "
+    "that it streams from, or read them with nvmeio.safe_open or "
+    "nvmeio.load_safetensors; adapters can be saved alone"
 )
 _CHANGED_BY_RANKS = (
     "a weight of a streamed model cannot be changed: it is read from its checkpoint. "
@@ -111,8 +108,8 @@ class WeightOrigin(Origin, Protocol):
 class Absent(torch.Tensor):
     """A weight that is on disk, or what was made of its shape.
 
-    A product of memory and of a tensor on "meta" is no error everywhere in torch (2.13): its result
-    is what happens to lie in memory.
+    A product of memory and of a tensor on "meta" is not an error everywhere in torch (2.13): its
+    result is what happens to lie in memory.
     """
 
     source: WeightOrigin | None = None  # None: it cannot be read by itself
@@ -241,7 +238,7 @@ def _is_kept(value: object) -> bool:
 
 
 class _Unchanged(torch.Tensor):
-    """A tensor that may only be looked at; what is no view of it is a plain tensor."""
+    """A tensor that may only be looked at; what is not a view of it is a plain tensor."""
 
     source: Origin | None = None  # of a copy: autograd keeps that, and no memory
 
@@ -581,8 +578,8 @@ def check(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> None:
             refuse_change()
         raise RuntimeError(
             f"{replaced.attribute!r} of {an(type(replaced.module).__name__)} was replaced after "
-            "its model was streamed: the weights that are used are those of the checkpoint. "
-            "Change them there, and stream the model anew"
+            "its model was streamed, and the stream uses the weights of the checkpoint. "
+            "Change them there, and stream the model again"
         )
 
 

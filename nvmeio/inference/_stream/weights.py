@@ -149,8 +149,8 @@ class Weights(Keeper[Unit, WeightSlot]):
         if slot is None:
             raise MemoryError(
                 f"there is no room for {unit.name} in the window: its memory is held by layers "
-                "that run now, or by tensors over weights that somebody keeps. Let go of these, "
-                "raise resident_bytes, or give a larger window="
+                "that run now, or by references to weights. Drop these references, raise "
+                "resident_bytes, or give a larger window="
             ) from self._memory.refused
         return slot
 

@@ -185,7 +185,7 @@ def _path_of(model: ServedModel) -> str:
         config = hub.try_to_load_from_cache(
             model.name, model.configuration, cache_dir=model.cache, revision=model.revision
         )
-    except (ImportError, ValueError) as failed:  # of names that are no repository's
+    except (ImportError, ValueError) as failed:  # of names that are not a repository's
         raise Untold(f"there are no files of {model.name} here: {failed}") from failed
     if not isinstance(config, str):
         raise Untold(f"there are no files of {model.name} here")

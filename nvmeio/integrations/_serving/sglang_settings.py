@@ -54,8 +54,8 @@ _MARKS = (
     ),
 )
 _MARK = (
-    "the weights of this model are on the drive (nvmeio), where they can be neither replaced nor "
-    f"read while it is served: start a server anew with the other weights, or without {VARIABLE}"
+    "the weights of this model are on the drive (nvmeio), and can be neither replaced nor read "
+    "while the model is served: start a new server with the other weights, or without {VARIABLE}"
 )
 
 # Models of which a layer reads weights of the one behind it.
@@ -102,13 +102,13 @@ REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "get_lora lora_paths": (None, [], {}),
         "get_spec uno_lora_path": (None,),
     },
-    "what it releases of the weights is loaded anew by an update, which is refused": {
+    "an update would reload the weights that it releases, and updates are refused": {
         "get_exec features.enable_memory_saver": (False,)
     },
     "it waits for an update of weights, which is refused": {
         "get_model checkpoint_engine_wait_weights_before_ready": (False,)
     },
-    "other instances would copy weights from addresses where they are no more": {
+    "other instances would copy weights from addresses that no longer hold them": {
         "get_model remote_instance_weight_loader_start_seed_via_transfer_engine": (False,)
     },
     "other processes share the weights on the device": {"get_model weight_cache_mode": ("off",)},
@@ -228,7 +228,7 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
             raise ValueError(f"{path}: {name!r} must be a number, not {value!r}")
     directory = Path(where)
     if not directory.is_dir():
-        raise FileNotFoundError(f"{path}: nvme_path {directory} is no directory")
+        raise FileNotFoundError(f"{path}: nvme_path {directory} is not a directory")
     return Settings(directory, found.get("resident_bytes"), found.get("window"), aio)
 
 

@@ -333,7 +333,8 @@ class NvmeStorageReader(_InDirectory, StorageReader):
     ``.metadata`` says), with the names of the file and the item. Some tensors are filled by then.
 
     Of ``.metadata`` nothing but DCP's own classes is unpickled, and files are those beside it. But
-    torch's planners unpickle what is no tensor with ``weights_only=False``: load what you trust.
+    torch's planners unpickle values that are not tensors with ``weights_only=False``: load what you
+    trust.
 
     Cost: no copy of contiguous tensors on the CPU but what the handle bounces; up to 256 MiB for
     items below 1 MiB, and 128 MiB (page-locked for CUDA) of chunks where those are needed.

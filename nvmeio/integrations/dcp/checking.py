@@ -130,7 +130,7 @@ def _without_metadata(checked: Checked) -> Verdict:
     problem = Problem(
         "",
         f"there is no {checked.metadata.name} beside {counted(len(names), 'data file')}: the save "
-        "is under way, or did not end, or the file was lost; DCP cannot load this",
+        "has not ended, was interrupted, or the file was lost; DCP cannot load this",
     )
     nbytes = sum((folder / name).stat().st_size for name in names)
     return _verdict(checked, nbytes, 0, 0, [problem], "")

@@ -197,7 +197,7 @@ class Parser:
             name: File and item, for messages.
 
         Raises:
-            IntegrityError: It is no archive of torch.save, or one that is damaged.
+            IntegrityError: It is not an archive of torch.save, or one that is damaged.
             pickle.UnpicklingError: torch's own refusal of what ``weights_only`` forbids.
         """
 

@@ -237,7 +237,7 @@ class _Reader:
                 loaded = torch.load(stream, map_location="cpu", weights_only=True)
             if not isinstance(loaded, torch.Tensor):
                 raise IntegrityError(
-                    f"{item.name} is no tensor but {type(loaded).__name__}",
+                    f"{item.name} is not a tensor but {type(loaded).__name__}",
                     expected="a tensor",
                     found=type(loaded).__name__,
                 )

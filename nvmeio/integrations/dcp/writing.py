@@ -368,8 +368,8 @@ def _warn_of_shared_group() -> None:
         frame = frame.f_back
     if frame is not None and frame.f_locals.get("process_group", frame) is None:
         warnings.warn(
-            "dcp.async_save without process_group= talks in the default group, beside the "
-            "training: collectives of the two meet there, and the job aborts or hangs. Make a "
+            "dcp.async_save without process_group= uses the default group at the same time as the "
+            "training: their collectives mix, and the job aborts or hangs. Make a "
             'group once, dist.new_group(backend="gloo"), and pass it as process_group=',
             UserWarning,
             stacklevel=3,
@@ -404,7 +404,8 @@ class Staged(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "this is copied in this process's memory, so no other process can save it: use "
+            "only this process can save this state dict, because its snapshot is in this process's "
+            "memory: use "
             "AsyncCheckpointerType.THREAD, or torch's own stager"
         )
 

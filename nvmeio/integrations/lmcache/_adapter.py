@@ -97,7 +97,9 @@ class Adapter:
         if not isinstance(directory, str) or not directory:
             raise ValueError(f'"directory" must name a directory on the drive, not {directory!r}')
         if "capacity_bytes" not in params:
-            raise ValueError('"capacity_bytes" is missing: what the objects may take, as "200GB"')
+            raise ValueError(
+                '"capacity_bytes" is missing: say how much the objects may take, such as "200GB"'
+            )
         settings = params.get("settings") or {}
         if not isinstance(settings, Mapping):
             raise ValueError(f'"settings" must be an object, not {settings!r}')

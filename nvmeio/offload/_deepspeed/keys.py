@@ -83,7 +83,7 @@ _NOT_OF_OFFLOADING: dict[str, tuple[str, object]] = {
         True,
     ),
     "compute_grad_norm": ("call optimizer.clip_grad_norm_(max_norm), which returns it", True),
-    "leaf_module": ("leave it out: what calls no children is read as a whole", _ASKS),
+    "leaf_module": ("leave it out: a module that calls no children is read as a whole", _ASKS),
     "save_muon_momentum_buffer_in_memory": ("offload_optimizer's ratio says what stays", False),
     "cpu_offload": (_OLDER, None),
     "cpu_offload_param": (_OLDER, None),
@@ -127,7 +127,7 @@ _INFORMS = (
 )
 # Requests that no section can have.
 _NOT_OF_ACTIVATIONS = {
-    "partition_activations": "there is no model parallelism to share them out by",
+    "partition_activations": "there is no model parallelism to divide them by",
     "contiguous_memory_optimization": "their memory comes from torch's allocator. On the drive "
     "nvmeio.offload.SwappedActivations has them contiguous",
     "synchronize_checkpoint_boundary": "call the device's own synchronize() in the region",

@@ -202,8 +202,8 @@ class Generations:
         manifest = manifests.newest(path)
         if manifest is None or manifest.generation != self.generation:
             raise IntegrityError(
-                f"the manifest in {path} is not the one that this process wrote: somebody changed "
-                "the directory; save state_dict() instead",
+                f"the manifest in {path} was not written by this process: the directory was "
+                "changed meanwhile; save state_dict() instead",
                 expected=self.generation,
                 found=manifest and manifest.generation,
             )
@@ -252,7 +252,7 @@ class Generations:
                 wanted = tuple(strides.get(name, ()))
                 if not fits(wanted, span.shape):
                     raise IntegrityError(
-                        f"the manifest in {self._directory.path} is whole, and has impossible "
+                        f"the manifest in {self._directory.path} is undamaged, but has impossible "
                         f"strides for {name} of parameter {piece.param}: go on from a checkpoint",
                         expected=f"strides that fill the memory of shape {span.shape}",
                         found=wanted,
@@ -260,7 +260,8 @@ class Generations:
                 if piece.lent and name == WEIGHTS and wanted != span.strides:
                     raise IntegrityError(
                         f"parameter {piece.param} of the SwappedModule has another memory format "
-                        f"than what is in {self._directory.path}: give the module the one that it "
+                        f"than the state in {self._directory.path}: give the module the one that "
+                        "it "
                         "had (memory_format=torch.channels_last, or contiguous), or begin anew "
                         "with resume=False",
                         expected=span.strides or "row-major order",
@@ -289,8 +290,8 @@ class Generations:
             )
         if len(manifest.current) != len(self.files.pieces):
             raise IntegrityError(
-                f"the manifest in {self._directory.path} is whole, and tells of other pieces than "
-                "its signature: go on from a checkpoint",
+                f"the manifest in {self._directory.path} is undamaged, but describes other pieces "
+                "than its signature: go on from a checkpoint",
                 expected=len(self.files.pieces),
                 found=len(manifest.current),
             )
@@ -377,7 +378,7 @@ class Generations:
         """Wait for what is being made durable, and close the files.
 
         Args:
-            kept: False where the files are removed now: then it is no error that somebody has
+            kept: False where the files are removed now: then it is not an error that somebody has
                 removed their directory before.
         """
         try:
@@ -422,7 +423,7 @@ def _tell_of(unusable: Sequence[UnusableGeneration], resumed: Manifest) -> None:
         if generation > last:
             which = f"generation {generation}"
         elif not generation:
-            older = f", or {last - 1}, which would be no loss" if last > 1 else ""
+            older = f", or {last - 1}, which would lose nothing" if last > 1 else ""
             which = f"generation {last + 1}{older}"
         else:
             continue  # an older one, which nobody needs

@@ -109,9 +109,9 @@ class Gathering:
         if self._broken:
             raise ClosedError(
                 "a parameter could not be gathered before this: FSDP is in the middle of that "
-                "pass, and other ranks may be elsewhere in theirs. What would be gathered now "
-                "could be of different layers, and gradients would be wrong. Make the module anew "
-                f"on all ranks, and resume. What failed was {self._broken[0]}"
+                "pass, and other ranks may be elsewhere in theirs. Another gather could mix "
+                "different layers, and gradients would be wrong. Make the module again on all "
+                f"ranks, and resume. The failure was {self._broken[0]}"
             )
         try:
             memory = self._store.memory_of(self._unit)

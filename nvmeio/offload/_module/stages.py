@@ -231,7 +231,8 @@ def refused(unit: ParamUnit, changed: torch.Tensor) -> RuntimeError:
     return RuntimeError(
         f"the parameter {next((n for n, p in named if p is changed), '')} was changed in place "
         "outside of gather(), not on the drive: change it within `with module.gather():`, or by a "
-        "step. An empty block of gather() keeps the change if it was in memory; else it is undone"
+        "step. An empty block of gather() keeps the change if the parameter was in memory; "
+        "otherwise the change is undone"
     )
 
 

@@ -117,7 +117,7 @@ class _OnDrive:
             own.copy_(value)
 
     def set_(self: Any, source: Any = None, *rest: Any) -> Any:
-        """Torch's parametrisations set a parameter to itself: that is no change to be counted."""
+        """Torch's parametrisations set a parameter to itself, which is not counted as a change."""
         if rest or not isinstance(source, torch.Tensor):
             _check_copying(self)
             return torch.Tensor.set_(self, source, *rest)

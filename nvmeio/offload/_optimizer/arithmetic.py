@@ -248,7 +248,7 @@ _SPLIT_DTYPES = (torch.float32, torch.float64)
 
 
 def check_class(optimizer_class: Any) -> None:
-    """Refuse (TypeError) what is no optimizer class, or needs a closure or sparse gradients."""
+    """Refuse (TypeError) what is not an optimizer class, or needs a closure or sparse gradients."""
     if isinstance(optimizer_class, torch.optim.Optimizer):
         name = type(optimizer_class).__name__
         raise TypeError(

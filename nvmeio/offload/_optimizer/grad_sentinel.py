@@ -18,7 +18,7 @@ from nvmeio.offload._swap_files.tensors import local
 class GradSentinel:
     """The gradient of one parameter, watched.
 
-    `stands_in` says that what is in ``.grad`` is no gradient, but stands in for one.
+    `stands_in` says that what is in ``.grad`` is not a gradient, but stands in for one.
     """
 
     def __init__(self, param: SwappedParam) -> None:

@@ -493,7 +493,7 @@ class GradientSwapper(GradSheets):
     # What the optimizer asks
 
     def stands_in(self, param: SwappedParam) -> bool:
-        """Whether a parameter's ``.grad`` is no gradient of it."""
+        """Whether a parameter's ``.grad`` is not a gradient of it."""
         sentinel = self._grad_sentinel
         return sentinel is not None and sentinel.param is param and sentinel.stands_in
 

@@ -329,9 +329,9 @@ class StateSwapper(Swapped):
                 load.follow_resident_masters()
             except BaseException as failed:
                 self.broken = (
-                    "a state dict was loaded, and its master weights could not be brought into "
-                    f"the parameters, which are partly those of before: {failed}. Make the "
-                    "optimizer anew, and load again"
+                    "a state dict was loaded, but its master weights could not be copied into all "
+                    f"parameters, so some still have their old values: {failed}. Make a new "
+                    "optimizer, and load again"
                 )
                 raise
 

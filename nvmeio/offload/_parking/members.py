@@ -206,8 +206,7 @@ def _check_memory(parked: ParkedStorage, unsuitable: Sequence[tuple[int, int]]) 
     what = f"{parked.name} (of {parked.kind})"
     if not parked.storage.data_ptr():
         raise ValueError(
-            f"{what} has no memory: somebody has freed its storage (resize_(0)), and has to bring "
-            "it back first"
+            f"{what} has no memory: its storage was freed (resize_(0)); restore it first"
         )
     if parked.device.type == "cpu":
         if parked.storage.is_shared():

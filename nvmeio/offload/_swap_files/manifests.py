@@ -209,14 +209,14 @@ def read(directory: str) -> StoredGenerations:
         elif manifest.durable or manifest.boot == boot_id() != "":
             complete.append(manifest)
         else:
-            why = "had not reached the drive when the machine was started anew"
+            why = "had not reached the drive when the machine restarted"
             unusable.append(UnusableGeneration(path, manifest.generation, why))
     if stepped and not complete:
-        lost = any("started anew" in each.why for each in unusable)
+        lost = any("restarted" in each.why for each in unusable)
         what = (
-            "is durable, and the machine was started anew since (durable=False)"
+            "is durable, and the machine has restarted since (durable=False)"
             if lost
-            else "is whole"
+            else "is undamaged"
         )
         raise IntegrityError(
             f"no manifest in {directory} {what}: the state there cannot be used; go on from a "
@@ -313,7 +313,7 @@ def _decode(data: bytes, path: str) -> Manifest | None:
         manifest = _read(body)
     except Exception as refused:  # whatever its content makes torch, json or us stumble over
         raise IntegrityError(
-            f"{path} is whole, and does not hold what it should: {refused!r:.200}; go on from a "
+            f"{path} is undamaged, but its content is not valid: {refused!r:.200}; go on from a "
             "checkpoint, with overwrite=True, which removes it",
             expected="what this version of nvmeio and torch.load(weights_only=True) read",
             found="something else",
@@ -339,7 +339,7 @@ def _read(body: bytes) -> Manifest:
     if type(told["generation"]) is not int or not isinstance(boot, str):
         raise ValueError(f"generation {told['generation']!r:.20} of boot {boot!r:.40}")
     if not all(isinstance(each, dict) for each in [*groups, *small]):
-        raise ValueError("options or state that are no dictionaries")
+        raise ValueError("its options or state are not dictionaries")
     sums = tensors["sums"].tolist() if "sums" in tensors else []
     signature = str(told["signature"])
     strides = {int(n): dict(by_name) for n, by_name in tensors.get("strides", {}).items()}

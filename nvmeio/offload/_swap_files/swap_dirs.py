@@ -230,8 +230,8 @@ class SwapDirs:
             if any(begun):
                 alone = self._dirs[begun.index(True)].path
                 raise IntegrityError(
-                    f"the state in {alone} lies in that directory alone: name it alone as "
-                    "swap_dir, or begin anew with overwrite=True",
+                    f"the state in {alone} lies in that directory alone: pass it alone as "
+                    "swap_dir, or start afresh with overwrite=True",
                     expected=[os.path.dirname(alone)],
                     found=[os.path.dirname(path) for path in self.paths],
                 )
@@ -246,7 +246,7 @@ class SwapDirs:
             if record is not None
         }
         if len(by_index) < len(known):
-            raise self._not_these("of one of them there are two copies", first)
+            raise self._not_these("one of them is there twice", first)
         if 0 in by_index and not _has_manifest(by_index[0].path):
             return False  # killed before anything was complete
         missing = [path for i, path in enumerate(first.directories) if i not in by_index]
@@ -263,8 +263,8 @@ class SwapDirs:
     def _not_these(self, what: str, record: _DriveRecord) -> IntegrityError:
         return IntegrityError(
             f"the state lies in {counted(len(record.directories), 'directory')} that belong "
-            f"together, and {what}: name all of them as swap_dir, in any order, or begin anew with "
-            "overwrite=True",
+            f"together, and {what}: pass all directories as swap_dir, in any order, or start "
+            "afresh with overwrite=True",
             expected=[os.path.dirname(path) for path in record.directories],
             found=[os.path.dirname(path) for path in self.paths],
         )
