@@ -1,6 +1,6 @@
 """The seam between a model and its stream: wrapped calls, which leave its code as it is.
 
-Where adapters are trained over the model, autograd keeps places of weights in memory's stead
+When adapters are trained over the model, autograd keeps places of weights instead of memory
 (`_residency.calls`), and backward has them brought back. The base belongs to its checkpoint: no
 state dict holds it.
 """
@@ -44,7 +44,7 @@ class WeightSource:
         return stream.weight(self._unit, self._number)
 
     def around(self) -> Callable[..., Any] | None:
-        """What calls a function with the unit in place; None where `memory` is to be asked.
+        """A caller of functions with the unit in place; None if `memory` is to be asked.
 
         In a pass for inference, outside of the calls of other units: one within such a call would
         take their weights away.
@@ -55,7 +55,7 @@ class WeightSource:
         return functools.partial(_computing_with, stream, self._unit)
 
     def shown(self) -> torch.Tensor:
-        """What the weight's module shows now."""
+        """The tensor that the weight's module shows now."""
         target = next(each for each in self._unit.targets if each.weight == self._number)
         held = target.module._buffers if target.is_buffer else target.module._parameters
         found: Any = held[target.attribute]

@@ -57,7 +57,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class ModelPlan(NamedTuple):
-    """What is streamed, and how: a model with placeholders in the place of weights.
+    """The model with placeholders in the place of weights, and how it is streamed.
 
     `ranks` read together, None where this one reads for itself; `parallel` ranks compute together;
     `packed` is the index of a packed checkpoint, and `part` which part of one it is, if it is one.
@@ -161,7 +161,7 @@ def _expert_sets(
 ) -> list[ExpertSet]:
     """The experts that are kept one by one; none where they are read with their layers.
 
-    What is trained on a GPU looks at whole layers in backward.
+    Training on a GPU looks at whole layers in backward.
     """
     on_device = asked.device.type != "cpu"
     if on_device and asked.trainable:
@@ -203,7 +203,7 @@ def _with_host_memory(shares: Shares, host_bytes: int, budget: int, needs: Exper
 
 
 def _needs_of(sets: Sequence[ExpertSet], ranks: int = 1) -> ExpertNeeds:
-    """What the experts of one rank need.
+    """The memory that the experts of one rank need.
 
     The cache sets the largest memory for conversions aside for good.
     """
@@ -280,10 +280,10 @@ class Asked(NamedTuple):
 
     Attributes:
         given: A module, or transformers' configuration of one that is to be made.
-        directory: Where that configuration came from; None where it, or the module, was given.
-        name: What was given, for the model's `name_or_path`.
-        label: What errors of several ranks name.
-        sources: Where the weights are.
+        directory: The directory of that configuration; None if it, or the module, was given.
+        name: The model's `name_or_path`, as it was given.
+        label: The model's name in errors of several ranks.
+        sources: The paths of the weights.
     """
 
     given: Any
@@ -417,7 +417,7 @@ def name_of(checkpoint: Paths | None, given: Any) -> str:
 def _sources(
     given: Any, checkpoint: Paths | None, rank: int | None
 ) -> tuple[list[str | os.PathLike[str]], Any]:
-    """Where the weights are, and a module or a configuration."""
+    """The paths of the weights, and a module or a configuration."""
     if isinstance(given, (str, os.PathLike)):
         sources = [given] if checkpoint is None else _several(checkpoint, rank)
         return sources, transformers.config_of(given)

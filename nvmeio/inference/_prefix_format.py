@@ -1,4 +1,4 @@
-"""How a prefix lies in a block store, and what tells the model that it is of from others.
+"""The layout of a prefix in a block store, and the fingerprint of its model.
 
 A prefix is a head, and parts that are cut into blocks of one size. Its keys and values depend on
 the model's configuration and weights, of which a fingerprint is kept.
@@ -28,7 +28,7 @@ _FORMAT = 2  # 1 told weights by fewer of their values
 
 
 _PIECE_BYTES = 1 << 20
-# Of a configuration what says where the model came from, and how it is run.
+# Entries of a configuration that say where the model came from, and how it is run.
 _BESIDE = {
     *("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"),
     *("return_dict", "output_attentions", "output_hidden_states"),
@@ -50,7 +50,7 @@ class Layer(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What is saved under a name."""
+    """The record that is saved under a name."""
 
     generation: str
     model: dict[str, Any]
@@ -150,7 +150,7 @@ def _only_own(settings: Any) -> Any:
 
 
 class Values(NamedTuple):
-    """What counts of a weight: its dtype and shape, and the bytes that are looked at."""
+    """The parts of a weight that a digest covers: its dtype and shape, and the sampled bytes."""
 
     about: str
     values: bytes
@@ -163,7 +163,7 @@ def weights(model: Any, files: Mapping[str, Values], how: How = "samples") -> st
     ValueError if a weight is neither in memory nor in a streamed model's files.
     """
     stream = getattr(model, "weight_stream", None)
-    # What is in memory counts as it is there: it may have been trained, and adapters be beside it.
+    # Weights in memory count as they are: they may have been trained, or have adapters.
     found = {**files, **dict(_of_tensors(model, _places(stream), how))}
     digest = hashlib.blake2b(how.encode(), digest_size=16)
     for name in sorted(found):
@@ -222,7 +222,7 @@ def _values_of(weight: torch.Tensor, name: str, how: How) -> bytes:
 
 
 def _values(nbytes: int, read: Callable[[Sequence[tuple[int, int]]], bytes], how: How) -> bytes:
-    """What is remembered of a tensor, by a function that reads places and lengths of it."""
+    """The digest of a tensor, which `read` reads by places and lengths."""
     if how == "full":
         pieces = (read([(at, min(_PIECE_BYTES, nbytes - at))]) for at in _pieces(nbytes))
         return b"".join(crc32.of_bytes(piece).to_bytes(4, "little") for piece in pieces)
@@ -241,7 +241,7 @@ def _bytes_at(handle: AioHandle, file: File, offset: int, nbytes: int) -> bytes:
 
 
 def of_files(checkpoint: SafetensorsSet, handle: AioHandle, how: How) -> dict[str, Values]:
-    """What counts of the weights in a streamed model's files, by name.
+    """The parts that a digest covers of the weights in a streamed model's files, by name.
 
     IntegrityError if a file was written to after the stream had opened it.
     """

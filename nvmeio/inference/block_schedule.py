@@ -32,7 +32,7 @@ def run_in_blocks(model: Any, works: Sequence[Callable[[], Value]]) -> list[Valu
     Returns:
         Their values, in order.
 
-    Raises: What the first that failed raised; the others are stopped at their next layer.
+    Raises: The error of the first one that failed; the others are stopped at their next layer.
     """
     values: list[Value] = model.weight_stream.in_lockstep([torch.no_grad()(work) for work in works])
     return values
@@ -108,11 +108,11 @@ def chunked_cross_entropy(
 ) -> torch.Tensor:
     """`cross_entropy(head(hidden), labels)`, some tokens at a time.
 
-    Of the logits those of `chunk` tokens exist at any moment, in forward and in backward, which
+    Only the logits of `chunk` tokens exist at any moment, in forward and in backward, which
     computes them once more: the head is multiplied with three times instead of twice.
 
     Args:
-        hidden: What the head is given, [..., width].
+        hidden: The head's input, [..., width].
         head: The output head: a module (of a streamed model too), or any function of rows.
         labels: For each token its class, [...]; a causal model's are shifted by the caller:
             ``hidden[:, :-1]`` and ``labels[:, 1:]``.

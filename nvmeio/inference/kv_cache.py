@@ -2,8 +2,7 @@
 
 A transformers `DynamicCache` whose layers keep only the newest tokens. Older ones are gathered in
 blocks of `BLOCK_TOKENS`, written as they fill up, and read back while the layer before computes.
-What a layer hands to attention is one tensor of all tokens, equal to what `DynamicCache` would
-have.
+A layer hands one tensor of all tokens to attention, equal to the one of `DynamicCache`.
 
 Blocks lie in a file without a name, or in memory (`KVStore`).
 """
@@ -42,13 +41,14 @@ from nvmeio.operation import Operation
 # Tokens that are written at once. A layer's newest tokens stay in memory until they are so many.
 BLOCK_TOKENS = 64
 
-# Of memory that blocks share: page-locking it takes 8 to 16 ms.
+# Bytes of memory that blocks share: page-locking it takes 8 to 16 ms.
 _SHARED_BYTES = 16 << 20
 
-# Of a file over several drives, for each: blocks of a few of them are brought back by all at once.
+# Bytes on each drive of a file over several: all drives at once bring back blocks of a few of
+# these.
 _BAND_BYTES = 4 * LEAST_CHUNK_BYTES
 
-# What makes an empty cache of a model with `kv_offload`, of its configuration.
+# Functions that make an empty cache from the configuration of a model with `kv_offload`.
 _makers: weakref.WeakKeyDictionary[Any, Callable[[Any], Any]] = weakref.WeakKeyDictionary()
 
 
@@ -255,7 +255,7 @@ def new_cache(config: Any, store: KVStore) -> Any:
     Args:
         config: The model's configuration, for the kinds of its layers; those with a sliding
             window are small and stay in memory. None: all layers are of the growing kind.
-        store: Where to.
+        store: The place of the blocks.
 
     Raises:
         BackendUnavailableError: transformers is not installed.
@@ -308,14 +308,14 @@ def offload(
     Args:
         model: The model.
         handle: Moves the bytes; None makes one when it is needed.
-        device: Of the model.
+        device: The device of the model.
         where: True: memory for a GPU, for a CPU a file in the system's temporary directory; or a
             directory, or one on each of several drives, made where it is missing, one level.
         checksum: As for `KVStore`.
 
     Returns:
-        What closes the handle that was made here: at the latest when the model is dropped. Caches
-        that used it are of no use any more; a new one makes another.
+        A function that closes the handle that was made here, which the end of the model does at the
+        latest. Caches that used the handle fail from then on; a new cache makes another.
 
     Raises:
         TypeError: It is not a transformers model.
@@ -341,7 +341,7 @@ def offload(
     def before(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         _, given = cache_among(named)
         if type(given) is utilities.EncoderDecoderCache:
-            # What comes from the encoder stays: models take it out of the layers themselves.
+            # The encoder's keys and values stay: models take them out of the layers themselves.
             given = given.self_attention_cache
         if given is None:
             config = model.config.get_text_config(decoder=True)
@@ -369,7 +369,7 @@ def empty_cache(model: Any) -> Any:
 def _finish(close: Callable[[], None]) -> None:
     """Close for a model that is dropped; a thread that this waits for may have noticed that."""
     if threading.current_thread().name.startswith("nvmeio"):
-        # Where no thread can be had: a handle that is dropped gives back what it has.
+        # If no thread can be started, dropping the handle releases its resources.
         with contextlib.suppress(RuntimeError, MemoryError):
             Thread(close, "nvmeio-close").start()
     else:
@@ -418,7 +418,7 @@ class KVBlock(NamedTuple):
 
 
 class KVStore:
-    """Where blocks go.
+    """The place of blocks.
 
     Args:
         directory: A file in it, which has no name any more once it is open; None keeps the bytes in
@@ -523,7 +523,7 @@ class KVStore:
 
         Args:
             block: Which one.
-            memory: What is there now.
+            memory: The memory that holds it now.
             what: The block, for the message.
 
         Raises:

@@ -58,12 +58,12 @@ _WEIGHTS = tuple(
 )
 
 
-# Of experts that are read, converted and written at a time.
+# Bytes of experts that are read, converted and written at a time.
 _PIECE_BYTES = 32 << 20
 
 
 class PackReport(NamedTuple):
-    """What `pack` did.
+    """The result of `pack`.
 
     Attributes:
         bytes_read: Bytes of weights that were read.
@@ -71,8 +71,8 @@ class PackReport(NamedTuple):
         records: Layers and other units, one contiguous record each.
         quantised: Weights that were quantised; not those that were so before.
         largest_error: The largest change of an element by quantising.
-        relative_error: Of the weight that changed most: the root mean square of its elements'
-            changes, divided by the standard deviation of its elements. 0.0 if none is quantised.
+        relative_error: The root mean square of the changes of a weight's elements, divided by their
+            standard deviation; that of the weight that changed most. 0.0 if none is quantised.
     """
 
     bytes_read: int
@@ -87,12 +87,12 @@ _TensorOf = tuple[str, torch.dtype, tuple[int, ...], int]
 
 
 class _FusedExperts(NamedTuple):
-    """What fused experts have of all their weights, an expert's side by side in whole pages.
+    """The weights of fused experts, each expert's share side by side in whole pages.
 
     Attributes:
         module: The name of their module.
-        weights: Of all experts.
-        places: Where they lie.
+        weights: The weights of all experts.
+        places: The place of each weight.
     """
 
     module: str
@@ -110,8 +110,8 @@ class _UnitRecord(NamedTuple):
 
     Attributes:
         unit: Which one.
-        runs: Of tensors, each of which begins on a page: what is always read; then experts that are
-            modules, one a run.
+        runs: Runs of tensors, each of which begins on a page: first the tensors that are always
+            read; then experts that are modules, one a run.
         fused: Experts behind these.
     """
 
@@ -146,9 +146,9 @@ def pack(
     The result is a model directory with one safetensors file: ``model.safetensors``, which
     transformers loads too, or ``model-packed.safetensors`` if anything is quantised or experts are
     fused, which only nvmeio reads. Its index has a CRC-32 of each tensor (of fused experts, of each
-    expert), which `stream_model` compares. What an expert of a mixture has (gate, up and down, with
-    their biases and scales) lies side by side, in whole pages: it is read at once, and a layer's
-    experts are, too. The directory appears when it is complete and durable.
+    expert), which `stream_model` compares. An expert's weights (gate, up and down, with their
+    biases and scales) lie side by side, in whole pages: one read brings an expert, or all experts
+    of a layer. The directory appears when it is complete and durable.
 
     Args:
         model_directory: As `save_pretrained` writes it, or a name on the hub (see `stream_model`).
@@ -156,15 +156,15 @@ def pack(
             over which every layer is dealt by the speed that ``nvmeio tune --save`` measured,
             equally where it did not measure all. `stream_model` takes that list and reads from all
             of them at once. As for `ranks` the files have holes.
-        dtype: Of the weights in the file, or its name ("bfloat16"); by default the model's, and
-            FP8, MXFP4 and packed integers stay as they are.
+        dtype: The dtype of the weights in the file, or its name ("bfloat16"); by default the
+            model's, and FP8, MXFP4 and packed integers stay as they are.
         quant_bits: 4 or 8 to quantise the matrices of layers, and embeddings and heads that take
             more than 1 MiB in `model_directory`, in groups of a row; see `stream_model` for how it
             computes with them. None quantises nothing.
         quant_group_size: Elements that share a scale and a minimum, even; matrices whose rows
             are not a multiple of it stay as they are.
         modules_to_not_convert: Names of modules that are not quantised, or the last parts of
-            names: ``["lm_head", "embed_tokens"]``. What is in them is not either.
+            names: ``["lm_head", "embed_tokens"]``. Modules within them are not quantised either.
         ranks: The number of processes that will stream it together (see `stream_model`). `out` gets
             a directory for each, ``rank-0`` and so on, with an equal part of every layer; small
             tensors and embeddings are in each as a whole. The files have the full size, and holes:
@@ -176,7 +176,7 @@ def pack(
             see `nvmeio.progress`.
 
     Returns:
-        What was done.
+        The report of what was packed.
 
     Raises:
         FileExistsError: `out` exists, or one of its directories.
@@ -315,20 +315,20 @@ def _nothing_quantised(units: Sequence[Unit], setting: Quantised, left: Set[str]
 
 
 class _Contents:
-    """What lies where in a packed file: a record for each unit, on pages of its own.
+    """The layout of a packed file: a record for each unit, on pages of its own.
 
     Args:
-        units: What is packed; a weight that several of them have goes to the first one.
+        units: The units to pack; a weight that several of them have goes to the first one.
         sets: Experts that are to lie side by side.
-        setting: How the matrices of layers are quantised, if they are.
+        setting: The quantisation of the matrices of layers, if any.
         ranks: How many read a part each.
-        weights: Of several drives, over which it is dealt.
+        weights: The weights of several drives, over which the file is dealt.
         left: Names of weights that are not quantised.
         widens: Whether weights that others quantised are widened where `setting` leaves them.
 
     Attributes:
         records: In the order of the file.
-        places: Where each record lies behind the header, and whether all ranks have all of it;
+        places: The place of each record behind the header, and whether all ranks have all of it;
             known with the first header.
         part_sums: For each rank, the checksums of what it has of each record.
         quantised: The weights that are, and how.
@@ -406,7 +406,7 @@ class _Contents:
     def _quantisation(
         self, unit: Unit, weight: Weight, setting: Quantised | None
     ) -> PackedWeight | None:
-        """How a weight is quantised in the file, noted; None if it is not."""
+        """Note and return how a weight is quantised in the file; None if it is not."""
         is_fixed = not unit.modules and not unit.row_modules  # small: norms, and the like
         is_fixed = is_fixed or weight.name in self.left
         scheme = None if self.widens else weight.quantised
@@ -487,7 +487,7 @@ class _Contents:
                 position += fused.places.number * fused.places.nbytes
             end = round_up(position, PAGE_BYTES)
             unit = record.unit
-            # What is read by everybody, as small parts are, or by the rows of its tokens.
+            # Every rank reads small parts, and the rows of its own tokens.
             nbytes = sum(_nbytes(dtype, shape) for _, dtype, shape, _ in record.tensors)
             is_small = not unit.modules or (not unit.is_layer and nbytes <= plan_units.SMALL_BYTES)
             self.places.append((start, end, self.ranks == 1 or is_small or bool(unit.row_modules)))
@@ -534,7 +534,7 @@ def _shares(unit: Unit, number: int) -> int:
 
 
 class _Change:
-    """How far quantising has moved the elements of a weight; some of them are added at a time."""
+    """The changes of a weight's elements by quantising, added up in parts."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -706,7 +706,7 @@ def _filled(
             yield _filled_run(waiting, record.unit, entries, source, sums_of)
             waiting = []
     for fused in record.fused:
-        # Of what is read and of what is written.
+        # The larger of the bytes that are read and written.
         most = max(sum(weight.nbytes for weight in fused.weights), _nbytes_of(fused.places))
         step = max(_PIECE_BYTES * fused.places.number // most, 1)
         for first in range(0, fused.places.number, step):

@@ -48,9 +48,9 @@ class PrefixCache:
     Args:
         model: Loaded whole, or streamed; decoders whose caches are `DynamicCache`s.
         directory: On the drive; made where it is missing.
-        capacity_bytes: What the prefixes may take there, or a size such as "64G" (GiB). The one
-            that was saved longest ago makes room. With another size than before, the store becomes
-            larger or smaller in place; what lay behind its new end is gone.
+        capacity_bytes: The bytes that the prefixes may take there, or a size such as "64G" (GiB).
+            The one that was saved longest ago makes room. With another size than before, the store
+            becomes larger or smaller in place; blocks behind its new end are gone.
         handle: Moves the bytes and stays open; None makes one for each call.
         fingerprint: How the model's weights are told from others: "samples" looks at 16 blocks of
             4 KiB of each, so that training and merging are seen, and the change of a few elements
@@ -61,8 +61,8 @@ class PrefixCache:
         TypeError: It is not such a model.
         ValueError: The capacity has no room for a block, or `fingerprint` is neither of the two.
 
-    Of each block a CRC-32 is kept and compared. What was damaged or killed half way, or made room
-    for others, is not there. Several processes and threads may use one directory.
+    Each block has a CRC-32, which is compared. Blocks that are damaged, were written in part, or
+    made room for others count as missing. Several processes and threads may use one directory.
 
     Examples:
         >>> prefixes = PrefixCache(model, "/mnt/nvme/prefixes", capacity_bytes="64G")
@@ -102,10 +102,11 @@ class PrefixCache:
         """Keep what a cache holds of a prompt; what was saved under that name before goes.
 
         Args:
-            name: Of the prefix. Ranks of a tensor-parallel group take one each.
+            name: The prefix's name. Ranks of a tensor-parallel group take one each.
             input_ids: The prompt, shape (sequences, tokens), not padded. The cache may hold more:
-                what comes behind the prompt is not saved.
-            cache: Of a forward or of `generate`: a `DynamicCache`, or the one of `kv_offload`.
+                tokens behind the prompt are not saved.
+            cache: The cache of a forward or of `generate`: a `DynamicCache`, or the one of
+                `kv_offload`.
 
         Raises:
             TypeError: A cache, or a layer in it, of another kind.
@@ -218,10 +219,10 @@ class PrefixCache:
         """A cache with what was saved of a prompt: the model's ``cache=``.
 
         Args:
-            name: Of the prefix.
-            input_ids: The prompt that is to be computed, shape (sequences, tokens), which begins
-                with what was saved. Where it goes no further, its last token is left to compute:
-                generation begins with what the model says of that.
+            name: The prefix's name.
+            input_ids: The prompt that is to be computed, shape (sequences,
+                tokens), which begins with the saved tokens. If it ends with them, its last token is
+                left to compute: generation begins with the model's output for it.
 
         Returns:
             A new cache on the model's device, of the kind that the model would begin with (with
@@ -229,8 +230,8 @@ class PrefixCache:
             more, which the log says.
 
         Raises:
-            ValueError: What was saved is of other tokens, another model or other weights; or would
-                have to be cut where a layer with a sliding window cannot be.
+            ValueError: The prefix was saved for other tokens, another model or other weights; or
+                would have to be cut where a layer with a sliding window cannot be.
             TransferError: The store cannot be opened.
         """
         ids = _checked_ids(name, input_ids)

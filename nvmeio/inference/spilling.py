@@ -73,8 +73,8 @@ def spill(
     Args:
         modules: Layers, in the order in which they are called; changed in place. Their buffers stay
             where they are.
-        directory: Where the files go; they have no name any more when this returns.
-        device: Where the parameters are wanted when a module is called.
+        directory: The directory of the files; they have lost their names when this returns.
+        device: The device on which a called module needs its parameters.
         window: As for `stream_model`.
         resident_bytes: As for `stream_model`, text included; None keeps no layer.
         handle: Moves the bytes and stays open; None makes one.
@@ -171,8 +171,8 @@ class Spiller(Closing):
     def release(self, module: nn.Module) -> None:
         """Have a module's parameters that were written give up their memory.
 
-        It cannot be called until `stream` is made. What stands in a parameter's place has its
-        class, shape and attributes.
+        It cannot be called until `stream` is made. A stand-in for a parameter has its class, shape
+        and attributes.
 
         Raises:
             RuntimeError: A parameter was changed after it was written.
@@ -249,7 +249,7 @@ class Spiller(Closing):
     # Steps
 
     def _record_of(self, parameter: torch.Tensor) -> _Written | None:
-        """What was written of it; another object may have got the number of one that is gone."""
+        """The record of its file; another object may have got the id of one that is gone."""
         record = self._written.get(id(parameter))
         if record is None or record.parameter() is not parameter:
             return None
@@ -275,7 +275,7 @@ class Spiller(Closing):
     def close(self) -> None:
         """Remove the files, unless a stream has them. Idempotent.
 
-        What was released cannot be used any more then.
+        Released parameters cannot be used after that.
         """
         self._undo.close()
 
@@ -284,7 +284,7 @@ class Spiller(Closing):
 
 
 def _order_in_memory(name: str, parameter: torch.Tensor) -> tuple[int, ...] | None:
-    """In which order a parameter's dimensions lie in memory; None where it is contiguous.
+    """The order of a parameter's dimensions in memory; None if it is contiguous.
 
     Quantised weights are often transposed: kernels want their columns one behind the other.
     """

@@ -89,7 +89,7 @@ def stream_model(
 
     `forward` and `generate` are the model's own. Logits and tokens are those of the model loaded
     whole, bit for bit (for quantised models see `compute`). All weights together take
-    `resident_bytes` of memory. What the model allocates while it computes comes on top.
+    `resident_bytes` of memory. Memory that the model allocates while it computes comes on top.
 
     Args:
         model_or_config_or_path: A directory that `save_pretrained` or `nvmeio pack` wrote; the name
@@ -98,11 +98,11 @@ def stream_model(
             `torch.nn.Module` with its parameters on the meta device, which is changed in place and
             returned. A list of directories is a model that `nvmeio pack` wrote over several drives:
             all are read at once, and may be named in any order.
-        checkpoint: Where the weights are, as safetensors: a file, an index of shards, a directory
+        checkpoint: The weights, as safetensors: a file, an index of shards, a directory
             that holds either, or a list as above. Not needed if the model is a directory.
-        device: Where it computes. A GPU gets the layers through page-locked memory, copied on a
-            stream of its own. Host and GPU each hold `resident_bytes`, the window included, and the
-            host more with `host_bytes`.
+        device: The device that it computes on. A GPU gets the layers through page-locked memory,
+            copied on a stream of its own. Host and GPU each hold `resident_bytes`, the window
+            included, and the host more with `host_bytes`.
         window: How many layers the window holds, the one in use included; 3, or fewer if
             `resident_bytes` has no room for them.
         resident_bytes: Bytes of memory for all weights, or a size such as "24G" (GiB): layers that
@@ -110,8 +110,8 @@ def stream_model(
             fits, layers are cut into their modules, and linear layers into tiles, whose outputs may
             differ in the last bits (docs/inference.md). By default half of the free memory (of the
             machine, the cgroup, or under RLIMIT_AS and RLIMIT_DATA; of the GPU, if that is less).
-        host_bytes: On a GPU: page-locked memory for weights, or a size such as "96G". What it has
-            beyond `resident_bytes` keeps more experts of a mixture, from where they are copied to
+        host_bytes: On a GPU: page-locked memory for weights, or a size such as "96G". The part
+            beyond `resident_bytes` keeps more experts of a mixture, which are copied from there to
             the GPU. By default as much as `resident_bytes`, or half of the free memory where that
             is not given either.
         handle: Moves the bytes and stays open; by default one for each drive with the setting
@@ -119,8 +119,8 @@ def stream_model(
         dtype: Convert weights to this dtype, or the one of this name ("bfloat16"), when they are
             used; by default that of the configuration. Files that have this dtype already are
             faster: ``nvmeio pack --dtype``.
-        kv_offload: Where past keys and values of idle layers go. True: page-locked memory (GPU) or
-            a temporary file (CPU). A path: a file in that directory. A list of paths: a file on
+        kv_offload: The place of past keys and values of idle layers. True: page-locked memory (GPU)
+            or a temporary file (CPU). A path: a file in that directory. A list of paths: a file on
             each of several drives, which work at once. For transformers' models that use a
             `DynamicCache`.
         layers: The modules, or their names, that are streamed as one. By default transformers'

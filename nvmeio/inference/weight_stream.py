@@ -6,8 +6,8 @@ next is being read by then. The claim ends with the call, however that ends; the
 taken away and the slot is given back. One thread does all that is asked, and owns that state
 (`_stream.uses`); here are the caller's side, and opening and closing.
 
-What comes next is what followed the last time; before anything followed, the order of the module
-tree. What was read in vain is dropped as soon as that is seen.
+Units are read ahead in the order of the last pass; before the first, in the order of the module
+tree. A unit that was read in vain is dropped as soon as that is seen.
 
 After a failure nothing is in flight and nothing is kept that was on its way. The error goes through
 the model's forward to the caller, so that no value is computed from bytes that did not arrive, and
@@ -58,7 +58,7 @@ Value = TypeVar("Value")
 
 
 class StreamStats(NamedTuple):
-    """What a stream has done since it was made.
+    """The counters of a stream since it was made.
 
     Attributes:
         bytes_read: Bytes of weights that were asked of the files, rows and experts included.
@@ -67,7 +67,7 @@ class StreamStats(NamedTuple):
         mispredicted: Units that were needed and not being read yet, except for the very first.
         dropped: Units that were read, wholly or in part, and not used.
         experts_read: Experts of mixtures that were read, on demand or ahead.
-        experts: What these have cost; `WeightStream.expert_stats` has that of each layer.
+        experts: The cost of the experts; `WeightStream.expert_stats` has that of each layer.
         rows_read: Rows of embeddings that were read.
         waited_s: Seconds in which the computation waited for weights.
         resident_bytes: Memory that holds weights for good: a part of what `stream_model` was given
@@ -77,7 +77,8 @@ class StreamStats(NamedTuple):
         work_bytes: Memory that converted weights are in, and what only other ranks want.
         expert_bytes: Memory for the experts that are kept.
         expert_host_bytes: On a GPU: page-locked memory for experts, below that of the device.
-        streamed_bytes: What one pass reads, with all experts and without rows, where not all stay.
+        streamed_bytes: Bytes that one pass reads of units that do not stay, with all experts and
+            without rows.
     """
 
     bytes_read: int
@@ -120,7 +121,7 @@ class _ExpertOrigin(NamedTuple):
 
 
 def _caller(lockstep: Lockstep[Any] | None) -> Any:
-    """Whose turn it is: a thread's, or that of micro-batches."""
+    """The owner of a turn: a thread, or micro-batches."""
     return threading.get_ident() if lockstep is None else lockstep
 
 
@@ -137,17 +138,17 @@ class WeightStream(NotPickled, Closing):
 
     Args:
         partition: Its units.
-        shares: What memory is spent on.
-        device: Where it computes.
+        shares: The parts of the memory.
+        device: The device that it computes on.
         open_checkpoint: Opens the checkpoint, anew at each `reopen`.
         handle: Moves the bytes and stays open; None makes one for each drive, for as long as the
             stream is open.
-        paths: Of the checkpoint, on each of its drives, for handles with the settings stored for
-            their file systems.
+        paths: The checkpoint's paths, on each of its drives, for handles with the settings stored
+            for their file systems.
         beside: Closed with the stream.
         trainable: Backward needs the weights again.
-        ranks: Who reads a part of each unit; None for a process alone.
-        experts: Of a mixture, those that are kept one by one.
+        ranks: The ranks that each read a part of each unit; None for a process alone.
+        experts: The experts of a mixture that are kept one by one.
     """
 
     _elsewhere = "call stream_model in each process, with a share of the memory each"
@@ -270,7 +271,7 @@ class WeightStream(NotPickled, Closing):
 
         Args:
             unit: Which one.
-            converted: That of its converted weights.
+            converted: The memory of its converted weights.
 
         Raises:
             TransferError, IntegrityError: As for `use`.
@@ -292,7 +293,7 @@ class WeightStream(NotPickled, Closing):
     def use_experts(self, experts: ExpertSet, top_k_index: torch.Tensor) -> Use:
         """Have those experts in place, or on their way, that tokens are routed to.
 
-        What is computed with them waits for those that are on their way (`_experts.waiting`).
+        Computation with them waits for those that are on their way (`_experts.waiting`).
 
         Args:
             experts: The set of the module that is called.
@@ -336,7 +337,7 @@ class WeightStream(NotPickled, Closing):
         Args:
             experts: The set that is called.
             hit: Those that it computes with.
-            address: Of the tensor's storage.
+            address: The address of the tensor's storage.
             offset: In that.
             nbytes: From its first byte to its last.
         """
@@ -396,8 +397,8 @@ class WeightStream(NotPickled, Closing):
         """A copy of one weight, for who looks at it outside of its module's call.
 
         Args:
-            unit: Whose it is.
-            number: Of its weights.
+            unit: The unit of the weight.
+            number: The number of the weight in the unit.
 
         Raises:
             TransferError, IntegrityError, ClosedError: As for `use`.
@@ -414,7 +415,7 @@ class WeightStream(NotPickled, Closing):
             return owner.call(uses.weight, unit, number, self._cuda_stream())()
 
     def _remedy(self, unit: Unit) -> str:
-        """What to say where a weight of a unit is used without a call that would bring it."""
+        """The advice for a weight of a unit that is used without a call that would bring it."""
         if unit.modules or unit.tiled or not unit.row_modules:
             return ABSENT_WITHIN
         layers = [each.name for each in self._partition.units if each.is_layer]
@@ -434,7 +435,7 @@ class WeightStream(NotPickled, Closing):
         """A forward pass of the whole model begins.
 
         Args:
-            cache: Of past keys and values, or None.
+            cache: The cache of past keys and values, or None.
 
         Raises:
             RuntimeError: The cache is one that a pass left behind which failed; or another tensor
@@ -659,7 +660,7 @@ class WeightStream(NotPickled, Closing):
 
     @property
     def expert_stats(self) -> list[ExpertStats]:
-        """What experts have cost since the stream was made, for each of `experts`."""
+        """The cost of experts since the stream was made, for each of `experts`."""
         now = [ExpertStats()] * len(self._experts) if self._cache is None else self._cache.stats()
         return [
             ExpertStats(*map(operator.add, before, later))

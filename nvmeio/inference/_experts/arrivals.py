@@ -23,7 +23,7 @@ from nvmeio.operation import Operation
 
 
 class Source(NamedTuple):
-    """Where experts are read from: the files, and what moves their bytes."""
+    """The files that experts are read from, and the handles that read them."""
 
     handles: DriveHandles
     checkpoint: SafetensorsSet
@@ -33,8 +33,8 @@ class Arrival:
     """An expert on its way; nobody computes with it before `wait` has returned.
 
     Args:
-        source: Where it is read from.
-        places: Where it goes to.
+        source: The files that it is read from.
+        places: The memory that it is read into.
         expert: Its number.
 
     Attributes:

@@ -6,7 +6,7 @@ waits for these itself and checks what came, so that the owner serves others mea
 at a time computes with experts. When its claim ends, the owner keeps what arrived whole and was
 checked; all else is dropped, so that an interrupt or a failure leaves no half-read expert behind.
 
-One budget holds the experts of all layers. Where it is full, an expert takes the pages of the one
+One budget holds the experts of all layers. If it is full, an expert takes the pages of the one
 that goes (`places`, `recency`).
 """
 
@@ -31,18 +31,18 @@ from nvmeio.inference._plan.units import Target
 from nvmeio.inference._stream import stand_ins
 from nvmeio.inference._stream.turns import Turns, Waiting
 
-# Where a call named this share of a layer's experts or more, the next layer's are read ahead.
+# If a call named at least this share of a layer's experts, the next layer's are read ahead.
 DENSE_SHARE = 0.75
 
 
 class ExpertStats(NamedTuple):
-    """What the experts of a layer, or of a whole model, have cost.
+    """The cost of the experts of a layer or of a whole model.
 
     Attributes:
         hits: Experts that were in memory, or on their way, when a call needed them.
         misses: Experts whose read began when a call needed them.
         read_ahead: Experts whose read began before a call needed them.
-        read_in_vain: Of these, those that went again before a call needed them.
+        read_in_vain: Those of them that were dropped before a call needed them.
         evictions: Experts that went to make room for others.
         bytes_read: Bytes of all reads.
         uploads: On a GPU: experts that were copied to it from host memory.
@@ -60,10 +60,10 @@ class ExpertStats(NamedTuple):
 class Use(NamedTuple):
     """A caller's right to compute with some experts; ends with the last reference to it.
 
-    What somebody has tensors over by then stays for as long as these.
+    Memory that tensors lie over by then stays for as long as these tensors.
 
     Attributes:
-        claim: That right.
+        claim: The right to compute with the experts.
         arriving: Those that are still read.
         waits: Whether the caller has to wait for them all before it computes. Else the weights that
             its module shows wait for each.
@@ -103,11 +103,11 @@ class ExpertCache:
 
     Args:
         owner: The thread that owns it, and calls all but `check_as_read`.
-        source: Where experts are read from.
+        source: The files that experts are read from.
         sets: In the order of the model's tree.
         budget: Bytes of the host, at least those of all experts of any set, and of any set's
             `STAGES`.
-        device: Where experts compute. The sets of a GPU are `level`.
+        device: The device that experts compute on. The sets of a GPU are `level`.
         there_bytes: Bytes on a GPU, at least those of all experts of any set.
     """
 
@@ -136,7 +136,7 @@ class ExpertCache:
         self._recency: Recency[_Key] = Recency()  # all that have pages
         self._ahead: dict[_Key, Arrival] = {}  # reads that no call has needed yet
         self._held: set[_Key] = set()  # of the call under way
-        # Of sets with no other address space: dead once nobody has a tensor over their experts.
+        # For sets without spare address space: dead once no tensor lies over their experts.
         self._kept_by_others: dict[int, list[Callable[[], Any]]] = {}
         self._counts: list[Counter[str]] = [Counter() for _ in sets]
         self._computing: _Computing | None = None
@@ -162,7 +162,7 @@ class ExpertCache:
         """Have experts in memory or on their way, and let their module show them.
 
         Args:
-            waited: What an earlier call returned.
+            waited: The result of an earlier call.
             experts: The set.
             hit: Its experts that tokens are routed to, ascending.
             counts: How many tokens each of them has.
@@ -252,7 +252,7 @@ class ExpertCache:
         return Use(claim, Arriving(arriving, self._owner), True), memory
 
     def address_of(self, experts: ExpertSet) -> int:
-        """Where the memory of a set begins. From any thread, during a call of the set."""
+        """The address of a set's memory. From any thread, during a call of the set."""
         places = self._places[self._numbers[experts]]
         assert isinstance(places, Places)
         return places.address
@@ -299,7 +299,7 @@ class ExpertCache:
                 self.turns.end(caller)
 
     def close(self) -> None:
-        """Show nothing, and end all reads. What somebody keeps a tensor over stays mapped."""
+        """Show nothing, and end all reads. Memory stays mapped while a tensor lies over it."""
         self._leave(self._computing, None)
         for arrival in self._ahead.values():
             arrival.cancel()
@@ -370,7 +370,7 @@ class ExpertCache:
     def _begin(self, key: _Key, held: Set[_Key]) -> Arrival:
         """Begin the read of an expert that has no pages; those that convert begin in turn.
 
-        Of those that are `held` none goes for it.
+        None of the `held` experts is evicted for it.
         """
         number, expert = key
         places = self._places[number]
@@ -400,7 +400,7 @@ class ExpertCache:
         places.take(key[1])
 
     def _victim(self, held: Set[_Key], passing_only: bool = False) -> _Key | None:
-        """What goes next, of what may go; None if nothing may."""
+        """The next expert to evict; None if none may be evicted."""
         victims = self._recency.victims(held, passing_only)
         return next((key for key in victims if not self._must_stay(key[0])), None)
 

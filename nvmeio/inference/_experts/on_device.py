@@ -136,7 +136,7 @@ class DeviceExperts:
         number: How many experts stay on the device.
         expected: Those of a call that are expected to be asked for again soon: others go first, and
             push none of them out.
-        room: Where a call's experts are.
+        room: The memory of a call's experts.
         uploads: Copies of experts from host memory.
     """
 

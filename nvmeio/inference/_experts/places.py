@@ -1,7 +1,7 @@
 """Memory for the experts of one set that are kept: address space for all, pages for some.
 
 Kernels index a tensor [experts, ...]. It lies over address space that is reserved and costs no
-memory; only the pages of experts that are kept exist. Where one expert takes the place of another,
+memory; only the pages of experts that are kept exist. When one expert takes the place of another,
 its predecessor's pages are moved to it (`mremap`), since memory that is there is read into at twice
 the rate of memory that is faulted in.
 
@@ -57,7 +57,7 @@ class Kept(Protocol):
 
     Attributes:
         experts: The set.
-        nbytes: Of an expert's region.
+        nbytes: The size of an expert's region.
     """
 
     experts: ExpertSet

@@ -97,7 +97,7 @@ class ExpertParallel(ParallelPasses):
         numbers: torch.Tensor,
         counts: list[int],
     ) -> torch.Tensor:
-        """What this rank's experts give for the tokens of each rank; raises if a rank failed."""
+        """This rank's experts' output for the tokens of each rank; raises if a rank failed."""
         parts = [hidden[:0]]
         failed: BaseException | None = None
         try:

@@ -47,7 +47,7 @@ class Recency(Generic[Key]):
         self._passing.pop(key, None)
 
     def victims(self, held: Container[Key], passing_only: bool = False) -> Iterator[Key]:
-        """What goes, the first first, without what is held; not to be continued after a change."""
+        """Keys in the order of eviction, without those that are held; invalid after a change."""
         for keys in (self._passing,) if passing_only else (self._passing, self._used):
             for key in keys:
                 if key not in held:

@@ -2,8 +2,8 @@
 
 A set is the experts of one layer. They are fused, parameters [experts, ...] of one module that is
 called with the experts of each token; or modules of their own in a `ModuleList`, which are called
-one by one. What an expert has of all parameters lies side by side in a region of whole pages, so
-that it comes and goes as one. In a packed file it lies so as well: one read brings it.
+one by one. An expert's share of all parameters lies side by side in a region of whole pages, so
+that it comes and goes as one. A packed file has the same order, so one read brings it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ STAGES = 4
 
 
 class PartPlace(NamedTuple):
-    """Where the share of an expert of one stored tensor lies.
+    """The place of an expert's share of one stored tensor.
 
     Attributes:
         dtype: As stored.
-        shape: Of one expert's share.
+        shape: The shape of one expert's share.
         start: Its first byte, in the expert's region; if `staged`, in memory that is converted.
         staged: Whether it is converted, and only the result lies in the region.
     """
@@ -56,7 +56,7 @@ class PartPlace(NamedTuple):
 
 
 class WeightPlace(NamedTuple):
-    """What one expert has of a weight: its parts as they are read, and where it is computed with.
+    """One expert's share of a weight: its parts as they are read, and the place of its result.
 
     `converted` is where its elements lie once converted, None where the parts are computed with.
     `copied` is where these go from memory that is converted, none if they were not read there.
@@ -69,12 +69,12 @@ class WeightPlace(NamedTuple):
 
     @property
     def shown(self) -> tuple[PartPlace, ...]:
-        """What is computed with: the parts, or what they are converted to."""
+        """The tensors that kernels compute with: the parts, or their converted form."""
         return (self.copied or self.parts) if self.converted is None else (self.converted,)
 
 
 class ExpertReads(NamedTuple):
-    """What brings an expert to one memory: its region, or what is converted.
+    """The reads that fill one memory of an expert: its region, or the memory for conversions.
 
     Attributes:
         reads: From the files.
@@ -92,11 +92,11 @@ class ExpertSet:
         unit: Its weights and their targets, as a unit that no window has.
         module: Is called with the experts that each token is routed to.
         number: How many experts there are.
-        weights: Where what an expert has of each weight lies.
+        weights: The place of an expert's share of each weight.
         nbytes: An expert's region, in whole pages.
-        stage_nbytes: What is read of an expert to be converted.
-        direct: What brings each expert to its region.
-        staged: What brings of each what is to be converted.
+        stage_nbytes: Bytes of an expert that are read to be converted.
+        direct: The reads that bring each expert to its region.
+        staged: The reads of each expert's bytes that are to be converted.
     """
 
     def __init__(self, unit: Unit, module: nn.Module, number: int) -> None:
@@ -128,7 +128,7 @@ class ExpertSet:
         return sum(read.nbytes for read in (*self.direct[0].reads, *self.staged[0].reads))
 
     def targets_of(self, hit: Sequence[int]) -> Sequence[Target]:
-        """What shows the weights while some experts are computed with."""
+        """The places in modules that show the weights while some experts compute."""
         return self.unit.targets
 
     def tensors_over(
@@ -210,7 +210,7 @@ class ExpertSet:
             self.staged.append(own if staged else nothing)
 
     def _region(self) -> ExpertRegion | None:
-        """What has all that its experts have of all weights, if one does."""
+        """The one region that holds all weights of its experts, if there is one."""
         regions = {part.region for weight in self.unit.weights for part in weight.parts}
         return regions.pop() if len(regions) == 1 else None
 
@@ -338,7 +338,7 @@ class _Packed(NamedTuple):
     Attributes:
         firsts: The file, and the first byte there, of each.
         nbytes: Bytes of each, up to the end of its last page.
-        starts: Where the share of each part of each weight begins in an expert.
+        starts: The first byte of each part of each weight in an expert.
     """
 
     firsts: tuple[tuple[int, int], ...]
@@ -349,7 +349,7 @@ class _Packed(NamedTuple):
 def _side_by_side(
     shares: Sequence[Sequence[_Shares]], region: ExpertRegion | None, checkpoint: SafetensorsSet
 ) -> _Packed | None:
-    """How experts lie where each is one run of pages in its file; None where they are not.
+    """The layout of experts that are each one run of pages in their file; None if they are not.
 
     `region` has them all, where there is one.
     """
@@ -411,7 +411,7 @@ class _Room:
 
 
 def shift_of(part: WeightPart) -> int:
-    """How far behind an address that torch would give it a tensor lies, as mapped from its file.
+    """The offset of a tensor, as mapped from its file, from an address that torch would give it.
 
     Matrix kernels give other last bits at other alignments.
     """

@@ -1,6 +1,7 @@
 """Which experts backward comes to next: those of the forward pass, layer by layer from its end.
 
-No I/O here. What is behind backward is needed last, in the next pass's end, so it goes first.
+No I/O here. Layers that backward has passed are needed last, at the end of the next pass, so they
+go first.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ others make:
 
 A rank that is in no pass, or closing, serves the others: it is not waited for, and sends its parts.
 So ranks that make different numbers of passes are allowed, and cost what the odd ones have to read
-alone. What ends is a rank: then all that others wait for fails, and so does whatever comes after,
-until all open it anew.
+alone. If a rank ends, everything that others wait for fails, and so do later calls, until all ranks
+open it again.
 
 Nothing here leads to the model (see `Resources`).
 """
@@ -42,10 +42,10 @@ from nvmeio.errors import ClosedError, TransferError, with_context
 from nvmeio.files import File
 from nvmeio.inference._plan.slot_layout import Read
 
-# Who is in a pass says so this often, while it computes and wants nothing.
+# A rank in a pass says so this often, while it computes and asks for nothing.
 _BEAT_S = 0.1
 
-# Where no rank is in a pass, they look this often whether one is.
+# If no rank is in a pass, they check this often whether one is.
 _QUIET_S = 0.03
 
 # A rank is waited for this long after its pass: it may be choosing a token for the next one.
@@ -343,7 +343,7 @@ class RankReader(Reader):
         self._exchange.swap(sent, received)
 
     def _memory_of(self, number: int, fill: SharedFill | None) -> list[torch.Tensor]:
-        """Where this rank's part of a unit lies, now that it was read."""
+        """The memory of this rank's part of a unit, now that it was read."""
         reads = self.own_reads(number)
         if fill is not None:
             return [read.part(fill.host) for read in reads]

@@ -3,7 +3,7 @@
     all: what is streamed, and how     the same on all of them, or nobody goes on
     all: the smallest budget           so that the same layers stay everywhere
 
-What a rank finds wrong before that (a file that is missing) it tells the others, who wait for it.
+If a rank fails before that (a file is missing), it tells the others, which wait for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nvmeio.inference._plan import packed_format
 from nvmeio.inference._plan.slot_layout import Read
 from nvmeio.inference._plan.units import Unit
 
-# Of a file that no checksums tell apart from another of the same shape.
+# Bytes compared of a file that has no checksums to tell it from another of the same shape.
 _TAIL_BYTES = 64 << 10
 
 _streams = Calls("stream", "0/failed")
@@ -123,7 +123,7 @@ def room_for_others(units: Sequence[Unit], ranks: int) -> int:
 def digest_of(opened: SafetensorsSet, units: Sequence[Unit], *settings: Any) -> str:
     """A digest of what must be the same on all ranks: bytes, their places, and their use.
 
-    A packed model's index has its checksums. Of other files their ends tell different ones apart.
+    A packed model's index has its checksums. Other files are told apart by their last bytes.
     """
     found = sha256(repr(settings).encode())
     metadata = dict(opened.metadata)

@@ -89,7 +89,7 @@ class ParallelPasses:
             found = call(*args, **kwargs)
         except BaseException as failed:
             self.end()
-            # What torch's gloo raises where a rank is gone or does not come.
+            # Torch's gloo raises RuntimeError if a rank is gone or does not come.
             if isinstance(failed, RuntimeError) and _is_of_gloo(failed):
                 raise self._error(
                     f"another rank of {self.size} failed, died, or made no progress for "
@@ -103,7 +103,7 @@ class ParallelPasses:
         return TransferError(errno.ECONNRESET, operation="stream", path=self._path, detail=detail)
 
     def end(self) -> None:
-        """Leave the group: whoever waits for this rank, raises. What torch raises is dropped."""
+        """Leave the group: a rank that waits for this one raises. Errors of torch are dropped."""
         self._ending()
 
 
@@ -161,7 +161,7 @@ class TensorParallel(ParallelPasses):
 def _leave(groups: list[Any], meshes: list[Any]) -> None:
     """Give up a group; its connections close with the last reference, and others have an error."""
     while meshes:
-        # transformers' hooks have the mesh, and that the group. Where torch keeps it elsewhere,
+        # transformers' hooks have the mesh, and that the group. If torch keeps it elsewhere,
         # those that wait for this rank do so until their timeout.
         kept = getattr(meshes.pop(), "_pg_registry", None)
         if isinstance(kept, dict):
@@ -186,7 +186,7 @@ def check(
     matched: dict[int, Weight],
     opened: SafetensorsSet,
 ) -> dict[str, str]:
-    """What of a model is cut how, by the names of its modules and parameters; all ranks agree.
+    """How parts of a model are cut, by the names of its modules and parameters; all ranks agree.
 
     IntegrityError if another rank streams another model or plan, TransferError if one failed or did
     not come, ValueError if the model has no plan, or one that cannot be streamed.

@@ -22,7 +22,7 @@ WINDOW = 3
 LEAST_BYTES = 1 << 20
 # From one attempt to the next, what a unit may have shrinks to this.
 _SHRINK = 0.75
-# Of the memory that is left, what weights may take when nobody says how much.
+# The share of the available memory that weights may take by default.
 SHARE = 0.5
 
 
@@ -70,15 +70,15 @@ NO_EXPERTS = ExpertNeeds(0, 0)
 
 
 class Shares(NamedTuple):
-    """What the budget is spent on, in bytes.
+    """The parts of the budget, in bytes.
 
     Attributes:
         window: The slots of what is streamed; 0 where everything stays.
-        resident: What stays, the fixed parts included.
+        resident: Units that stay, the fixed parts included.
         work: Room for converted weights of one unit.
         layers: How many of the largest streamed unit the window holds.
         others: Room for what only other ranks want.
-        experts: Of a mixture, those that are kept over all layers.
+        experts: The experts of a mixture that are kept over all layers.
         products: Room for a matrix that is widened for a product.
         host_experts: On a GPU: memory of the host for experts; not in `total`.
     """
@@ -195,7 +195,7 @@ def _shares(
     slots = [nbytes for nbytes in streamed if nbytes]
     layers = min(window, len(slots))
     resident = fixed.layout.nbytes if fixed.weights else 0
-    # What is converted anyhow for the fixed parts is kept as it comes out of it.
+    # The fixed parts' converted weights are kept as the conversion leaves them.
     resident += fixed.converted_bytes
     resident += sum(units[n].layout.nbytes for n in kept)
     work = max((unit.converted_bytes for unit in units if unit.modules), default=0)

@@ -21,13 +21,13 @@ from nvmeio.inference._plan.slot_layout import CutSums, ExpertRegion, Weight
 
 
 class ExpectedBytes(NamedTuple):
-    """What bytes of a slot should be after a read.
+    """The bytes that a slot should hold after a read.
 
     Attributes:
         name: The tensor's, in the file.
         files: Indexes of the files that they lie in.
-        offset: Where they lie there.
-        at: Where they lie in the slot.
+        offset: Their place there.
+        at: Their place in the slot.
         sum: Their CRC-32.
         cut: For a tile, whose `sum` is that of the whole: the tiles' checksums, and which it is.
     """

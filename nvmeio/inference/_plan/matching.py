@@ -34,7 +34,7 @@ def match(
     Returns the weights by the id of the meta tensor that each is shown as, in the model's order.
 
     The model's parameters are on the meta device (else ValueError); buffers there must be in the
-    checkpoint too. That has the model's names or, for transformers' models, those that
+    checkpoint too. The checkpoint has the model's names or, for transformers' models, those that
     `from_pretrained` takes. `strict` refuses tensors that the model has no place for.
     IntegrityError names tensor and file if one is missing, has no place, or has another shape.
     """
@@ -90,7 +90,7 @@ def match(
 def _quantisation(
     model: nn.Module, checkpoint: SafetensorsSet
 ) -> model_directory.Quantisation | None:
-    """How a model's configuration, or that beside its weights, says that these are quantised."""
+    """The quantisation in a model's configuration, or in the one beside its weights."""
     return model_directory.quantisation_of(
         getattr(model, "config", None)
     ) or model_directory.quantisation_in(checkpoint.path)
@@ -110,7 +110,7 @@ def _found(
 
 
 def _one_of(twins: Sequence[FoundWeight], checkpoint: SafetensorsSet) -> FoundWeight:
-    """What a weight is read from; IntegrityError if the checkpoint has several values for it."""
+    """The source of a weight; IntegrityError if the checkpoint has several values for it."""
     first, *others = twins
     for other in others:
         if not _are_equal(first, other, checkpoint):

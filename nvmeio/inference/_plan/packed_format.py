@@ -194,12 +194,12 @@ def part_of_rank(checkpoint: SafetensorsSet) -> packed_index.PackedPart | None:
 
 
 def base_of(checkpoint: SafetensorsSet) -> int:
-    """Where the first byte behind the header of a packed file lies."""
+    """The offset of the first byte behind the header of a packed file."""
     return min((stored.entry.start for stored in checkpoint.tensors.values()), default=0)
 
 
 def rank_directory(rank: int) -> str:
-    """Where `pack` writes the part of a rank."""
+    """The directory that `pack` writes the part of a rank to."""
     return f"rank-{rank}"
 
 
@@ -399,7 +399,7 @@ def _part_in(opened: SafetensorsSet) -> DrivePart | packed_index.PackedPart | No
 
 
 def _about(opened: SafetensorsSet) -> object:
-    """What is the same in all parts of one packing."""
+    """The metadata that is the same in all parts of one packing."""
     metadata = dict(opened.metadata)
     metadata.pop(packed_index.SEAL, None)
     told = json.loads(metadata.pop(packed_index.PART))

@@ -31,7 +31,7 @@ _SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, headers.DT
 _SCALE_NAMES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
 _BLOCKS, _BLOCK_SCALES = "_blocks", "_scales"
 _WORDS = ".weight_packed"
-# Of float32 elements that are made at a time: they stay in a core's second-level cache.
+# Bytes of float32 elements that are made at a time: they stay in a core's second-level cache.
 _CHUNK_BYTES = 1 << 20
 # Elements of a block from which on a table of its 256 elements costs next to nothing.
 _LEAST_BLOCK = 2048
@@ -198,7 +198,7 @@ class PackedInts(NamedTuple):
     The first element of a word is in its lowest bits, as its distance from the least integer.
 
     Attributes:
-        bits: Of an element.
+        bits: Bits of an element.
         group_size: Elements of a row that share a scale; 0 for a whole row.
         scales: The dtype of scales; an element is rounded to it first.
     """
@@ -287,8 +287,8 @@ def weights_in(checkpoint: SafetensorsSet, named: Quantisation | None) -> dict[s
 
     Args:
         checkpoint: Its names and dtypes show what holds a weight of few bits.
-        named: What its configuration says, if it does; with a method that is not read, each tensor
-            is by itself.
+        named: The quantisation in its configuration, if any; with a method that is not read, each
+            tensor is by itself.
 
     Raises:
         IntegrityError: Steps and scales do not fit each other.

@@ -1,7 +1,7 @@
 """Weights of 4 or 8 bits: quantised, widened again, and multiplied with as they are.
 
 Quantisation is of weights alone, in groups: 4 or 8 bits an element, a scale and a minimum a group.
-A row (the last dimension) is cut into groups of `group_size` elements. Of each group the minimum
+A row (the last dimension) is cut into groups of `group_size` elements. The minimum of each group
 and (maximum - minimum) / (2**bits - 1) are kept in float32, and each element as its distance from
 the minimum in such steps, rounded. Back: ``step * scale + minimum``, computed in float32 and
 rounded to the model's dtype; the error of an element is at most half a step, and that rounding.

@@ -6,7 +6,7 @@ A file's pages are read into the slot's pages: a tensor lies at the same offset 
 page as within its file page, so that direct I/O needs no bounce, and at the alignment at which a
 memory-mapped file would have it. (Matrix kernels give other last bits at other alignments of 16
 bytes: the same alignment is part of "the same logits, bit for bit".) Neighbours in a file are one
-read. What is put together from several extents has an address of its own, aligned as torch's
+read. A tensor put together from several extents has an address of its own, aligned as torch's
 allocator aligns, and its extents are bounced. Experts that `pack` wrote side by side lie in the
 slot as in the file: all of a layer's are one read, and their weights have a stride.
 """
@@ -131,8 +131,8 @@ def _read(extent: FileExtent, start: int, sizes: Sequence[int], agrees: bool) ->
     at = start + extent.at
     if not agrees:
         return Read(extent.file, extent.offset, extent.offset + extent.nbytes, at)
-    # In whole pages, which is no more work for the drive. What lies beside in memory is then what
-    # lies beside in the file: the same bytes again, or room that nobody uses.
+    # Whole pages are as fast for the drive. The neighbouring bytes in memory are then the
+    # neighbours in the file: the same bytes again, or unused room.
     first = round_down(extent.offset, PAGE_BYTES)
     last = read_to(extent.offset + extent.nbytes, sizes[extent.file])
     return Read(extent.file, first, last, at - (extent.offset - first))
@@ -218,7 +218,7 @@ class ExpertRegion(NamedTuple):
     """The experts of a set, as `pack` writes them: each in whole pages, one behind the other.
 
     Attributes:
-        name: Of the tensor in the file that holds them.
+        name: The name of the tensor in the file that holds them.
         file: Index of the file.
         start: First byte there.
         number: How many experts there are.
@@ -240,15 +240,15 @@ class ExpertRegion(NamedTuple):
 
 
 class WeightPart(NamedTuple):
-    """What is read for a weight, as one tensor: contiguous, or with a stride between experts.
+    """One tensor that is read for a weight: contiguous, or with a stride between experts.
 
     Attributes:
         dtype: As stored.
-        extents: Where its bytes are, ascending in `at`, without a hole.
+        extents: The places of its bytes, ascending in `at`, without a hole.
         sums: CRC-32s of its bytes, in shares of equal length; none where they are not known. Only
             of a part of one extent.
         cut: For rows of another part: that part's checksums, and which of its tiles this is.
-        region: Where each expert's share lies beside what it has of other weights; an extent each.
+        region: The place of each expert's share of all weights, side by side; an extent each.
     """
 
     dtype: torch.dtype
@@ -272,12 +272,12 @@ class WeightPart(NamedTuple):
 
     @property
     def start_in_region(self) -> int:
-        """Where its share of the first expert begins in its region."""
+        """The first byte of the first expert's share in its region."""
         return 0 if self.region is None else self.extents[0].offset - self.region.start
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of the tensor in its unit's slot, in elements; () for row-major order."""
+        """The tensor's strides in its unit's slot, in elements; () for row-major order."""
         if self.region is None:
             return ()
         within = [math.prod(self.shape[place + 1 :]) for place in range(1, len(self.shape))]
@@ -289,9 +289,9 @@ class Weight(NamedTuple):
 
     Attributes:
         name: The model's name for it (of tied ones, the first).
-        parts: What is read: the tensor itself, or what `quantised` makes it of.
+        parts: The tensors that are read: the weight itself, or the parts that `quantised` combines.
         sources: Names in the checkpoint.
-        order: The dimensions of what is read, in the model's order; None where that is theirs.
+        order: The dimensions of the tensor that is read, in the model's order; None if equal.
         compute: How modules compute with it while it is packed; None where it is widened for them.
     """
 
@@ -333,7 +333,7 @@ class Weight(NamedTuple):
 
 
 class FoundWeight(NamedTuple):
-    """What a checkpoint holds for one weight: its parts, their names, and how they hold it."""
+    """One weight as a checkpoint holds it: its parts, their names, and their scheme."""
 
     parts: tuple[WeightPart, ...]
     sources: tuple[str, ...]

@@ -59,8 +59,8 @@ def cache_utilities() -> Any:
 def cache_among(named: Mapping[str, Any]) -> tuple[str, Any]:
     """The cache of past keys and values in a forward's named arguments: its name there, and it.
 
-    "" and None where there is none. Of two, models use the first. Other modules may call anything
-    "cache": only what counts tokens is one of these.
+    "" and None if there is none. Models use the first of two. Other modules may call anything
+    "cache": only objects that count tokens are one of these.
     """
     for name in _CACHE_NAMES:
         given = named.get(name)
@@ -85,7 +85,7 @@ def config_of(directory: str | os.PathLike[str]) -> Any:
     with naming("read", path):
         described = read_object(path, INDEX_BYTES)  # transformers' own errors do not name the file
     try:
-        # Of a class that transformers has; it would ask at the terminal for others.
+        # Only for classes that transformers has; it would ask at the terminal for others.
         return require().AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except ValueError as failed:
         if "model_type" not in described and "auto_map" not in described:
@@ -271,7 +271,7 @@ def _initialised(model: Any, places: Sequence[_Place], narrow: int) -> list[torc
         module._buffers[name] = memory
     owners = {module for module, _ in places}
     for module in model.modules():
-        # What lies around an owner may be what computes its buffer (FalconH1Model).
+        # A module around an owner may compute its buffer (FalconH1Model).
         module._is_hf_initialized = owners.isdisjoint(module.modules())
     model.initialize_weights()
     return [_buffer_at(place) for place in places]

@@ -2,7 +2,7 @@
 
 A unit is a layer with everything in it, or a larger leaf outside of the layers (an output head), or
 leaves that share their weights. Whatever is small and outside of the layers is `fixed`: always
-there. Where that is too large for the memory there is, layers are cut into their leaves, and the
+there. If that is too large for the memory, layers are cut into their leaves, and the
 matrices of linear layers into tiles, which are units like others.
 """
 
@@ -28,7 +28,7 @@ from nvmeio.inference._plan.slot_layout import SlotLayout, Weight, dealt, lay_ou
 # Leaves outside of layers up to this size are never streamed: a read of so little costs as much as
 # its round trip.
 SMALL_BYTES = 1 << 20
-# Where layers are cut, they stay up to this share of a unit: there may be hundreds of them.
+# If layers are cut, small parts stay up to this share of a unit: there may be hundreds of them.
 _FIXED_SHARE = 16
 # A dotted name, around the first number in it.
 _NUMBERED = re.compile(r"((?:[^.]*[^.0-9][^.]*\.)*)([0-9]+(?=\.|$))?(.*)")
@@ -41,7 +41,7 @@ class Target(NamedTuple):
 
     Attributes:
         weight: Its number in the unit.
-        empty: What stands there while it is gone, on the meta device.
+        empty: The tensor that stands there while it is gone, on the meta device.
         version: How often that had been changed in place when the model was streamed; None before,
             for a buffer, and where torch does not count it.
     """
@@ -75,14 +75,14 @@ class Unit:
         row_modules: Embeddings that can do with the rows of their tokens.
         weights: Each once.
         layout: Its slot; set by `plan`.
-        places: Where the parts of its weights lie in the slot, in order: the first byte, dtype,
+        places: The places of its weights' parts in the slot, in order: the first byte, dtype,
             shape and strides; set by `plan`.
         as_stored: Whether each weight is one part, just as the model wants it; set by `plan`.
         sums: Checksums of what lies there, where the file has them; set by `plan`.
         resident: Whether it stays once it is there; set by the budget.
-        tiles: What is read in its place, the rows of its only weight in order.
+        tiles: The units that are read in its place, with the rows of its only weight in order.
         tiled: The linear layers that compute with these.
-        own_alignment: How `plan` was asked to lay it out.
+        own_alignment: The layout that `plan` was asked for.
     """
 
     def __init__(self, name: str) -> None:

@@ -27,7 +27,7 @@ class Lockstep(Generic[Value]):
     ends early leaves the others.
 
     Args:
-        works: What to run.
+        works: The functions to run.
     """
 
     def __init__(self, works: Sequence[Callable[[], Value]]) -> None:
@@ -43,8 +43,7 @@ class Lockstep(Generic[Value]):
 
         Called in a thread of its own.
 
-        Raises: What the first of them raised that failed; the others are stopped at their next
-            unit.
+        Raises: The error of the first one that failed; the others are stopped at their next unit.
         """
         values: dict[int, Value] = {}
         threads: list[Thread] = []

@@ -30,7 +30,8 @@ from nvmeio.inference._plan.schemes import Scheme
 from nvmeio.inference._plan.slot_layout import Weight
 from nvmeio.inference._stream.stand_ins import Frozen, FrozenElsewhere, Shown
 
-# Of a widened part: stays in a core's second-level cache, or nearly, and is enough for a product.
+# Bytes of a widened part: it (nearly) stays in a core's second-level cache, and suffices for a
+# product.
 PART_BYTES = 4 << 20
 _FIRST_TRIAL = 8  # rows from which on the other way may be faster, where the CPU has fast loops
 TRIALS = 5  # of each way, by turns; the least counts
@@ -181,8 +182,8 @@ def _fits(inputs: Any, weight: Any, bias: Any = None) -> bool:
         and inputs.dim() > 0
         and weight.dim() == 2
         and inputs.numel() > 0
-        # Of a widened matrix torch makes the product that was asked for, but for one that autograd
-        # keeps: that would keep the matrix.
+        # Torch makes the requested product with a widened matrix, unless autograd keeps its inputs:
+        # that would keep the matrix.
         and (weight.packed.scheme.multiplies or _saves_for_backward(inputs, bias))
         and not torch.is_autocast_enabled(weight.on_device.type)
     )

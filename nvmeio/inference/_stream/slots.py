@@ -2,8 +2,8 @@
 
 A slot is a lease of a `PinnedPool`, as long as its unit is needed. For another device than the CPU
 it has a twin of the same size there, filled chunk by chunk on a stream of its own as the chunks
-arrive, and the lease is only the way in. Where backward comes, memory that is computed with is
-lent: it is used again once the last tensor over it is gone.
+arrive, and the lease is only the way in. If backward follows, memory in use is lent: it is used
+again once the last tensor over it is gone.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class WeightSlot(window.Slot[Unit]):
         memory: The bytes on the device that computes; `host` itself on a CPU.
         files: Indices of the files that its reads are of.
         tensors: The weights, while they are bound.
-        shown: What the modules show, for each target, while they are bound.
+        shown: The tensors that the modules show, for each target, while they are bound.
         storages: Addresses of the memory that it lies in.
-        conversions: What is not converted yet of these.
-        work: Where converted weights are, if that is memory of its own.
+        conversions: The conversions that are still to be made.
+        work: The memory of converted weights, if they have their own.
         streams: On a GPU: those that compute with the weights since they were bound.
         used: On a GPU: when streams of earlier uses are done with them.
     """
@@ -159,9 +159,9 @@ class _WorkRoom:
 class SlotPools:
     """The pools of one stream, for weights that are used on `device`.
 
-    What is streamed or converted keeps its memory until the last tensor over it is gone, on a GPU
-    with `lent` only: backward, somebody's hook or a traceback may have one. MemoryError says how
-    much memory there is.
+    Streamed or converted weights keep their memory until the last tensor over it is gone, on a GPU
+    with `lent` only: backward, a user's hook or a traceback may have one. MemoryError says how much
+    memory there is.
     """
 
     def __init__(self, shares: Shares, device: torch.device, lent: bool = False) -> None:
@@ -171,11 +171,11 @@ class SlotPools:
         self._lent: LentPool | None = None  # of a CPU, in place of the window
         self._largest = shares.window // max(shares.layers, 1)  # unit of the window
         self._work: _WorkRoom | None = None
-        # Of what stays and was given up by a failure: its place is kept for it. The pool has just
+        # For resident units that a failure gave up: their place is kept for them. The pool has just
         # enough for all, and another order might cut it into pieces that are too small. By name:
         # see `Resources`.
         self._places: dict[str, tuple[Lease, torch.Tensor]] = {}
-        # Of a GPU: twins, and until when streams that were let at them are at work there.
+        # On a GPU: twins, and marks of the streams that may still be at work there.
         self._free: list[tuple[torch.Tensor, list[Mark]]] = []
         self._there: DevicePool | None = None  # of a GPU: what is lent
         # As `_places`, where backward may look at them.
@@ -246,10 +246,11 @@ class SlotPools:
 
     def give_back(self, slot: WeightSlot) -> None:
         if self._copies is not None:
-            # Of the copies out of the lease, not of the computation; or it was given up halfway.
+            # The mark of the copies out of the lease, not of the computation; or it was given up
+            # halfway.
             (self._copies.mark() if slot.event is None else slot.event).wait()
             if self._there is None:
-                # What was queued on the device still reads it; whoever gets it next waits for that.
+                # Work queued on the device still reads it; its next user waits for that.
                 self._free.append((slot.memory, slot.used))
             elif slot.unit.resident:
                 self._twins[slot.unit.name] = (slot.memory, slot.used)
@@ -341,7 +342,8 @@ class SlotPools:
         if stream not in slot.streams:
             slot.streams.append(stream)
             for memory in (slot.memory, slot.work):
-                # What goes with the last tensor over it; twins are kept until nothing computes.
+                # This memory goes with the last tensor over it; twins are kept until nothing
+                # computes.
                 goes = self._there is not None or slot.lease is None
                 if memory is not None and memory.nbytes and goes:
                     devices.record_use(memory, stream)

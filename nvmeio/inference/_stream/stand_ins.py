@@ -8,9 +8,9 @@ A state dict has a tensor for each such weight, with its shape and dtype, since 
 names. `torch.save` would write it without a word, and the loss be found out when it is wanted: so
 it refuses that.
 
-An adapter may train a copy of a head or of a norm. What the stream has put into a module (the
-wrapper around its call, the refusal of `to`, hooks on its state) is of that module: a copy that had
-it would compute with the original's weights. So a copy is in memory, whole, without these.
+An adapter may train a copy of a head or of a norm. The stream's additions to a module (the wrapper
+around its call, the refusal of `to`, hooks on its state) belong to that module: a copy that had it
+would compute with the original's weights. So a copy is in memory, whole, without these.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nvmeio.errors import an
 from nvmeio.inference._plan.units import Target, Unit
 
 ABSENT = "a weight of a streamed model was used outside a call of its module, while it is on disk"
-# Of one that is used within the call of another layer, or by several ranks.
+# For a weight that is used within the call of another layer, or by several ranks.
 ABSENT_WITHIN = (
     ABSENT + ". Name a module in layers= that is called and holds both; raise resident_bytes until "
     "whole layers fit, if a layer was cut; or give "
@@ -96,13 +96,13 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 class WeightOrigin(Origin, Protocol):
-    """Where a weight that is on disk comes from."""
+    """The origin of a weight that is on disk."""
 
     def around(self) -> Callable[..., Any] | None:
-        """What calls a function with the weight in place; None where `memory` is to be read."""
+        """A caller of functions with the weight in place; None if `memory` is to be read."""
 
     def shown(self) -> torch.Tensor:
-        """What the weight's module shows now."""
+        """The tensor that the weight's module shows now."""
 
 
 class Absent(torch.Tensor):
@@ -328,7 +328,7 @@ def _of_shapes(func: Any, args: Sequence[Any], kwargs: Any, leaves: Sequence[Any
 
 
 def _around(leaves: Sequence[Any]) -> Any:
-    """What calls a function with the unit of a weight on disk in place; None: read copies.
+    """A caller of functions with the unit of a weight on disk in place; None: read copies.
 
     In a pass, a module may be called past the layer that it is in (LightGlue), or a weight be used
     without its module.

@@ -2,7 +2,7 @@
 
 One caller at a time has the turn: a thread, for as long as it uses one unit, or a lockstep of
 micro-batches until all have ended. The others wait in the order in which they came, each on a lock
-of its own. What callers get are claims, so that the turn of one that is interrupted goes on.
+of its own. Callers get claims, so that the turn of an interrupted one goes on.
 
 Units that stay in place are used without a turn, and without asking: a thread that has asked once
 has a claim, shared by its uses, that only a close takes back.

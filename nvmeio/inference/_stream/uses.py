@@ -35,7 +35,7 @@ class GradMode(NamedTuple):
 
 
 class Uses:
-    """What callers of a model ask of the thread that owns its weights.
+    """The requests of a model's callers to the thread that owns its weights.
 
     `trainable`: backward comes, and needs them again.
     """
@@ -158,8 +158,8 @@ class Uses:
         """The storages' addresses of the weights that a unit shows; none if it shows nothing.
 
         Raises if the call that uses it has changed that. In the thread that has the turn, and at
-        the call's end. What does not stay goes from its modules now: when the owner gives the
-        memory away, a moment later, somebody may have taken a weight from them.
+        the call's end. Weights that do not stay leave their modules now: otherwise a caller might
+        take one before the owner gives the memory away.
         """
         slot = self._window.slot(unit)
         if slot is None or not slot.shown:
@@ -248,7 +248,7 @@ class Uses:
         cuda_stream: Any,
         grad_mode: GradMode,
     ) -> Callable[[], torch.Tensor] | Waiting:
-        """What makes the memory of a unit, which keeps its bytes for as long as its storage."""
+        """A function that makes the memory of a unit, which keeps its bytes with its storage."""
         had = self.turns.has(caller)  # backward within a forward
         queued = self.turns.take(caller, waited)
         if queued is not None:
@@ -300,7 +300,7 @@ class Uses:
     # --- one weight -----------------------------------------------------------------------------
 
     def weight(self, unit: Unit, number: int, cuda_stream: Any) -> Callable[[], torch.Tensor]:
-        """What makes a copy of one weight: of what stays as it is, or else read."""
+        """A function that copies one weight: from the one that stays, or else from the drive."""
         if self.turns.closed:
             raise ClosedError(CLOSED)
         memory = self.resources.memory

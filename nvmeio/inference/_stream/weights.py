@@ -27,7 +27,7 @@ from nvmeio.inference._stream.slots import Conversions, SlotPools, WeightSlot
 
 
 class Resources(NamedTuple):
-    """What opening a stream makes, and closing takes apart.
+    """The resources that opening a stream makes and closing releases.
 
     It closes a model that is dropped, so nothing in it may lead to the model (as a slot does, by
     its unit and the modules that show it): the model would never go.
@@ -55,8 +55,8 @@ class Weights(Keeper[Unit, WeightSlot]):
         self.beside_bytes = 0  # read past the queue
         self._trainable = trainable
         self._converted: WeightSlot | None = None  # that was bound last, if the room is not shared
-        # Where what goes from under autograd lies now: by the address of its storage, which unit
-        # it is of, and whether it is converted.
+        # Storages that may go while autograd refers to them, by address: the unit, and whether it
+        # is the converted one.
         self.places: dict[int, tuple[Unit, bool]] = {}
 
     def take(self, unit: Unit) -> WeightSlot | None:
