@@ -57,14 +57,14 @@ class _Pair(NamedTuple):
 
 
 class Offloaded(_Pair):
-    """What `offload` made; use it as a pair, or close both with `close`.
+    """The result of `offload`; use it as a pair, or close both with `close`.
 
     Attributes:
         module: A `SwappedModule`, or the module as it was.
         optimizer: A `SwappedOptimizer`, or the class itself where nothing is offloaded.
-        scheduler: What "scheduler" names, over the optimizer: call its `step` after each step of
-            the optimizer. None without that section.
-        batch_sizes: What the configuration says of batches; nothing here depends on them.
+        scheduler: The scheduler that "scheduler" names, over the optimizer: call its `step` after
+            each step of the optimizer. None without that section.
+        batch_sizes: The configuration's batch sizes; nothing here depends on them.
     """
 
     scheduler: LRScheduler | None = None
@@ -88,7 +88,7 @@ class Offloaded(_Pair):
 
     @property
     def last_step(self) -> Times | None:
-        """Where the time of the swapped optimizer's last step went."""
+        """The times of the swapped optimizer's last step."""
         optimizer = self.optimizer
         return optimizer.last_step if isinstance(optimizer, SwappedOptimizer) else None
 
@@ -140,8 +140,9 @@ def offload(
             says which regions are checkpointed.
         params: Parameter groups of the (swapped) module; None: all its parameters.
         init: As for `SwappedModule`.
-        module_device: Where a module with ``offload_param`` on "nvme" computes: the CPU or a CUDA
-            device. None: where its parameters are; the CPU for those on the meta device.
+        module_device: The device on which a module with ``offload_param`` on "nvme" computes: the
+            CPU or a CUDA device. None: the device of its parameters; the CPU for those on the meta
+            device.
         handle: Moves the bytes; None makes one as "aio" says.
         optimizer_args: Arguments of the class, beside those in the configuration.
 
@@ -411,7 +412,7 @@ def _is_on_device(module: torch.nn.Module) -> bool:
 
 
 def _state_options(state: Mapping[str, Any], zero: Mapping[str, Any]) -> dict[str, Any]:
-    """What two sections say of the optimizer's state, in `SwappedOptimizer`'s words."""
+    """The arguments of `SwappedOptimizer` that two sections give for the optimizer's state."""
     read, write = flag(state, "pipeline_read", True), flag(state, "pipeline_write", True)
     if "pipeline" in state:
         read = write = flag(state, "pipeline", True)
@@ -533,7 +534,8 @@ def _check_gds(weights: Mapping[str, Any], computes_on: torch.device) -> None:
 def _handle(aio: Mapping[str, Any], gds: bool, computes_on: torch.device) -> AioHandle:
     words = _handle_words(aio)
     try:
-        # What goes through host memory after all, on this file system say, is an error.
+        # A transfer that would go through host memory after all, on this file system say, is an
+        # error.
         handle = GdsHandle(**words, allow_compat=False) if gds else AioHandle(**words)
     except BackendUnavailableError as refused:
         if not gds:

@@ -68,10 +68,10 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
             or less if that would not hold what is needed at once. A larger module is read child by
             child, if its forward calls its children. Tiles are no larger either. Not for a module
             that FSDP2 shards.
-        device: Where it computes: the CPU, or a CUDA device (one H100 has run it, docs/gds.md).
-            The host's window is then the way there, and keeps what it has room for; copies have
-            a stream of their own, and yours waits for them by events. Buffers are moved there,
-            and gradients are made there. Bring inputs there yourself.
+        device: The device that it computes on: the CPU, or a CUDA device (one H100 has run it,
+            docs/gds.md). The host's window is then the way there, and keeps what it has room for;
+            copies have a stream of their own, and yours waits for them by events. Buffers are moved
+            there, and gradients are made there. Bring inputs there yourself.
         device_bytes: The window on the device, for a CUDA device only. None: three of the largest
             parts, or what is needed at once.
         init: For parameters on the meta device: called with each module that has some, in the
@@ -180,7 +180,7 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
         Raises:
             MemoryError: They do not fit into the window.
             ValueError: One of them is not the module's.
-            TransferError: The drive failed. Where it did so at the end of the block, some of these
+            TransferError: The drive failed. If it failed at the end of the block, some of these
                 parameters may have changed there and others not: set them again.
 
         Change them in place within ``torch.no_grad()``. If the block raises, nothing is written,
@@ -290,7 +290,7 @@ class SwappedModule(NotPickled, Closing, torch.nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that it computes on."""
         return self._store.device
 
     @property

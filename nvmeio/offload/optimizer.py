@@ -91,9 +91,9 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         overwrite: Remove the state of another run, and begin. Files are removed by `close`.
         pipeline_read: Read ahead of the step; False needs a buffer less.
         pipeline_write: Write behind the step; False needs a buffer less.
-        device: Where the class steps: the CPU, or the CUDA device that the parameters are on (one
-            H100 has run it, docs/gds.md). State then goes through page-locked memory to the device
-            and back, copied beside the arithmetic; docs/offload.md says when that pays.
+        device: The device that the class steps on: the CPU, or the CUDA device that the parameters
+            are on (one H100 has run it, docs/gds.md). State then goes through page-locked memory to
+            the device and back, copied beside the arithmetic; docs/offload.md says when that pays.
         device_bytes: Buffers on a CUDA device. Two subgroups must fit, so subgroups may become
             smaller than `subgroup_bytes`. None: room for two of the largest.
         optimizer_args: Arguments of the class: ``lr=1e-3``.
@@ -116,9 +116,8 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
     Attributes:
         generation: How many times the state has changed: 1 when made, one more with each step,
             `load_state_dict` and `reload_weights`.
-        resumed: Whether it went on from what was in the directory.
-        last_step: Where the time of the last step went, and its bytes, with those that were read
-            before it was asked for.
+        resumed: Whether it went on from the state in the directory.
+        last_step: The times and bytes of the last step, with bytes that were read ahead of it.
 
     Cost: see `plan`. A step takes as long as the longest of reading, computing and writing, and the
     time of writing one subgroup more. Its first reads, one for each buffer, begin when the step
@@ -409,7 +408,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         parameters, so load the model first; or "master", unless a class in memory has rounded it.
 
         Args:
-            state_dict: Of `optimizer_class`, or of this class.
+            state_dict: The state dict of an `optimizer_class`, or of this class.
 
         Raises:
             ValueError: It has other groups, parameters or kinds of state; nothing has changed.
@@ -642,7 +641,7 @@ def swapped_like(
     Args:
         optimizer: In memory; not to be used any more.
         swap_dir: As for `SwappedOptimizer`, like `options`.
-        as_class: What to make, `SwappedOptimizer` or a subclass.
+        as_class: The class to make, `SwappedOptimizer` or a subclass.
         options: ``master_dtype=torch.float32`` and the like.
 
     Raises:

@@ -227,15 +227,15 @@ class Parked(NotPickled, Closing):
         """Bring everything back, or some kinds of it; blocks, other threads run.
 
         Args:
-            kinds: Of "parameters", "buffers", "gradients" and "state"; none stands for all. They
-                are read in the order of use: parameters, buffers, gradients, state. The module can
-                be called once its parameters and buffers are back.
+            kinds: Any of "parameters", "buffers", "gradients" and "state"; none stands for all.
+                They are read in the order of use: parameters, buffers, gradients, state. The module
+                can be called once its parameters and buffers are back.
 
         Raises:
             ValueError: There is no such kind.
             ClosedError: It was closed, or belongs to the parent of this forked process.
-            TransferError, IntegrityError: The drive failed, or has other bytes. What was read by
-                then is back, the rest is parked as before, and `restore` may be called again.
+            TransferError, IntegrityError: The drive failed, or has other bytes. Tensors read by
+                then are back, the rest is parked as before, and `restore` may be called again.
             RuntimeError: A tensor was converted, moved, or given other values meanwhile; nothing
                 was changed. A device may also have no room (torch.OutOfMemoryError).
             KeyboardInterrupt: As after a failure.
@@ -289,7 +289,7 @@ class Parked(NotPickled, Closing):
                 self._opened().read(list(wanted), memory_of, come_back, handles, flight)
         finally:
             do_all([each.drop for each in begun if each.parked.away])
-            # What is back is the caller's alone: nothing here keeps its memory any longer.
+            # Restored tensors are the caller's alone: nothing here keeps their memory any longer.
             self._away = [each for each in self._away if each.parked.away]
             left = {each.parked.kind for each in self._away}
             if self._guard is not None and not left & {PARAMETERS, BUFFERS}:
@@ -375,9 +375,9 @@ def resume_parked(
     """Bring what a process had parked, before it was killed, into objects that were made anew.
 
     Args:
-        module: Of the same structure, in memory; sharded alike, by as many ranks.
-        optimizer: Of the same class over the same parameters in the same order, without steps; None
-            if none was parked.
+        module: A module of the same structure, in memory; sharded alike, by as many ranks.
+        optimizer: An optimizer of the same class over the same parameters in the same order,
+            without steps; None if none was parked.
         swap_dir: As for `park`.
         handle: As for `park`.
 

@@ -19,8 +19,8 @@ class BatchSizes(NamedTuple):
     """How many samples there are; None where the configuration does not say.
 
     Attributes:
-        train: Of a step, over all ranks.
-        micro: Of one backward pass of one rank.
+        train: The batch size of a step, over all ranks.
+        micro: The batch size of one backward pass of one rank.
         accumulation_steps: Backward passes before a step. Divide each loss by it, as DeepSpeed's
             engine does.
     """

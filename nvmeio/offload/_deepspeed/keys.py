@@ -36,7 +36,7 @@ _BOTH = ("device", "nvme_path", "pin_memory", "buffer_count", "buffer_size")
 OPTIMIZER = (*_BOTH, "pipeline_read", "pipeline_write", "pipeline", "ratio", "fast_init")
 PARAM = (*_BOTH, "max_in_cpu")
 AIO = (*Options._fields, "num_threads", "thread_count", "use_gds")
-# What DeepSpeed has and what becomes of it here; said where somebody asks for it.
+# DeepSpeed's settings and their counterparts here, for messages about them.
 _RANKS = "leave it out: FSDP2 (fully_shard) and DistributedDataParallel have settings of their own"
 _WINDOW = 'set the window instead: "offload_param": {…, "max_in_cpu": elements to keep in memory}'
 _OLDER = (
@@ -115,7 +115,7 @@ _NOT_OF_OFFLOADING: dict[str, tuple[str, object]] = {
     "stage3_model_persistence_threshold": (_WINDOW, sys.maxsize),
     "stage3_module_granularity_threshold": (_WINDOW, 0),
 }
-# What only informs, whatever its value, or is always so: state_dict() has all weights.
+# Settings that only inform, or always hold here: state_dict() has all weights.
 _INFORMS = (
     "steps_per_print",
     "dump_state",
@@ -212,7 +212,7 @@ def known(name: str, section: Any, among: tuple[str, ...], refusals: Refusals) -
 
 def _asks_for_nothing(key: str, section: Mapping[str, Any]) -> bool:
     value = section[key]
-    # What DeepSpeed itself makes of its default, null.
+    # DeepSpeed's own reading of its default, null.
     dynamic = key == "overlap_comm" and value is (section.get("stage", 3) == 3)
     return dynamic or value == "auto" or bool(value == _NOT_OF_OFFLOADING.get(key, ("", _ASKS))[1])
 
@@ -241,9 +241,9 @@ def check_activations(section: Any, on_device: bool, refusals: Refusals) -> None
     """Refuse what is not done of activation checkpointing, which the model does by itself.
 
     Args:
-        section: Of the config.
+        section: The section of the config.
         on_device: Whether the module computes elsewhere than on the CPU.
-        refusals: Get what is refused.
+        refusals: Refused settings are added to it.
     """
     name = "activation_checkpointing"
     section = known(name, section, _ACTIVATIONS, refusals)

@@ -47,9 +47,9 @@ def named_optimizer(
     """The class that "optimizer" names, and all its arguments.
 
     Args:
-        section: Of the config.
-        given: Arguments of the caller's, which stand for those of "auto" or that are left out.
-        refusals: Get what is refused.
+        section: The section of the config.
+        given: The caller's arguments, in place of those that are "auto" or left out.
+        refusals: Refused settings are added to it.
 
     Returns:
         None if something was refused that the class depends on.

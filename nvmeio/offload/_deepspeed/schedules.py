@@ -124,7 +124,7 @@ class OneCycle(_Schedule):
         return [high if factor is None else high * factor for high in self.max_moms]
 
     def _scale(self) -> float:
-        """How far it is between the ends of the cycle."""
+        """The position between the ends of the cycle."""
         position = self._iteration + 1
         cycle = math.floor(1 + position / self.total_size)
         x = 1.0 + position / self.total_size - cycle
@@ -251,9 +251,9 @@ def named_scheduler(
     """The maker of the scheduler that "scheduler" names.
 
     Args:
-        section: Of the config.
-        optimizer_class: That it will be over; None if nobody knows yet.
-        refusals: Get what is refused.
+        section: The section of the config.
+        optimizer_class: The class that it will be over; None if that is not known yet.
+        refusals: Refused settings are added to it.
 
     Returns:
         None if the section names none, or what it names was refused.

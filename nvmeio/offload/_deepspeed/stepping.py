@@ -15,7 +15,7 @@ class Clipping:
     them as they are.
 
     Attributes:
-        norm: Of all gradients before they were clipped; None before the first step.
+        norm: The norm of all gradients before they were clipped; None before the first step.
     """
 
     changes_inputs = True  # of the step that it comes before

@@ -35,7 +35,7 @@ _PieceFacts = tuple[int, bool, dict[str, int], dict[str, SlotSpan]]  # current, 
 
 @dataclass
 class Change:
-    """What has changed since a generation, by the numbers of the pieces.
+    """The changes since a generation, by the numbers of the pieces.
 
     `moved` pieces were written to their other place; `begun` says whether state exists now, where
     that changed; `strides` are by name too, where the order of elements changes.

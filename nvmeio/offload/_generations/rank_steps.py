@@ -197,7 +197,7 @@ def directory_name(what: str) -> str:
 
 
 class Agreed(NamedTuple):
-    """What all ranks go on from.
+    """The generation that all ranks go on from.
 
     `manifest` is this rank's of the last generation that all have, None if no rank made a step;
     `later` are this rank's after it. `run` is the name that all ranks give to what begins now.
@@ -210,7 +210,7 @@ class Agreed(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What one rank tells the others."""
+    """The message of one rank to the others."""
 
     generations: list[tuple[int, str]]  # and the run of each
     why_none: str

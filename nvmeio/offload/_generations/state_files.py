@@ -85,7 +85,7 @@ class StateFiles:
         for file in before:
             file.close()
 
-    # What moves
+    # Moves
 
     def reads(self, subgroup: Subgroup, pieces: Sequence[Piece], weights: bool) -> list[FileSpan]:
         """The moves that bring the current state of pieces into a slot, and perhaps weights."""
@@ -205,7 +205,7 @@ class StateFiles:
         start = piece.start * span.dtype.itemsize
         return self._files[piece.current].spans(offset, span.nbytes, start)
 
-    # What they are
+    # Their layout
 
     def check_there(self) -> None:
         """Check that the files are there in their whole length (TransferError); before `open`."""
@@ -221,7 +221,7 @@ class StateFiles:
                     )
 
     def signature(self) -> str:
-        """What the files are laid out for, as a digest."""
+        """A digest of the layout that the files are for."""
         if self._signature:
             return self._signature
         digest = hashlib.sha256(self._directory.layout.encode())
@@ -245,7 +245,8 @@ class StateFiles:
 
 _FICLONE = 0x40049409  # linux/fs.h
 _STRIDE_BYTES = 64 << 20  # between two looks whether the copy is still wanted
-# What copy_file_range says where it cannot: between file systems, to a network, on an old kernel.
+# Errors of copy_file_range where it cannot copy: between file systems, to a network, on an old
+# kernel.
 _NOT_RANGES = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 
 
@@ -267,7 +268,7 @@ def copy_files(
     Args:
         source: The swap directories; each copy has its directory's name.
         names: The files of state.
-        manifest: Of the generation in them.
+        manifest: The manifest of the generation in them.
         directories: One for each of `source`; made where they are missing. ValueError if not as
             many.
         transaction: The change that this copy is.
@@ -301,7 +302,7 @@ def copy_files(
                 raise _wrapped(failed, target) from failed
             if len(targets) > 1:
                 source.write_record(drive, target, targets)
-        # What the manifest speaks of must be durable before it, on all drives.
+        # The state must be durable before its manifest, on all drives.
         for each, target in list(zip(above, targets, strict=True))[1:]:
             _sync(each, target)
         manifests.store(targets[0], manifest)

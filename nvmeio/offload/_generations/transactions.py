@@ -1,8 +1,8 @@
 """Changes of an optimizer's state: one after the other, and rolled back if their caller goes.
 
-One thread alone changes the state, so nobody sees a change half made. Whoever is interrupted or
-cancelled while he waits for his has it rolled back: it has not happened then, and may be asked for
-again.
+One thread alone changes the state, so nobody sees a change half made. If a caller is interrupted or
+cancelled while it waits for its change, the change is rolled back: it has not happened then, and
+may be requested again.
 """
 
 from __future__ import annotations

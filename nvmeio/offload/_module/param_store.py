@@ -1,16 +1,16 @@
 """The parameters of a swapped module, and the windows that they come through.
 
 All that changes belongs to one thread (`OwnerThread`); methods without an underscore are for
-callers and hand their work to it. What a caller holds is a claim, which ends with the call, the
-block or the frame that it is for. Units come in the order in which forward first needed them, and
-in backward the other way round (`ThereAndBack`).
+callers and hand their work to it. A caller holds a claim, which ends with the call, the block or
+the frame that it is for. Units come in the order in which forward first needed them, and in
+backward the other way round (`ThereAndBack`).
 
 Memory is never taken from under a tensor: a unit that goes only loses the parameters' views of it
 (`LentPool`).
 
 For a device there is a second window above the one in host memory, and parameters lie over that
-one. Whoever computes hands over his stream, which then waits for the copies; he does not. Where
-units come straight from the drive, that window is the only one as soon as all have been made.
+one. A caller hands over its stream, which then waits for the copies; the caller does not. If units
+come straight from the drive, that window is the only one as soon as all have been made.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ParamStore:
     Args:
         units: All of them.
         resident_bytes: The window in host memory.
-        device: Where they are computed with.
+        device: The device that computes with them.
         device_bytes: The window there; 0 for the CPU, which needs no other.
         direct: Units go straight from the drive to the device once all have been made, one at a
             time, in host memory; then `resident_bytes` is not taken.
@@ -101,7 +101,7 @@ class ParamStore:
 
     def _open(self, swap_dir: Paths, handle: AioHandle | None) -> Ending:
         ending = Ending(self._owner, self._close)
-        # What a dead process left of this kind has no steps in it, and nobody can go on from it.
+        # The remains of a dead process of this kind hold no steps, so nobody can go on from them.
         directory = SwapDirs(swap_dir, directory_name("parameters"), overwrite=True, writes=0.0)
         self._resources.callback(directory.release, remove=True)
         file = directory.allocate(NAME, [unit.nbytes for unit in self.units])
@@ -178,7 +178,7 @@ class ParamStore:
         """The units that parameters lie over, by the address of their memory."""
         return self._memory.by_address
 
-    # What computing asks for
+    # For computing
 
     def hold(self, units: Sequence[ParamUnit]) -> object:
         """Keep units in memory for as long as the returned object lives.
@@ -215,7 +215,7 @@ class ParamStore:
     def read_by_expert(self, unit: ParamUnit) -> None:
         """Read from now on only those experts of a unit that somebody needs.
 
-        What is in memory of others is NaN. Not for units that go to a device.
+        The memory of other experts is NaN. Not for units that go to a device.
         """
         self._memory.routed[unit] = Routed()
 
@@ -242,8 +242,8 @@ class ParamStore:
     def memory_of(self, unit: ParamUnit, experts: frozenset[int] | None = None) -> torch.Tensor:
         """A unit's bytes, which do not change for as long as the storage lives.
 
-        Of fused experts those that are named, and maybe others; None stands for all. If they have
-        arrived, the owner is told and not waited for; nor told if they stay.
+        Fused experts: at least those that are named; None stands for all. If they have arrived, the
+        owner is notified and not waited for; if they stay, it is not even notified.
         """
         backward = in_backward()
         top, stream = self._windows.top, devices.stream_here(self.device)
@@ -299,7 +299,7 @@ class ParamStore:
     def follow_drive(self) -> None:
         """Take the new values of parameters that have changed on the drive since `make_way`.
 
-        Whoever computed meanwhile has brought old ones, or holds them still.
+        A caller that computed meanwhile has brought old ones, or holds them still.
         """
         self._windows.drop_idle()
         self.changes.follow_drive()
@@ -338,10 +338,10 @@ class ParamStore:
     def is_gathered(self, parameter: torch.Tensor) -> bool:
         return self._unit_of[id(parameter)] in self.changes.units
 
-    # Where they are
+    # Places
 
     def where(self, parameter: torch.Tensor) -> Sequence[FileSpan]:
-        """Where the parameter's elements are now; from any thread.
+        """The present place of the parameter's elements; from any thread.
 
         ClosedError if they are in files of an optimizer that is closed.
         """
@@ -351,7 +351,7 @@ class ParamStore:
         return found
 
     def strides_of(self, parameter: torch.Tensor) -> tuple[int, ...]:
-        """How its elements lie there, without gaps; () for row-major order."""
+        """The strides of its elements there, without gaps; () for row-major order."""
         return self._places.span_of(parameter).strides
 
     def relocate(self, parameter: torch.Tensor, locate: Callable[[], Sequence[FileSpan]]) -> None:

@@ -9,7 +9,7 @@ ahead of it otherwise.
     it gathers              from the window
     it computes             with memory of its own; the shard's is free again
 
-What FSDP has no words for is kept in this file: its groups (`FSDPParamGroup`), the flat memory of a
+This file keeps what FSDP offers no API for: its groups (`FSDPParamGroup`), the flat memory of a
 shard that it gathers (`_sharded_param_data`) and the parameter's own view (`_local_tensor`).
 """
 

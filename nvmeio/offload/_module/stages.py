@@ -73,8 +73,8 @@ def find_stages(root: torch.nn.Module, most_bytes: int) -> list[Stage]:
     stages too. The parameters of containers that are never called (ModuleList) belong to the module
     around them.
 
-    What is around the experts of a mixture is a stage without these, and so is each expert of a
-    list: tokens need only some of them.
+    The part around the experts of a mixture is a stage without these. Each expert of a list is a
+    stage too: tokens need only some of them.
     """
     found: list[Stage] = []
     around: set[torch.nn.Module] = set()  # these hold a mixture
@@ -237,7 +237,7 @@ def refused(unit: ParamUnit, changed: torch.Tensor) -> RuntimeError:
 
 
 class ParamPlaces:
-    """Where parameters are: in `file` with all units, or in files of an optimizer."""
+    """The places of parameters: in `file` with all units, or in files of an optimizer."""
 
     def __init__(self, unit_of: Mapping[int, ParamUnit], file: StripedFile) -> None:
         self._unit_of = unit_of
@@ -291,7 +291,7 @@ class ParamPlaces:
         return found
 
     def where(self, parameter: torch.Tensor) -> Sequence[FileSpan]:
-        """Where the parameter's elements are now; from any thread."""
+        """The present place of the parameter's elements; from any thread."""
         locate = self._elsewhere.get(id(parameter))
         if locate is not None:
             return locate()

@@ -1,4 +1,4 @@
-"""How a module is divided so that its windows are enough: too large linear layers into tiles.
+"""The division of a module so that its windows suffice: too large linear layers into tiles.
 
 A tile is a linear layer like others: a part of the module, with parameters, gradients and optimizer
 state of its own. The layer stays where it is in the module, with its hooks, and calls its tiles one
@@ -49,7 +49,7 @@ class WholeParameter(NamedTuple):
 
 
 class _Shown(NamedTuple):
-    """What a layer shows in the place of a parameter, as it was put there."""
+    """The tensor that a layer shows in the place of a parameter, as it was put there."""
 
     tensor: torch.Tensor
     version: int
@@ -276,7 +276,7 @@ def _split(
         state_dict.update(zip(_keys(tiles, prefix, name), rows, strict=True))
 
 
-# How large the windows of a module must be
+# The least size of a module's windows
 
 
 class Need(NamedTuple):
@@ -287,10 +287,10 @@ class Need(NamedTuple):
 
 
 def needed(root: torch.nn.Module, stages: Sequence[Stage], units: Sequence[ParamUnit]) -> Need:
-    """What must be in memory at once: a part, and those whose calls are around its own.
+    """The bytes that must be in memory at once: a part, and those whose calls are around its own.
 
-    Where something wants gradients, that is one part more: a node of the graph may have its weight
-    while it has a checkpointed region run again, of other parts.
+    With gradients that is one part more: a node of the graph may hold its weight while it runs a
+    checkpointed region of other parts again.
     """
     training = any(parameter.requires_grad for parameter in root.parameters())
     names = {id(stage.module): stage.name or type(root).__name__ for stage in stages}

@@ -42,10 +42,10 @@ class UnitChanges:
 
     Args:
         owner: The thread to which all of this belongs.
-        windows: Where units come into memory.
-        memory: What the windows ask about units.
-        places: Where parameters lie on the drive.
-        versions: Of the parameters, as they were laid over memory.
+        windows: The windows through which units come into memory.
+        memory: The state of units that the windows ask for.
+        places: The places of parameters on the drive.
+        versions: The versions of the parameters when they were laid over memory.
         handles: Write to the drive.
         ordered: Orders writes from a device.
         direct: Units go straight between the drive and the device.

@@ -24,11 +24,11 @@ ParamSlot = Slot[ParamUnit]  # a DeviceSlot on a device
 
 
 class Routed:
-    """What passes have used of a unit of fused experts.
+    """The experts of a fused unit that passes have used.
 
     Attributes:
-        last: Of the last call in forward. If these were all, the next pass expects all.
-        saved: Of the calls in forward that backward has not come to: it expects these.
+        last: Those of the last call in forward. If these were all, the next pass expects all.
+        saved: Those of the calls in forward that backward has not reached: it expects these.
     """
 
     def __init__(self) -> None:
@@ -56,8 +56,8 @@ class UnitMemory(Keeper[ParamUnit, ParamSlot]):
 
     Args:
         units: All of them.
-        device: Where they are computed with.
-        versions: Of the parameters, as they were laid.
+        device: The device that computes with them.
+        versions: The versions of the parameters when they were laid.
         settled: Claims of units that stay; a unit that goes is taken out.
         check: Raises if a unit was changed in memory, where the change would be lost.
     """

@@ -22,7 +22,7 @@ class UnitWindows:
 
     Args:
         owner: That thread.
-        memory: What the windows ask about units.
+        memory: The state of units that the windows ask for.
         host: The window in host memory.
         settled: Claims of units that stay, for users that do not ask the owner.
 

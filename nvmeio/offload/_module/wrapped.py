@@ -85,7 +85,7 @@ def _applied(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.M
 
 
 class _OnDrive:
-    """What a swapped parameter answers for itself, before its own class does."""
+    """The methods that a swapped parameter answers itself, before its own class does."""
 
     def __deepcopy__(self: Any, memo: Any) -> Any:
         return _ordinary(self).__deepcopy__(memo)
@@ -159,7 +159,7 @@ def _check_values(name: str, parameter: torch.nn.Parameter) -> None:
 
 
 class _SavedParameter(NamedTuple):
-    """What autograd keeps in the place of a view of a unit's memory."""
+    """Autograd's stand-in for a view of a unit's memory."""
 
     store: ParamStore
     unit: ParamUnit

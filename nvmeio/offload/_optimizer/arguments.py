@@ -79,7 +79,7 @@ MUST = "must"  # resume, or raise
 
 
 def made_for_inference(name: str) -> ValueError:
-    """What refuses a parameter that torch lets nobody change or train."""
+    """The error for a parameter that torch allows nobody to change or train."""
     return ValueError(
         f"{name} was made in torch.inference_mode(), and no pass or step outside can use it: make "
         "the model outside of that mode, or take copy.deepcopy(model) there"

@@ -1,6 +1,6 @@
 """The arithmetic of a step: torch's own optimizer, handed some pieces as if they were the model.
 
-What state an optimizer keeps is found by letting it step on something small.
+A trial step on small tensors shows which state an optimizer keeps.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ def _check_steps_alone(optimizer_class: Any, arguments: dict[str, Any]) -> None:
 
 
 def _counted(value: Any) -> Any:
-    """What changes of an attribute where steps are counted, or random numbers drawn; else None."""
+    """The part of an attribute that counts steps or draws random numbers; None if there is none."""
     if isinstance(value, torch.Generator):
         return value.get_state().tolist()
     if isinstance(value, random.Random):

@@ -1,9 +1,9 @@
 """The one gradient that stays in memory, and what it tells of all the others.
 
-Whoever knows nothing of the drive works on ``.grad``: GradScaler looks there for what is not
-finite, ``model.zero_grad()`` sets it to None, torch's clipping multiplies it. One small gradient
-is left for them to find. Where its parameter had no part in the backward pass (it is frozen, or
-was not used), a gradient of zeros stands in for it, which is never stepped.
+Code that knows nothing of the drive works on ``.grad``: GradScaler looks there for infinities and
+NaN, ``model.zero_grad()`` sets it to None, torch's clipping multiplies it. One small gradient is
+left for them to find. If its parameter had no part in the backward pass (it is frozen, or was not
+used), a gradient of zeros stands in for it, which is never stepped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nvmeio.offload._swap_files.tensors import local
 class GradSentinel:
     """The gradient of one parameter, watched.
 
-    `stands_in` says that what is in ``.grad`` is not a gradient, but stands in for one.
+    `stands_in` says that ``.grad`` only stands in for a gradient.
     """
 
     def __init__(self, param: SwappedParam) -> None:
@@ -90,7 +90,7 @@ class GradSentinel:
             gradient.copy_(clean)
             self._hold(gradient)
 
-    # What it tells
+    # Queries
 
     @property
     def gradient(self) -> torch.Tensor | None:

@@ -257,7 +257,7 @@ class GradSheets:
         if self._failure is not None:
             raise self._failure
 
-    # What is here
+    # Queries
 
     def has(self, number: int) -> bool:
         return number in self._present
@@ -490,7 +490,7 @@ class GradientSwapper(GradSheets):
                     "its .grad: call zero_grad() before gradients are set by hand"
                 )
 
-    # What the optimizer asks
+    # For the optimizer
 
     def stands_in(self, param: SwappedParam) -> bool:
         """Whether a parameter's ``.grad`` is not a gradient of it."""

@@ -1,4 +1,4 @@
-"""How parameters are cut into pieces, these put together to subgroups, and what that takes.
+"""The division of parameters into pieces and subgroups, and the memory that it takes.
 
 Buffers, memory, disk, and bytes moved in each step.
 """
@@ -44,8 +44,8 @@ class MemoryPlan(NamedTuple):
         memory_bytes: All buffers, gradient staging, and state that stays in memory (`ratio`).
         state_bytes: State on the drive, one generation.
         disk_bytes: The swap files: two generations, and gradients.
-        read_bytes: What a step reads when every parameter has a gradient.
-        written_bytes: What it writes, gradients included.
+        read_bytes: Bytes that a step reads when every parameter has a gradient.
+        written_bytes: Bytes that it writes, gradients included.
         device_bytes: Buffers in memory of the device that computes the step; 0 for the CPU.
     """
 
@@ -94,7 +94,7 @@ def hold(subgroups: Sequence[Subgroup], ratio: float, bound: set[int]) -> None:
 
 
 def plan_of(state: Swapped) -> MemoryPlan:
-    """What an optimizer's state takes."""
+    """The memory and disk that an optimizer's state takes."""
     gradients, slots, params = state.gradients, state.pipeline.slots, state.params
     swapped = [subgroup for subgroup in state.subgroups if not subgroup.resident]
     reads = writes = 0

@@ -1,7 +1,7 @@
 """The parameters of an optimizer, and what a step is to work with.
 
-What they were when they were handed over, their pieces; options and gradients as they were when
-somebody asked for a step.
+Their values when they were handed over, and their pieces; options and gradients as they were when a
+step was requested.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SwappedParam:
 
     @property
     def computes_on(self) -> torch.device:
-        """Where its model has weights and gradients."""
+        """The device of its model's weights and gradients."""
         return self.device if self.param_store is None else self.param_store.device
 
     def check_unchanged(self) -> None:
@@ -79,7 +79,7 @@ class SwappedParam:
 
 
 class Scaled(NamedTuple):
-    """What a GradScaler has found out about the gradients of a step."""
+    """The findings of a GradScaler about the gradients of a step."""
 
     found_inf: Any
     scale: torch.Tensor | None

@@ -30,7 +30,8 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         self._swapper = swapper
         self._transactions = transactions
         self._by_id: dict[int, SwappedParam] = {}
-        # What was handed out: whoever puts the same back (to move it where it is) changes nothing.
+        # Tensors that were handed out: putting the same one back (a move to its own device) changes
+        # nothing.
         self._handed: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:

@@ -254,7 +254,8 @@ class StateSwapper(Swapped):
         try:
             times = self.pipeline.run(step.turns, check, on_device=True)
             check()
-            # What stays in memory cannot be undone, and cannot fail: it is stepped last.
+            # Subgroups that stay in memory cannot be undone, and cannot fail: they are stepped
+            # last.
             step.step_resident()
             self.store.commit(step.change, options_of(groups))
         except BaseException as failed:

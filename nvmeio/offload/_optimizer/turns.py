@@ -1,4 +1,4 @@
-"""What a swapped optimizer passes through, and what the pipeline's turns do with it.
+"""The passes of a swapped optimizer, and the work of the pipeline's turns.
 
 A step; weights to the drive and back; a state dict to it. And the weights of a piece between its
 slot, its parameter in memory, and the parameter's store.
@@ -331,7 +331,7 @@ class Step:
         return [param for param in params if param.number in self._stepped]
 
     def next_reads(self) -> Iterator[Sequence[FileSpan]]:
-        """What the turns of a step like this one read first, once this one is committed.
+        """The first reads of a step like this one, once this one is committed.
 
         Up to the first whose weights are lent: their module may change them before.
         """

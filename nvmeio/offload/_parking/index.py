@@ -49,7 +49,7 @@ class Index(NamedTuple):
     Attributes:
         sizes: The bytes of each storage.
         small: Which of them lie within the last one, and where: by number.
-        sums: Of each part of each storage that is not small, and of the last one.
+        sums: The checksums of each part of each storage that is not small, and of the last one.
         members: By kind and name.
         parameters: The names of the optimizer's parameters, in order.
         state: For each of them its state by `coded`.
@@ -75,9 +75,9 @@ def manifest_of(
 
     Args:
         storages: All, the small ones too.
-        together: What the small ones lie in.
-        module: Whose tensors they are.
-        optimizer: Whose state it is.
+        together: The storage that the small ones lie in.
+        module: The module of the tensors.
+        optimizer: The optimizer of the state.
     """
     number_of = {each.storage._cdata: number for number, each in enumerate(storages)}
 

@@ -44,10 +44,10 @@ class ParkedStorage:
     """Memory that is parked as a whole.
 
     Attributes:
-        kind: That of the first of its members.
+        kind: The kind of the first of its members.
         members: All tensors that lie in it.
-        nbytes: Of all of it.
-        place: Where it begins in the file.
+        nbytes: The bytes of all of it.
+        place: Its first byte in the file.
         sums: The CRC-32 of each part of it, where it was in host memory.
         away: Whether its memory was given back.
     """
@@ -182,7 +182,8 @@ def storages_of(members: Iterator[Member]) -> list[ParkedStorage]:
             found[key].members.append(member)
     storages = list(found.values())
     large = [each for each in storages if not each.is_small]
-    # torch's own memory is private. What is not resizable came from elsewhere, or numpy knows it.
+    # torch's own memory is private. A storage that is not resizable came from elsewhere, or numpy
+    # knows it.
     foreign = any(each.device.type == "cpu" and not each.storage.resizable() for each in large)
     unsuitable = mappings.shared_or_read_only() if foreign else []
     for each in large:

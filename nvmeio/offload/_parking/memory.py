@@ -32,7 +32,7 @@ class Away:
         self._as_they_were = [(each, each.tensor.detach()) for each in parked.members]
 
     def leave(self) -> None:
-        """Give the memory back. What it holds has to be on the drive."""
+        """Give the memory back. Its content must be on the drive."""
         with on_error(self.come_back):
             for member, _ in self._as_they_were:
                 _lay(member.tensor, _stand_in(member.tensor))

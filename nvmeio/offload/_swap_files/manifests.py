@@ -36,7 +36,7 @@ HEADER_BYTES = len(_MAGIC) + 2 + 16
 _NUMBER = re.compile(rb'"generation": (\d{1,15}),')  # near the beginning of the body
 _NUMBER_WITHIN = HEADER_BYTES + 64
 NAMES = ("manifest.0", "manifest.1")
-# What a manifest can hold: torch.load(weights_only=True) reads these.
+# Types that a manifest can hold: torch.load(weights_only=True) reads these.
 PLAIN_TYPES = frozenset(
     (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Tensor)
 )
@@ -49,16 +49,17 @@ class Manifest:
 
     Attributes:
         generation: Counts steps (and everything else that changes the state).
-        signature: What the files are laid out for; another layout cannot read them.
+        signature: The layout of the files; another layout cannot read them.
         current: Which of the two files holds each piece.
         begun: Whether each piece has state.
         small: The state that is not in the files.
         groups: The options of the parameter groups.
         sums: The CRC-32 of each span of each piece, -1 where it has none; empty if none has one.
-        strides: Of spans that are not in row-major order, by number of the piece and name.
+        strides: The strides of spans that are not in row-major order, by piece number and name.
         boot: The boot of the machine that wrote it.
         run: The program start that wrote it, the same on all ranks; "" if they agreed on no name.
-        made_of: What the layout follows from, in words, by name; empty in older manifests.
+        made_of: The settings that the layout follows from, in words, by name; empty in older
+            manifests.
     """
 
     generation: int
@@ -168,9 +169,9 @@ class UnusableGeneration(NamedTuple):
 
 
 class StoredGenerations(NamedTuple):
-    """What a directory holds.
+    """The generations in a directory.
 
-    `complete` is what can be resumed: the last generation and, mostly, the one before it. Empty
+    `complete` can be resumed: the last generation and, mostly, the one before it. Empty
     places do not count as `unusable`.
     """
 

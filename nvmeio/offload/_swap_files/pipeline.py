@@ -4,8 +4,8 @@ Two threads: one computes and starts the writes, the other reads ahead, so the d
 the computation to look up. One read is under way at a time, and any number of writes: reads that
 share the drive would all end together, late. The next read begins before the last one is verified.
 The slots go round through two queues. A single turn has nothing to read ahead of, and takes one
-thread. Where a device computes, the first thread only asks it to, and a third one begins the writes
-as results arrive. Between two runs the slots are filled for the next one, if it is known.
+thread. If a device computes, the first thread only starts its work, and a third one begins the
+writes as results arrive. Between two runs the slots are filled for the next one, if it is known.
 
 No thread is the main one, so no interrupt comes here (see `Transactions`).
 """
@@ -42,7 +42,7 @@ BUFFERS = 2  # one is computed in, one comes up or goes down
 
 @dataclass
 class Times:
-    """Where the time of a run went, in seconds; bytes beside it.
+    """The times of a run's parts in seconds, and its bytes.
 
     On a device `compute_s` is the time that asking for the work took, and waiting for its results
     is a part of `write_wait_s`.
@@ -137,7 +137,7 @@ class Pipeline:
         """Begin what the first turns of the next run are expected to read, a slot for each.
 
         Nothing but runs may change these bytes before then. A run whose turns read something else
-        drops what was read. What fails is read again by the run, which raises if that fails too.
+        drops what was read. After a failure the run reads again, and raises if that fails too.
         """
         self.forget_ahead()
         if not self._read_ahead:
@@ -159,7 +159,7 @@ class Pipeline:
             self.read_bytes += sum(move.nbytes for move in each.reads)
 
     def _take_ahead(self, turns: Sequence[SlotTurn]) -> list[_Read]:
-        """What was begun for the first of these turns; the rest is dropped."""
+        """The reads that were begun for the first of these turns; the rest is dropped."""
         taken: list[_Read] = []
         for turn in turns:
             if not self._ahead:

@@ -62,16 +62,16 @@ class Piece:
     Attributes:
         param: The parameter's number.
         shape: The parameter's own where the piece is all of it, else 1-D.
-        step_dtype: What the optimizer computes in: that of the weights on the drive.
-        grad_dtype: The parameter's, and so its gradient's.
+        step_dtype: The dtype that the optimizer computes in: that of the weights on the drive.
+        grad_dtype: The dtype of the parameter, and so of its gradient.
         kinds: The state that is swapped.
         staged: The step works on the weights in the slot, and the parameter gets a copy.
         stored: The weights have a place on the drive.
-        strides: Of the weights on the drive, as in `SlotSpan`.
-        grad_strides: Of the gradient there: those that autograd gives it.
+        strides: The strides of the weights on the drive, as in `SlotSpan`.
+        grad_strides: The strides of the gradient there: those that autograd gives it.
         number: Position among all pieces.
-        spans: By name: `WEIGHTS` and the kinds.
-        grad: Where the gradient lies among those of the subgroup.
+        spans: The spans by name: `WEIGHTS` and the kinds.
+        grad: The place of the gradient among those of the subgroup.
         scratch: Room in the slot for the gradient in `step_dtype`; None where none is needed.
         current: Which of the two files holds the state of the last complete step.
         begun: The state exists: the piece was stepped (or loaded).
@@ -136,7 +136,7 @@ class Subgroup:
 
     @property
     def grads_at(self) -> int:
-        """Where its gradients begin in memory, behind state and scratch room."""
+        """The first byte of its gradients in memory, behind state and scratch room."""
         return self.nbytes + self.scratch_nbytes
 
     def slot_nbytes(self, gradients: bool) -> int:
@@ -230,7 +230,7 @@ def _put(piece: Piece, name: str, kind: Kind, at: int) -> int:
 
 
 def aligned(at: int, nbytes: int) -> int:
-    """Where a tensor of `nbytes` begins, from `at` on."""
+    """The first byte of a tensor of `nbytes`, from `at` on."""
     return round_up(at, PAGE_BYTES if nbytes >= _PAGED_BYTES else _LINE_BYTES)
 
 

@@ -199,7 +199,7 @@ class SwapDirs:
                 if len(above) > 1:
                     self._begin(weights_of(self.paths, 1.0, writes))
 
-    # What belongs together
+    # Directories that belong together
 
     def _begin(self, weights: list[int]) -> None:
         """Make the records of a new set."""
@@ -269,7 +269,7 @@ class SwapDirs:
             found=[os.path.dirname(path) for path in self.paths],
         )
 
-    # What belongs to others
+    # Directories of others
 
     def _check_free(self) -> None:
         """Raise TransferError (EEXIST) if state would be removed that a run could go on from."""
@@ -287,8 +287,8 @@ class SwapDirs:
     def _state_in(self, path: str) -> str:
         """The state that another run has left in a directory, and the ways out; "" for none.
 
-        What one process alone began without a step does not count. With several ranks it does:
-        another rank may have made the first step, and go on with what the others began with.
+        State that a process alone began without a step does not count. With several ranks it does:
+        another rank may have made the first step, and go on from the others' initial state.
         """
         try:
             complete, unusable = manifests.read(path)
@@ -384,7 +384,7 @@ class SwapDirs:
         return self._dirs[drive].file(name)
 
     def striping(self, bands: Sequence[int]) -> Striping:
-        """How bands of bytes are dealt to the drives; the same after a restart."""
+        """The division of bands of bytes over the drives; the same after a restart."""
         return Striping(self._weights, bands)
 
     def allocate(self, name: str, bands: Sequence[int]) -> StripedFile:

@@ -1,9 +1,9 @@
 """Parameters as local, flat memory; sharded ones (DTensor) by their own shard.
 
-What lies in files and buffers has no gaps, and is in the order that torch gives a tensor's likes:
-that of the tensor itself (channels_last, transposed). Torch's fused kernels on the CPU take the
-memory of weights, gradient and state element by element, whatever the strides; others round bf16
-differently where the orders differ.
+Tensors in files and buffers have no gaps, and the order that torch gives a tensor's likes: that of
+the tensor itself (channels_last, transposed). Torch's fused kernels on the CPU take the memory of
+weights, gradient and state element by element, whatever the strides; others round bf16 differently
+where the orders differ.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def view(memory: torch.Tensor, span: SlotSpan, base: int = 0) -> torch.Tensor:
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """How torch lays a tensor like this one, without gaps; () for row-major order."""
+    """Strides that torch gives a tensor like this one, without gaps; () for row-major order."""
     if tensor.is_contiguous():
         return ()
     like = torch.empty_like(tensor, device="meta")
@@ -153,7 +153,7 @@ def is_positive_zero(tensor: torch.Tensor) -> bool:
     return not any(bool(words[at : at + _WORDS_AT_ONCE].any()) for at in each)
 
 
-# What stands for a parameter that is on the drive and not in memory
+# Stand-ins for parameters that are on the drive and not in memory
 
 _MARK = 1  # where the element of a shape of one lies in its storage: strides do not tell of it
 

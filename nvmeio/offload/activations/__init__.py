@@ -91,10 +91,10 @@ class SwappedActivations(NotPickled, Closing):
         self._ending = self._store.open(swap_dir, handle)
 
     def saving(self) -> _Saving:
-        """What autograd saves within this block is this object's.
+        """Keep what autograd saves within this block.
 
-        Backward may come within the block or after it. What backward itself saves (`create_graph`)
-        stays in memory. Blocks may be nested; the innermost has its way.
+        Backward may come within the block or after it. Tensors that backward itself saves
+        (`create_graph`) stay in memory. Blocks may be nested; the innermost one applies.
 
         Raises:
             ClosedError: By the block: it is closed, or another process's.
@@ -180,7 +180,7 @@ class SwappedActivations(NotPickled, Closing):
 
     @property
     def file_bytes(self) -> int:
-        """What the files take on all drives; it does not grow from one equal step to the next."""
+        """The bytes of the files on all drives; equal steps do not make them grow."""
         return self._store.file_bytes
 
     @property

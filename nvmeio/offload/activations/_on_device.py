@@ -76,7 +76,7 @@ class DeviceActivations:
         self._failed: BaseException | None = None  # of this round: it stays on the device
         store.above(self.close)
 
-    # What callers ask for
+    # For callers
 
     def save(self, tensor: torch.Tensor) -> tuple[DeviceStorage, Claim]:
         """Keep the bytes of a tensor's storage; see `ActivationStore.save`."""

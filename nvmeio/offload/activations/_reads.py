@@ -1,9 +1,9 @@
 """Reads of activations that are on the drive alone: ahead of backward, within half of the budget.
 
 A window over saved storages. Backward goes the other way round: when it asks for one, those that
-were saved before it are read ahead, as far as there is memory for them. What it got leaves the
-window, and its memory is free with the last tensor over it. All of it is in the thread that owns
-the store.
+were saved before it are read ahead, as far as there is memory for them. A storage that was handed
+out leaves the window, and its memory is free with the last tensor over it. All of it is in the
+thread that owns the store.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class LastSavedFirst(Generic[Saved]):
         self.here = unit.number
 
     def upcoming(self) -> Iterator[Saved]:
-        """What was saved before `here` and nobody has, the last saved first."""
+        """Storages saved before `here` that nobody holds, the last saved first."""
         for at in range(bisect.bisect_left(self.saved, self.here, key=_number) - 1, -1, -1):
             saved = self.saved[at]
             if saved.out is None or saved.out.expired():
                 yield saved
 
     def may_go(self, units: Iterable[Saved], expected: Saved | None) -> Sequence[Saved]:
-        """What was saved first goes first, and only for what is wanted now."""
+        """The storages saved first go first, and only for a request that waits now."""
         return () if expected is not None else sorted(units, key=_number)
 
     def forget(self) -> None:
@@ -128,7 +128,7 @@ class ActivationReads(Keeper["SavedStorage", Slot["SavedStorage"]]):
         self._order.here = number
         self._window.look_ahead()
 
-    # What the window asks for
+    # For the window
 
     def take(self, unit: SavedStorage) -> Slot[SavedStorage] | None:
         if self._pool is None:

@@ -1,12 +1,12 @@
 """The storages that autograd has saved: in memory, being written, or on the drive alone.
 
-All that changes belongs to one thread (`OwnerThread`). What a caller holds is a claim, which dies
+All that changes belongs to one thread (`OwnerThread`). A caller holds a claim, which dies
 with the graph that saved the tensor, however that ends.
 
 *What is written.* Only what nobody else has: once every tensor over a storage is gone but those
 that autograd has saved, its bytes cannot change any more. So they are written from where they are,
-and its memory is free when they are. What somebody still holds (a parameter, a buffer, the input)
-takes its memory all the same, and stays. The oldest go first: what was saved last is needed first.
+and its memory is free when they are. A tensor that is still referenced (a parameter, a buffer, the
+input) keeps its memory, and stays. The oldest go first: those saved last are needed first.
 
 *What is read*: see `_reads`.
 
@@ -84,7 +84,7 @@ class ActivationStore:
         self._resources.callback(self._reads.close)
         return ending
 
-    # What callers ask for
+    # For callers
 
     def save(self, storage: torch.UntypedStorage) -> tuple[SavedStorage, Claim]:
         """Keep a storage's bytes for as long as the claim lives.
@@ -98,7 +98,7 @@ class ActivationStore:
         with profiled("wait", "saved activations"):
             return self.owner.call(self.bring, saved)
 
-    # What a level above asks for, in the owner's thread
+    # For a level above, in the owner's thread
 
     def above(self, close: Callable[[], None]) -> None:
         """Have the level above closed before this."""
@@ -146,8 +146,8 @@ class ActivationStore:
     def _make_room(self) -> None:
         """Begin to write what is above `_enough`, and wait while it is above `saving_bytes`.
 
-        What cannot be written stays in memory, and is tried again by the next call. That is an
-        error only where it does not fit.
+        Storages that cannot be written stay in memory, and the next call tries again. That is an
+        error only if they do not fit.
         """
         self._round += 1
         self._failed = None
@@ -300,7 +300,7 @@ class ActivationStore:
         self._in_memory.clear()
         self._resources.close()
 
-    # How it is
+    # State
 
     @property
     def in_memory_bytes(self) -> int:
