@@ -38,7 +38,7 @@ _ATTEMPTS = 5
 
 @dataclass(frozen=True)
 class Wanted(Generic[Ranks]):
-    """What is to be restored; as for `Checkpointer.restore`.
+    """The arguments of a restore; as for `Checkpointer.restore`.
 
     `directory` is the Checkpointer's, or the first of this rank's drives. `size` is how many ranks
     there are now, and `own` which this is. `new_ranks` makes those that restore it together;
@@ -84,7 +84,7 @@ def naming_others(directory: str) -> Iterator[None]:
 
 
 def _others_than(told: str, directory: str) -> str:
-    """What to say of other steps than that whose file an error has named."""
+    """A note on other steps, for an error that has named the file of one."""
     try:
         there = retention.generations(directory)
     except OSError:
@@ -157,7 +157,7 @@ def _find(wanted: Wanted[LoadingRanks]) -> Generation:
 
 
 def _parts_there(directory: str) -> str:
-    """What to say of parts that ranks with drives of their own have written."""
+    """A note on parts that ranks with drives of their own have written."""
     known = [parsed(os.path.basename(path)) for path in parts_in([directory])]
     steps = sorted({each[0].step for each in known if each is not None})
     if not steps:

@@ -35,7 +35,7 @@ from nvmeio.files import File
 if TYPE_CHECKING:
     from nvmeio.handle import AioHandle
 
-# How something is to be loaded
+# Options
 
 MapLocation = (
     Callable[[torch.UntypedStorage, str], Any] | torch.device | str | Mapping[str, Any] | None
@@ -46,7 +46,7 @@ _UNPICKLER_ARGUMENTS = frozenset(("encoding", "errors", "fix_imports", "buffers"
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How something is to be loaded; as for `load`."""
+    """The options of `load`."""
 
     map_location: MapLocation
     pickle_module: Any
@@ -100,7 +100,7 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class HowToLoad:
-    """How one call loads its files; without a handle it makes one for each file."""
+    """The settings of one call for its files; without a handle it makes one for each file."""
 
     options: LoadOptions
     handle: AioHandle | None
@@ -115,9 +115,9 @@ def nothing_to_read(options: LoadOptions) -> bool:
     return options.fake
 
 
-# What is left to torch
+# Left to torch
 
-# What torch says of a file in its older formats that ends too early.
+# Torch's errors for a file in its older formats that ends too early.
 _TRUNCATED = (
     "Ran out of input",
     "unexpected EOF",

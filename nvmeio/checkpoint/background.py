@@ -63,7 +63,7 @@ class BackgroundSaver(NotPickled):
         self._snapshots: Snapshots | None = None
         self._turn = threading.Lock()
         self._pending: list[concurrent.futures.Future[Any]] = []
-        # Of the save that was begun last; what its writing took, once it is durable.
+        # The report of the save that was begun last; with its times once it is durable.
         self.last: SaveReport | None = None
         self.pid = os.getpid()
         _savers.add(self)
@@ -72,7 +72,7 @@ class BackgroundSaver(NotPickled):
         """Take a snapshot of a state and begin to write it, as `torch.save` would.
 
         Args:
-            state: What torch.save takes.
+            state: Any object that torch.save takes.
             path: The file.
 
         Raises:

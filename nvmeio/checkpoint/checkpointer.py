@@ -83,8 +83,8 @@ class Checkpointer(NotPickled, ClosingWork):
     and `latest_step`: they compare what they have, and send each other what they read.
 
     Args:
-        directory: Where the checkpoints are. Made if it is missing, one level. It is tried at once:
-            whether it can be written in, and whether another Checkpointer saves there. With
+        directory: The directory of the checkpoints. Made if it is missing, one level. It is checked
+            at once: it must be writable, and no other Checkpointer may save there. With
             ``shared=False`` each rank's own, or a list: saves go into the first, and restores read
             all of them.
         keep: How many checkpoints are there at every moment, 1 or more. If there are more, the
@@ -96,17 +96,17 @@ class Checkpointer(NotPickled, ClosingWork):
             False). If a rank leaves this out, the others raise after `timeout_s`; then all of them
             make new ones.
         memory_bytes: The most memory that the snapshots of this process may take; 64 MiB if this is
-            less; "8GB" is 8 GiB. What training changes before it was read, and finds no room, goes
-            through a nameless file. If the state has to be copied and is larger than this, `save`
-            takes as long as writing it. None: half of what the machine has available.
+            less; "8GB" is 8 GiB. Bytes that training changes before they were read go through a
+            nameless file if the memory is full. If the state has to be copied and is larger than
+            this, `save` takes as long as writing it. None: half of what the machine has available.
         snapshot: "protect" leaves large tensors in host memory where they lie, write-protected by
-            the kernel (userfaultfd; Linux 6.4), until they are read. Whoever writes to them before
-            that waits while 2 MiB are copied aside. "copy" copies the state before `save` returns.
+            the kernel (userfaultfd; Linux 6.4), until they are read. A write to them before that
+            waits while 2 MiB are copied aside. "copy" copies the state before `save` returns.
             "auto" protects if the kernel shows this process every write, also those of system
             calls, and copies if not (docs/checkpoint.md says how to allow it), or if others have
             pinned memory of this process (io_uring, RDMA), which they write past the protection.
         checksum: Write the CRC-32 of every record.
-        layout: How several ranks save. "one": all have the same state, and each writes an equal
+        layout: The files of several ranks. "one": all have the same state, and each writes an equal
             part of one file, which any number of ranks can load. "per_rank": each has a state of
             its own, in a file of its own, in a directory ``step-00000012``.
         recycle: Overwrite the oldest file. False deletes it and writes a new one each time; there
@@ -219,7 +219,7 @@ class Checkpointer(NotPickled, ClosingWork):
                 the bytes of this rank; see `nvmeio.progress`. If it raises, the save fails.
 
         Returns:
-            What was copied, and how long it took. The file is not durable yet: see `wait`.
+            The bytes that were copied, and the times. The file is not durable yet: see `wait`.
 
         Raises:
             Exception: The save before failed, and nobody has seen that yet. This state was not
@@ -351,12 +351,12 @@ class Checkpointer(NotPickled, ClosingWork):
         logged here and raised by `wait`, as ever.
 
         Args:
-            step: Which; None for the latest. Where ``latest`` is missing or leads nowhere, that is
-                the one that was completed last, and the log says so.
+            step: The step to restore; None for the latest. If ``latest`` is missing or leads
+                nowhere, that is the one that was completed last, and the log says so.
             map_location: As for torch.load.
             weights_only: As for torch.load.
-            rank: Of a checkpoint with one file per rank, the state of which.
-            progress: Told how far it is: ``progress(what, done_bytes, total_bytes)``; see
+            rank: The rank whose state to load, from a checkpoint with one file per rank.
+            progress: Called as it goes on: ``progress(what, done_bytes, total_bytes)``; see
                 `nvmeio.progress`.
             together: All ranks of the process group call this, and each reads an equal part of what
                 they want in common, and gets the rest from the others (see `nvmeio.load`). Rank 0
@@ -364,8 +364,8 @@ class Checkpointer(NotPickled, ClosingWork):
                 With ``shared=False`` it is always so, and each reads what is on its drive.
 
         Returns:
-            The state. Of a checkpoint with one file per rank, and without `rank`: this rank's own
-            where there are as many ranks now as then, else the list of all states, by rank.
+            The state. If each rank has its own file and `rank` is None: this rank's own if there
+            are as many ranks now as then, else the list of all states, by rank.
 
         Raises:
             TransferError: There is no such step (a `FileNotFoundError`; says which there are), or
@@ -509,7 +509,7 @@ class Checkpointer(NotPickled, ClosingWork):
         return number + 1
 
     def training_state(self) -> dict[str, Any]:
-        """What `resume` brings back: the states of its parts, and the random states.
+        """The state that `resume` brings back: the states of its parts, and the random states.
 
         Raises:
             ValueError: `resume` was not called; or several ranks save one file of what has to be
@@ -607,7 +607,7 @@ class Checkpointer(NotPickled, ClosingWork):
 
     @property
     def directory(self) -> str:
-        """Where the checkpoints are."""
+        """The directory of the checkpoints."""
         return self._saver.directory
 
     @property

@@ -38,7 +38,7 @@ class RecordFacts(NamedTuple):
 
     Attributes:
         name: Its name in the archive.
-        offset: Of its first byte in the file.
+        offset: The offset of its first byte in the file.
         nbytes: Its size.
         crc32: Its CRC-32, or None where none was written.
     """
@@ -57,8 +57,9 @@ class TensorFacts(NamedTuple):
         dtype: Its dtype as torch calls it, without "torch."; what the file says, if unknown.
         shape: Its shape.
         nbytes: The size of its elements.
-        record: The record that its bytes are in; tied tensors have one in common. Of DCP, the file.
-        offset: Of its first byte in the file.
+        record: The record that its bytes are in; tied tensors have one in common. With DCP, the
+            file.
+        offset: The offset of its first byte in the file.
         device: The device that it was saved from.
     """
 
@@ -72,19 +73,19 @@ class TensorFacts(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What is in a file.
+    """The content of a file.
 
     Attributes:
         path: The file; the directory of a DCP checkpoint.
         kind: Its format.
         nbytes: Its size.
-        records: Its records, in the order of the file; of safetensors, none. Of DCP, its
-            items, whose checksums are within them.
+        records: Its records, in the order of the file; none in safetensors. With DCP, its items,
+            which have their checksums within them.
         tensors: Its tensors, in the order of the object.
-        forbidden: What its pickle would import or call that ``weights_only=True`` refuses.
-        what: Of a rank's part on its own drive: which. It has no records and tensors of its own.
-            Of a packed model in parts: which; it has the tensors of the whole. Of DCP: its objects.
-        experts: Of a packed mixture, those that lie side by side.
+        forbidden: Imports and calls of its pickle that ``weights_only=True`` refuses.
+        what: Which part of a rank on its own drive: it has no records and tensors of its own. Which
+            part of a packed model: it has the tensors of the whole. For DCP: its objects.
+        experts: The experts of a packed mixture that lie side by side.
     """
 
     path: str
@@ -189,7 +190,7 @@ _MOST_NAME = 4096
 
 def _tensors_in(value: object) -> Iterator[tuple[str, PickledCall, StorageRef]]:
     """Every call that rebuilds a tensor from a storage: its name, the call, the storage."""
-    # What occurs twice is looked into once: its parts could double at every level.
+    # An object that occurs twice is examined once: its parts could double at every level.
     seen: set[int] = set()
     waiting: list[tuple[str, object]] = [("", value)]
     while waiting:

@@ -121,7 +121,7 @@ class FastFileWriter(NotPickled, Discarding):
         raise self._failed
 
     def flush(self) -> None:
-        """What torch.save calls at its end: a complete archive is committed here.
+        """Commit a complete archive; torch.save calls this at its end.
 
         Raises:
             TransferError: As for `close`.

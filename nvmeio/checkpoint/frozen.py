@@ -52,10 +52,10 @@ def snapshot(
         how: "auto" protects if the kernel shows every write, and copies if not, or if others have
             pinned memory of this process (io_uring's registered buffers, RDMA): they write past the
             protection. "protect" protects all the same. "copy" copies all of it.
-        directory: Where a nameless file takes what the program writes to before it was copied, and
-            finds no memory. None: the system's directory for temporary files, which is small or in
-            memory on many machines. Name one on a drive for a state of more than half of the
-            memory that the machine has available.
+        directory: The place of a nameless file for bytes that the program writes to before they
+            were copied, if memory is full. None: the system's directory for temporary files, which
+            is small or in memory on many machines. Name one on a drive for a state of more than
+            half of the memory that the machine has available.
 
     Returns:
         The copy to come: ``await`` it, use it in a ``with`` statement, or call its `result`.
@@ -76,7 +76,7 @@ def snapshot(
 
 
 class HowToFreeze(NamedTuple):
-    """How a snapshot is taken, checked: one of `Snapshots`' ways, and where its overflow goes."""
+    """Checked settings of a snapshot: its way, and the directory of its overflow."""
 
     way: str
     directory: str
@@ -111,7 +111,7 @@ class CopyMemory:
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Memory for one snapshot, which comes back when nobody has its storage any more.
 
-        What is free beyond that is given back to the machine.
+        Free memory beyond that is given back to the machine.
         """
         while not self._unused.empty():
             with contextlib.suppress(KeyError):  # released meanwhile
@@ -140,8 +140,8 @@ class FrozenState(Generic[State]):
 
     Args:
         state: The state.
-        memory: Where the copies of protected tensors go; None for memory of their own.
-        how: As for `snapshot`; None is its default.
+        memory: The memory for copies of protected tensors; None for memory of their own.
+        how: As for `snapshot`; None stands for its default.
 
     Attributes:
         protected_bytes: Bytes that were not copied before `snapshot` returned.

@@ -49,7 +49,7 @@ def safe_open(
     Args:
         filename: The file; or an index of shards, or a directory that holds either.
         framework: "pt" for torch tensors, "np" for numpy arrays.
-        device: Where the tensors shall lie; "cuda:1" and 1 name a GPU, None the host's memory.
+        device: The device of the tensors; "cuda:1" and 1 name a GPU, None the host's memory.
         backend: "mmap" and "pread" are the package's and taken; files are read directly whatever it
             says.
         handle: Reads through this handle, which stays open; without one, a handle with the setting
@@ -68,7 +68,7 @@ def safe_open(
 
 
 class LazyTensors(NotPickled):
-    """What `safe_open` returns: use it with ``with``, or close it.
+    """The result of `safe_open`: use it with ``with``, or close it.
 
     A file that is replaced or removed meanwhile goes on being read as it was; one that is written
     to is noticed (`IntegrityError`).
@@ -113,7 +113,7 @@ class LazyTensors(NotPickled):
             self.close()
             raise
 
-    # What is there
+    # Queries
 
     def keys(self) -> list[str]:
         """The names of the tensors, sorted."""

@@ -94,8 +94,8 @@ def load(
         process_group: Its ranks, all of which call this with the same file, each read an equal
             part of it, and get the rest from the others (through gloo, in a process group that is
             made for this call alone). Each may have a `map_location` of its own.
-        timeout_s: Of such ranks: how long one may make no progress before the others give it up,
-            in seconds.
+        timeout_s: How long one of such ranks may make no progress before the others give it up, in
+            seconds.
         pickle_load_args: As for torch.load, such as ``encoding``.
 
     Returns:
@@ -115,8 +115,8 @@ def load(
         ValueError: This process is not a member of `process_group`.
         MemoryError: There is less memory than the state needs.
 
-    Where one of several ranks fails, dies or is interrupted, all others raise a `TransferError`
-    that says which, and of what.
+    If one of several ranks fails, dies or is interrupted, all others raise a `TransferError` that
+    names the rank and the cause.
 
     After an error or interrupt: nothing is in flight, and nothing is kept. Unpickling is done in
     the calling thread; a file of more than 8 MiB is read in another one, where that is the main
@@ -177,11 +177,11 @@ def _checked_path(path: Any) -> str | os.PathLike[str]:
 
 
 class Loaded:
-    """What was read: the thread whose modes an object's own code must see makes the object of it.
+    """A file that was read; the thread whose modes its code must see makes the object.
 
     Args:
         unpickle: Makes it.
-        opened: What has to stay open until then; None for nothing.
+        opened: The file that has to stay open until then; None for none.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ def _checked_scan(checkpoint: TorchFile, options: LoadOptions) -> Scan:
 def _allowed_devices(
     checkpoint: TorchFile, scan: Scan, file: File, options: LoadOptions
 ) -> dict[str, torch.device]:
-    """Where storages go, by their location, once all that is not allowed was refused."""
+    """The devices of storages, by their location, after the check for forbidden content."""
     if options.weights_only and not scan.globals <= pickle_values.COMMON_GLOBALS:
         unpickling.check_globals(file)
     _check_locations(scan, file, options.map_location)
@@ -352,7 +352,7 @@ def _unpickle(reader: unpickling.MemoryReader, options: LoadOptions, file: File)
         raise
 
 
-# Where the storages go
+# Devices of the storages
 
 
 def _is_registered(location: str) -> bool:
@@ -398,7 +398,7 @@ def _devices(scan: Scan, checkpoint: TorchFile, where: MapLocation) -> dict[str,
 
 
 def _locations(scan: Scan) -> list[str]:
-    """Where storages were saved from, each once, in the order of the pickle."""
+    """The locations that storages were saved from, each once, in the order of the pickle."""
     return list(dict.fromkeys([ref.location for ref in scan.storages.values()]))
 
 

@@ -151,7 +151,7 @@ def load_safetensors(
     Args:
         path: A file; an index (``*.safetensors.index.json``), of which exactly the tensors that it
             names are loaded; or a directory that holds either (``model.safetensors`` first).
-        device: Where the tensors shall lie; "cuda:1" and 1 name a GPU, None the CPU, "meta" reads
+        device: The device of the tensors; "cuda:1" and 1 name a GPU, None the CPU, "meta" reads
             headers only.
         handle: Reads through this handle; without one, a handle with the setting stored for the
             file system (`AioHandle.tuned`) lives as long as the call.
@@ -210,7 +210,7 @@ async def async_load_safetensors(
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """What a safetensors file says of itself: its tensors by name (dtype, shape, place), metadata.
+    """The header of a safetensors file: its tensors by name (dtype, shape, place), metadata.
 
     Raises:
         IntegrityError: The header is malformed, or does not match the size of the file.
@@ -256,11 +256,11 @@ def _load(
     return found
 
 
-# What is refused, the order of tensors, how a set is replaced
+# Refusals, the order of tensors, the replacement of a set
 
 
 class SaveRequest(NamedTuple):
-    """What one `save_safetensors` is to write, checked.
+    """The checked request of one `save_safetensors`.
 
     Attributes:
         tensors: By name.
@@ -269,7 +269,7 @@ class SaveRequest(NamedTuple):
         limit: Bytes of a shard at the most; None for one file.
         shards: Whether a set was asked for: what there was of file or set goes then.
         align: Whether tensors lie on blocks of the drive, rather than as the package puts them.
-        nbytes: Of all tensors.
+        nbytes: The bytes of all tensors.
         simple: Whether all of them can be written from where they lie.
     """
 

@@ -69,7 +69,7 @@ def save(
 
     Raises:
         TransferError: The disk is full, the directory cannot be written in, the drive failed.
-        Exception: What pickling the object raises.
+        Exception: Any error of pickling the object.
 
     After an error or interrupt: `path` is as it was, and the partial file is gone. (A save that an
     interrupt meets after its rename, or as a small file is being written, is complete.) The object
@@ -199,7 +199,7 @@ _Filled = tuple[int, int, int, tuple[int, ...]]
 @contextlib.contextmanager
 def _held(storages: list[torch.UntypedStorage]) -> Iterator[list[torch.UntypedStorage]]:
     """Storages that torch does not resize for the body."""
-    # What cannot be held is memory of others, which torch does not resize.
+    # Storages that cannot be held are memory of others, which torch does not resize.
     held, _ = holds.hold_all(storages)
     try:
         yield storages

@@ -18,7 +18,7 @@ RANDOM = "random_states"
 
 
 class Training:
-    """What `Checkpointer.resume` was given.
+    """The parts that `Checkpointer.resume` was given.
 
     Args:
         parts: Objects with `state_dict` and `load_state_dict`; None for those there are not.
@@ -48,8 +48,8 @@ class Training:
         """Bring the parts back to a state.
 
         Args:
-            state: That of a checkpoint.
-            where: Which, for messages.
+            state: The state of a checkpoint.
+            where: The checkpoint's name, for messages.
             strict: Refuse one that has other parts.
 
         Raises:
@@ -125,7 +125,7 @@ def _restore_random(states: Any, where: str) -> None:
 
 
 def _restores_of(states: Mapping[str, Any], where: str) -> list[Callable[[], object]]:
-    """What brings each generator back; nothing has changed before the first is called."""
+    """Functions that restore each generator; nothing has changed before the first is called."""
     version, numbers, gauss = states["python"]
     python, of_torch = (version, tuple(numbers.tolist()), gauss), states["torch"].cpu()
     restores: list[Callable[[], object]] = [

@@ -2,9 +2,9 @@
 
 A torch archive is read from its first byte to its last, as one stream of large direct reads in a
 ring of buffers, and each byte is looked at once: a header is compared with the directory's entry, a
-record's bytes go into its CRC-32, its descriptor must say what the directory says. Of a safetensors
-file, which has no checksums, the structure is checked, and of an index that its files are there; of
-one that `nvmeio pack` wrote, which has checksums in its index, every byte.
+record's bytes go into its CRC-32, its descriptor must agree with the directory. A safetensors file
+has no checksums: its structure is checked, and the existence of an index's files. A file of `nvmeio
+pack` has checksums in its index: every byte is checked.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from nvmeio.handle import AioHandle
 
 
 class Verdict(NamedTuple):
-    """What `verify` found.
+    """The findings of `verify`.
 
     Attributes:
         path: The file; the directory of a DCP checkpoint.
@@ -51,9 +51,9 @@ class Verdict(NamedTuple):
         records: How many records (of safetensors: tensors; of DCP: items) it has; 0 if that is not
             known.
         unchecked: How many of them have no checksum.
-        problems: What is wrong; empty if nothing is.
-        what: Of a rank's part on its own drive, or of a packed model in parts: which. Of DCP: in
-            how many files, and which files beside them are not part of it.
+        problems: The errors that were found; empty if there are none.
+        what: Which part of a rank on its own drive, or of a packed model. For DCP: the number of
+            its files, and files beside them that are not part of it.
     """
 
     path: str
@@ -82,7 +82,7 @@ def verify(
         progress: Called with the number of bytes done since the last call.
 
     Returns:
-        What was found; damage is not an error here.
+        The findings; damage is not an error here.
 
     Raises:
         NoCheckpointError: The file is none of these, or one that has nothing to check: torch's

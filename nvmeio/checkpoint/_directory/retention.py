@@ -76,7 +76,7 @@ class Lineage:
         self.goes_on = overwrite
 
     def plan(self, directory: str) -> dict[str, Any]:
-        """What this rank says to the others before a save."""
+        """This rank's message to the others before a save."""
         there = [] if self.goes_on else generations(directory)
         found = latest(directory, there) or (there[-1] if there else None)
         return {"goes_on": self.goes_on, "latest": None if found is None else found.step}
@@ -231,9 +231,9 @@ def check_pointer(directory: str) -> None:
 
 
 def surplus(directory: str, keep: int, path: str) -> list[Generation]:
-    """What may go before a new checkpoint is complete at `path`, the oldest first.
+    """The checkpoints that may go before a new one is complete at `path`, the oldest first.
 
-    `keep` of them must stay whole. What is at `path` is replaced, and not in the list.
+    `keep` of them must stay whole. The one at `path` is replaced, and not in the list.
     """
     there = generations(directory)
     pinned = latest(directory, there)
@@ -244,7 +244,7 @@ def surplus(directory: str, keep: int, path: str) -> list[Generation]:
 def remove(generation: Generation) -> None:
     """Delete a checkpoint, as far as that is possible.
 
-    Whoever has a file open keeps it. A directory that is being read stays, for a later save.
+    A process that has a file open keeps it. A directory that is being read stays, for a later save.
     """
     if not generation.of_ranks:
         unlink(generation.path)

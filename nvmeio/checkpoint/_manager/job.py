@@ -9,7 +9,7 @@
                                                           make it durable, name it        replace
                                                           then move `latest`             retention
 
-Where what is copied does not fit into its memory, the right side begins when the copying does.
+If the copies do not fit into their memory, the right side begins when the copying does.
 The right side is in `job_files`.
 """
 
@@ -65,11 +65,11 @@ _HEAD_START_S = 0.001
 
 
 class SaveReport(NamedTuple):
-    """What a save did, and how long it took.
+    """The result of a save, and its times.
 
     Attributes:
         step: The number it was given.
-        path: Where the checkpoint is, or will be.
+        path: The path that the checkpoint has, or will have.
         nbytes: Bytes of the file; with ``layout="per_rank"`` of this rank's own file.
         copied_bytes: Bytes that this rank copied into the snapshot.
         snapshot_bytes: Memory of the snapshot. If it is less than the part to save, the snapshot
@@ -116,15 +116,15 @@ class SaveReport(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What all saves of a Checkpointer share.
+    """The settings and resources that all saves of a Checkpointer share.
 
     Attributes:
-        directory: Where they go.
+        directory: The directory of the saves.
         keep: How many checkpoints stay whole at every moment.
         recycle: Whether the oldest one beyond those may be overwritten.
         checksum: Whether CRC-32s are computed.
-        snapshots: What is saved, as it was when `save` was called.
-        store: What the ranks that save together share.
+        snapshots: Keep the state as it was when `save` was called.
+        store: The store of the ranks that save together.
         timeout_s: How long one of them may make no progress, in seconds.
         get_handle: Gives the handle that moves the bytes.
         claim: Makes the directory, and takes its lock; for whoever gives names in it.
@@ -211,12 +211,12 @@ class SaveJob(ABC):
     @property
     @abstractmethod
     def path(self) -> str:
-        """Where the checkpoint will be."""
+        """The path that the checkpoint will have."""
 
     def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
         """The [start, end) of the file that each rank writes: all of it, if each has its own.
 
-        Of one file, even parts of whole pages, of the ranks that write; nothing of the others.
+        With one file, ranks that write have equal parts of whole pages; the others have nothing.
         """
         nbytes = padded_nbytes(layout)
         if self.LAYOUT != "one":
@@ -238,7 +238,7 @@ class SaveJob(ABC):
             self.setup.claim()
 
     def plan(self) -> dict[str, Any]:
-        """What this kind of save says to the other ranks, beside its layout."""
+        """The message of this kind of save to the other ranks, beside its layout."""
         lineage, directory = self.setup.lineage, self.setup.directory
         return {"shared": True, **({} if lineage is None else lineage.plan(directory))}
 
@@ -333,7 +333,7 @@ class SaveJob(ABC):
         return snapshot
 
     def layout(self) -> FileLayout:
-        """What is written: the pieces, and the storages as they were."""
+        """The layout that is written: the pieces, and the storages as they were."""
         assert self.snapshot is not None  # until the background is over
         return self.snapshot.layout
 
@@ -455,7 +455,7 @@ class SaveJob(ABC):
             self._aside_bytes, self._writers_held_s = snapshot.over()
         self.flight = InFlight()
 
-    # What became of it
+    # Outcome
 
     def done(self) -> bool:
         return self.over.done

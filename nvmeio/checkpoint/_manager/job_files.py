@@ -4,7 +4,7 @@ Rank 0 makes the file (or the directory), under a temporary name, and tells the 
 writes its part of it and makes that durable; when all have, rank 0 gives the name, then moves
 `latest`, then tells the others. A process alone is rank 0 of one.
 
-Whoever fails tells the others (`_distributed.Messages.fail`), and rank 0 removes what there is.
+A rank that fails tells the others (`_distributed.Messages.fail`), and rank 0 removes the files.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class OneFile(SaveJob):
     def _write_and_commit(self) -> bool:
         setup = self.setup
         old = _make_room(self)
-        # What fails is told before anything is removed.
+        # The other ranks hear of a failure before anything is removed.
         with Replacement(self.path, recycle=old) as replacement, self.messages.telling():
             layout = self.layout()
             if old is not None and not replacement.recycled:

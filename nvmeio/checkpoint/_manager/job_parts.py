@@ -65,7 +65,7 @@ class PartOfEachRank(SaveJob):
 
     @property
     def path(self) -> str:
-        """Where this rank's part will be; before the ranks agree, what its name begins with."""
+        """The path of this rank's part; before the ranks agree, the beginning of its name."""
         directory = self._drives.directories[0]
         if self._decision is None:
             return os.path.join(directory, f"step-{self.step:08d}")
@@ -102,7 +102,7 @@ class PartOfEachRank(SaveJob):
             self._mark = DriveMark(self._drives.directories[0])
 
     def plan(self) -> dict[str, Any]:
-        """What this rank has, and the mark by which others see it."""
+        """The parts that this rank has, and the mark by which others recognise it."""
         mark = None if self._mark is None else self._mark.name
         told = {"shared": False, "mark": mark, "token": secrets.token_hex(8)}
         goes_on = self.setup.lineage is None or self.setup.lineage.goes_on

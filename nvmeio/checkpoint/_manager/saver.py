@@ -223,7 +223,7 @@ class Saver:
                 "process; make one here, of another directory"
             )
 
-    # What all saves share
+    # Shared by all saves
 
     def get_handle(self) -> AioHandle:
         """The caller's handle, or one that lives as long as this; never one that is closed.

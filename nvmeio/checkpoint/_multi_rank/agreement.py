@@ -1,7 +1,7 @@
 """The agreement of ranks before anything of a save is written: that they save the same, and who.
 
-They tell each other a digest of their layouts, and who differs is told in which way. Of a file that
-all of them have, some write: all, one of each machine, or so many.
+They exchange a digest of their layouts, and a rank that differs learns in which way. Some ranks
+write a file that all of them have: all, one of each machine, or a given number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nvmeio._formats.torch_archives import torch_zip
 from nvmeio._formats.torch_archives.torch_layout import FileLayout, KnownBytes
 from nvmeio._memory import system
 
-# Who saves together
+# Ranks that save together
 
 _NO_MEMBER = "make no Checkpointer"
 
@@ -54,7 +54,7 @@ def store_of(group: Any, directory: str, limit_s: float) -> RankStore:
     return store.within(str(number), directory, "save")
 
 
-# What is saved
+# The saved state
 
 # All that a save may tell; the next one, of which all know then, has rank 0's store forget them.
 MESSAGES = (
@@ -97,13 +97,13 @@ def with_pieces_of_first(messages: Messages, layout: FileLayout) -> FileLayout:
 
 _LENGTH = struct.Struct("<Q")
 
-# Where a tensor was, as the pickle says it: each rank has a device of its own. A str of the
+# A tensor's device in the pickle: each rank has a device of its own. A str of the
 # pickle's protocols 1 to 3, or of 4 and later; the length stands before it.
 _LOCATION = re.compile(rb"(?:X.\x00\x00\x00|\x8c.)([a-z]+):\d+", re.DOTALL)
 
 
 def fingerprint(layout: FileLayout) -> dict[str, Any]:
-    """What must be the same on all ranks that write one file, and small.
+    """A small summary that must be the same on all ranks that write one file.
 
     "pieces" is a digest of all bytes but the storages'; "state" one of the storages' number, order
     and sizes and of the pickle, whatever device each tensor was on; "sizes" one of the storages
@@ -142,7 +142,7 @@ def _pickle_of(layout: FileLayout) -> bytes:
 
 
 def explain(plans: Sequence[dict[str, Any]]) -> str | None:
-    """How the ranks' plans for one file differ; None if they save the same."""
+    """The difference between the ranks' plans for one file; None if they save the same."""
     first = plans[0]
     for rank, plan in enumerate(plans[1:], 1):
         for name, what in (
@@ -200,7 +200,7 @@ def with_pieces(layout: FileLayout, data: bytes) -> FileLayout:
     return FileLayout(told["nbytes"], pieces, records)
 
 
-# Of the kernel that runs, so the same in all containers of a machine, whatever their host names.
+# This file belongs to the running kernel, so it is the same in all containers of a machine.
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 

@@ -6,9 +6,9 @@
          │        └ how many saves were before it
          └ its step
 
-A part gets that name when all parts of its save are durable. So a save is whole where all of them
-are named, and nothing else has to say so. What each rank has is told to all, and every rank draws
-the same conclusions from it: which is the newest, which is one too many.
+A part gets that name when all parts of its save are durable. So a save is whole if all of them are
+named, and needs no other record. Each rank tells all others which parts it has, and every rank
+draws the same conclusions: which save is the newest, and which is one too many.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Save(NamedTuple):
         return f"step-{self.step:08d}.{self.order:08d}-{self.token}"
 
     def part(self, number: int) -> tuple[int, str, str, int, int]:
-        """What the head of one of its parts says first."""
+        """The first entries in the head of one of its parts."""
         return self.step, self.token, self.kind, number, self.parts
 
     def part_name(self, number: int) -> str:
@@ -134,7 +134,7 @@ class DriveMark:
 
 
 class Survey:
-    """What all ranks have, from what each said (`OwnDrives.has`); the same on all."""
+    """The parts that all ranks have, from their messages (`OwnDrives.has`); the same on all."""
 
     def __init__(self, told: Sequence[dict[str, Any]]) -> None:
         self._where = [str(each["where"]) for each in told]
@@ -156,9 +156,9 @@ class Survey:
         return max((save.order for save in self.saves), default=0) + 1
 
     def surplus(self, keep: int) -> tuple[list[Save], list[Save]]:
-        """What may be deleted before a new save is whole: whole saves, oldest first; and remains.
+        """The saves to delete before a new one is whole: whole saves, oldest first; and remains.
 
-        The newest `keep` whole ones stay, and so does what is newer than the oldest of these: a
+        The newest `keep` whole ones stay, and so do all that are newer than the oldest of these: a
         drive that is missing may come back.
         """
         whole = self.whole()
@@ -218,7 +218,7 @@ class Survey:
 
 
 class Decision(NamedTuple):
-    """What becomes of the saves that are there; the same on all ranks.
+    """The fate of the existing saves; the same on all ranks.
 
     The blocks of `recycled` are overwritten, unless it is None. `removed` are deleted before the
     save, `replaced` after it: those of the same step, and without recycling beyond `keep`.

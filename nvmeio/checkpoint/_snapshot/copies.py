@@ -8,14 +8,14 @@ all that has to be known is how far the copying and the writing have come:
     ├─ free again ─┼─ copied, to be written ─┼─ not copied yet ───────┤
                    └───── at most the size ──────┘
 
-Where the arena holds all of it nothing is ever waited for. Where it does not, copying goes on as
-writes finish: slower, and never with more memory.
+If the arena holds all of it, nothing is ever waited for. Otherwise copying goes on as writes
+finish: slower, and never with more memory.
 
 From host memory (`HostCopies`) they are memmoves of some MiB each, without the GIL, by a few
-threads. What is in a device's memory has to cross the bus in any case: a stream beside copies it
-(`DeviceCopies`), behind what the caller's stream was asked before the save, and before what it is
-asked after it. So the bytes are those of the save, whatever kernels come next, and the host waits
-for none of it but for room.
+threads. A device's memory has to cross the bus in any case: a second stream copies it
+(`DeviceCopies`), after the work that the caller's stream had before the save, and before its later
+work. So the bytes are those of the save, whatever kernels come next, and the host waits for none of
+it but for room.
 
 The arena is nvmeio's own memory: on huge pages, touched once, and reused by every later snapshot;
 for a device page-locked once the first save is durable.
@@ -51,7 +51,7 @@ _CPU = torch.device("cpu")
 # Two chunks in flight and two being copied (`torch_writing.CHUNK_BYTES`): it needs as much.
 LEAST_BYTES = 64 << 20
 
-# Of a device: two operations on their way to the drive, one read, and a step.
+# On a device: two operations on their way to the drive, one read, and a step.
 _LEAST_DEVICE_BYTES = LEAST_BYTES - (4 << 20)
 
 # Wait for this much free memory before copying on: a smaller step costs more than it brings.
@@ -80,8 +80,8 @@ class SnapshotMemory:
     def arena(self, nbytes: int, device: torch.device = _CPU) -> torch.Tensor:
         """Memory for `nbytes` bytes, or as much as the budget allows, in whole pages.
 
-        It is that of the snapshot before, if it is large enough. What is copied from a GPU is
-        page-locked by `lock`. Raises MemoryError if there is not even the least.
+        It is that of the snapshot before, if it is large enough. `lock` page-locks memory for
+        copies from a GPU. Raises MemoryError if there is not even the least.
         """
         nbytes = round_up(max(nbytes, 1), PAGE_BYTES)
         wanted = self._allowed(nbytes)
@@ -117,7 +117,7 @@ class SnapshotMemory:
             return nbytes
         budget = self.budget_bytes
         if budget is None:
-            # What is held already counts as available: it would be given back first.
+            # Memory that is held already counts as available: it would be given back first.
             available = system.available_bytes()
             budget = nbytes if available is None else max((available + held) // 2, held)
         budget = max(round_down(budget, PAGE_BYTES), LEAST_BYTES)
@@ -133,7 +133,7 @@ class SnapshotMemory:
 
 
 class SnapshotPart(NamedTuple):
-    """What of a file one snapshot is for: [start, end), from a multiple of 4096 on.
+    """The part of a file that one snapshot is for: [start, end), from a multiple of 4096 on.
 
     `source` is the file's layout, with the storages themselves. `also` are pages (their offsets)
     outside of the part whose storages' bytes are wanted too.
@@ -284,7 +284,7 @@ class Copies(ABC):
 
     @property
     def most_in_flight_bytes(self) -> int:
-        """What may be in flight at once, so that there is memory to copy into beside it."""
+        """The most bytes in flight at once, so that memory to copy into is left."""
         return MOST_BYTES if self.fits else min(self._size // 2, MOST_BYTES)
 
     def read(self, number: int, offset: int, nbytes: int) -> torch.Tensor:
@@ -372,7 +372,8 @@ class DeviceCopies(Copies):
     def over(self) -> None:
         """Wait for what is on the bus: the memory is the next one's. Nobody reads it any more.
 
-        A device that has failed copies no more. Whoever reads what it had not copied has its error.
+        A device that has failed stops copying. Reads of bytes that it had not copied raise its
+        error.
         """
         self.stop()
         for stream in self._streams.values():
@@ -404,7 +405,7 @@ class Copy(NamedTuple):
 
 
 Streams = Mapping[torch.device, devices_module.Beside]
-"""What copies from each device that is not the CPU."""
+"""The stream that copies from each device other than the CPU."""
 
 
 def copy_all(tasks: Sequence[Copy], stopped: Callable[[], bool]) -> None:
@@ -432,7 +433,7 @@ def tensor_of(record: StorageRecord) -> torch.Tensor:
 
 
 def device_of(record: StorageRecord) -> torch.device:
-    """Where its bytes are; of a layout that was just planned."""
+    """The device of its bytes; for a layout that was just planned."""
     return devices_module.device_of(tensor_of(record))
 
 

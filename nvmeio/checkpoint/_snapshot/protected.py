@@ -30,7 +30,7 @@ from nvmeio.errors import naming
 
 
 class AsideMemory:
-    """Where a Checkpointer's protected bytes are copied to when somebody writes; kept for the next.
+    """The memory for copies of protected bytes before a write to them; kept for the next snapshot.
 
     Its pages come when they are used: if nobody writes before the drive has the bytes, none do.
     """
@@ -66,7 +66,7 @@ class Protected:
     """Records that are left where they lie.
 
     `taken` has the indices of `spans` that are protected from `begin` on; the others have to be
-    copied. What finds no memory aside goes into a file without a name in `directory`.
+    copied. Copies without room in that memory go into a file without a name in `directory`.
     """
 
     def __init__(self, spans: Sequence[RecordSpan], directory: str) -> None:
@@ -193,7 +193,7 @@ def _memory_of(span: RecordSpan) -> tuple[int, int]:
     return tensor_of(record).data_ptr() + low - record.offset, high - low
 
 
-# By their own numbers: several may be in one storage. Whoever is dropped has ended.
+# By their own numbers: several may be in one storage. A dropped one has ended.
 _in_use: weakref.WeakValueDictionary[int, Protected] = weakref.WeakValueDictionary()
 
 

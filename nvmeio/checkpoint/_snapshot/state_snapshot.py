@@ -1,6 +1,6 @@
 """The snapshot of one save: every byte as it was when `save` was called.
 
-Most of it is not copied. What a record becomes depends on where its bytes are:
+Most of it is not copied. The way of a record depends on the place of its bytes:
 
 - host memory that the kernel can write-protect stays where it is (`protected`);
 - other host memory, and what is small, is copied at once (`copies.HostCopies`);
@@ -69,7 +69,7 @@ def pinned_by_others() -> str | None:
 
 
 class Snapshots:
-    """How one Checkpointer takes its snapshots, and the memory that is kept between them.
+    """The snapshots of one Checkpointer, and the memory that is kept between them.
 
     `way` is one of `WAYS`; "auto" protects memory if all writes are seen.
     """
@@ -176,11 +176,11 @@ class StateSnapshot:
             return None
         return max(budget - self._memories.copies.nbytes - self._memories.staging.nbytes, 0)
 
-    # What it is
+    # Properties
 
     @property
     def left_bytes(self) -> int:
-        """What was not copied before `take` returns."""
+        """The bytes that were not copied before `take` returned."""
         return (0 if self._device is None else self._device.nbytes) + self.protected_bytes
 
     @property
