@@ -58,7 +58,7 @@ def on_demand(module: str, name: str, make: Callable[[], Any]) -> Callable[[str]
     return found
 
 
-# Where the two packages of Lightning keep the Trainer and its callbacks.
+# The modules in which Lightning's two packages keep the Trainer and its callbacks.
 LIGHTNING = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
 

@@ -8,7 +8,7 @@ accelerate read weights from disk, one line before it:
     nvmeio.integrations.accelerate.install()
 
 accelerate loads the weights of a module just before its forward, one tensor after another, and
-waits for each. What it asks is a mapping from names to tensors; `NvmeWeights` is one that
+waits for each. It reads a mapping from names to tensors; `NvmeWeights` is one that
 begins to read the tensors that are asked for next while the present ones are computed with.
 """
 
@@ -42,7 +42,7 @@ from nvmeio.handle import AioHandle
 
 __all__ = ["NvmeWeights", "dispatch_model", "install", "uninstall"]
 
-# What is read ahead at most, and kept for the tensors that are in use.
+# The most bytes that are read ahead, and kept for the tensors in use.
 WINDOW_BYTES = 512 << 20
 _SEAM = "OffloadedWeightsLoader"
 
@@ -73,7 +73,7 @@ class _Reading(Keeper[str, Slot[str]]):
 
     def get(self, name: str) -> torch.Tensor:
         """A tensor as it is stored, whose memory ends with it."""
-        # What is read ahead has failed as well, perhaps: it is read again when it is asked for.
+        # Reads ahead may have failed as well: they are repeated when their tensors are requested.
         with on_error(self.window.drop_ahead):
             slot = self.window.need(name)
         place = self._places[name]
@@ -93,7 +93,7 @@ class _Reading(Keeper[str, Slot[str]]):
         self._reader.stop()
         self._pool.close()
 
-    # What the window asks for
+    # For the window
 
     def take(self, unit: str) -> Slot[str] | None:
         return self._pool.take(unit, _pages(self._places[unit]))
@@ -128,10 +128,10 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
 
     Args:
         state_dict: Tensors that are in memory, by name; they come first.
-        save_folder: Where accelerate has offloaded weights to, with their ``index.json``.
-        index: For each name where it is: ``safetensors_file`` and ``weight_name``, or the dtype
+        save_folder: The folder that accelerate has offloaded weights to, with their ``index.json``.
+        index: The place of each name: ``safetensors_file`` and ``weight_name``, or the dtype
             and shape of ``NAME.dat`` in the folder; by default that of the folder.
-        device: Where tensors are wanted; the CPU by default.
+        device: The device of the tensors; the CPU by default.
         window_bytes: Memory for tensors in use and on their way, or a size such as "1G" (GiB);
             page-locked where allowed.
         handle: Moves the bytes and stays open; None makes one.

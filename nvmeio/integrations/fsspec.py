@@ -77,7 +77,7 @@ class NvmeFileSystem(LocalFileSystem):  # type: ignore[misc]
 
     @property
     def fsid(self) -> str:
-        """What tells this file system's paths from those of others."""
+        """The id that tells this file system's paths from those of others."""
         return PROTOCOL
 
     def mv(self, path1: str, path2: str, recursive: bool = True, **kwargs: Any) -> None:

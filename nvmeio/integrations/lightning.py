@@ -148,8 +148,8 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
         handle: See `checksum`.
 
     Cost: host memory of the size of the state, kept until `teardown`; the training loop is held
-    for one copy of it (longer at the first save, when the memory is new). Where the kernel
-    write-protects memory for this process nothing large is copied (see `Checkpointer`).
+    for one copy of it (longer at the first save, when the memory is new). If the kernel
+    write-protects memory for this process, nothing large is copied (see `Checkpointer`).
     """
 
     def __init__(self, *, checksum: bool = True, handle: AioHandle | None = None) -> None:
@@ -243,7 +243,7 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
 
 
 class NvmeModelCheckpointMixin:
-    """What `NvmeModelCheckpoint` adds to a ``ModelCheckpoint``, of Lightning's or one's own.
+    """The additions of `NvmeModelCheckpoint` to a ``ModelCheckpoint``, of Lightning's or one's own.
 
     When training starts, the Trainer's own `CheckpointIO` gives way to an `AsyncNvmeCheckpointIO`
     (one that was passed in ``plugins=[…]`` stays), which writes while training goes on. Behind it,

@@ -33,7 +33,7 @@ class LightningSwappedOptimizer(SwappedOptimizer):
         """Evaluate the closure, then step; see `SwappedOptimizer.step`.
 
         Returns:
-            What the closure returned.
+            The closure's result.
         """
         loss = None
         if closure is not None:

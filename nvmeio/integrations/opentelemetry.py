@@ -21,7 +21,7 @@ def instrument(meter: Any) -> None:
     """Observe `AioHandle.stats` of all handles of this process together, closed ones included.
 
     Args:
-        meter: Of ``opentelemetry.metrics.get_meter``. Its instruments are called
+        meter: A meter of ``opentelemetry.metrics.get_meter``. Its instruments are called
             ``nvmeio.read``, ``nvmeio.in_flight`` and so on.
 
     Raises:

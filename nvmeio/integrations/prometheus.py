@@ -22,7 +22,8 @@ class NvmeioCollector:
     """Collects `AioHandle.stats` of all handles of this process together, closed ones included.
 
     Args:
-        prefix: Of the names: ``nvmeio_read_bytes_total``, ``nvmeio_in_flight`` and so on.
+        prefix: The prefix of the names: ``nvmeio_read_bytes_total``, ``nvmeio_in_flight`` and so
+            on.
 
     Raises:
         BackendUnavailableError: prometheus_client is not installed.

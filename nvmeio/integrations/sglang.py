@@ -15,11 +15,11 @@ post-processed, it goes into a file in `nvme_path` as it is then, and its memory
 before the next one is touched. So the device holds a window of layers and those that are resident,
 and the process at no time more of its own than a layer and `PARKED_BYTES`.
 
-What the layers hold can then be read within their forward only. What SGLang reads elsewhere stays
-(`kept_parameters`), and what cannot work is refused (`sglang_settings`): at start with the flag
-that helps (CUDA graphs, whose replay skips Python, and others), weight updates and exports by a
-mark that SGLang itself looks for. A draft model is left as SGLang makes it. Embedding and head stay
-on the device: SGLang reads their weights without calling them.
+Weights of the layers can then be read within their forward only. Weights that SGLang reads
+elsewhere stay (`kept_parameters`), and features that cannot work are refused (`sglang_settings`):
+at start with the flag that helps (CUDA graphs, whose replay skips Python, and others), weight
+updates and exports by a mark that SGLang itself looks for. A draft model is left as SGLang makes
+it. Embedding and head stay on the device: SGLang reads their weights without calling them.
 
 Tried with sglang 0.5.23; see docs/serving.md.
 """
@@ -94,7 +94,7 @@ def register() -> None:
 
 
 class Plugin:
-    """What is registered with SGLang: one offloader for the model that a process serves.
+    """The plugin for SGLang: one offloader for the model that a process serves.
 
     Args:
         path: The configuration.
@@ -211,7 +211,7 @@ class Offloader:
         self._spilled: set[nn.Module] = set()
         self.stream: WeightStream | None = None
 
-    # What SGLang calls, in this order
+    # Called by SGLang, in this order
 
     def wrap_modules(
         self, all_modules_generator: Iterable[nn.Module], *_: Any, **__: Any
@@ -247,8 +247,8 @@ class Offloader:
     def processing(self, found: Iterable[tuple[nn.Module, Any]]) -> Iterator[tuple[nn.Module, Any]]:
         """The modules that SGLang post-processes, with each layer spilled when its last one was.
 
-        What is on the drive already is left out: an update of weights, which is refused later,
-        asks for it.
+        Weights on the drive already are left out: an update of weights, which is refused later,
+        requests them.
 
         Raises:
             ValueError, TypeError, TransferError: As `Spiller.write`.

@@ -61,7 +61,7 @@ TARGETS = (
     f"{_UPDATER}.load_weights_from_distributed",
     f"{_UPDATER}.end_weight_update",  # also of what was written into the memory of weights
 )
-# Of the server's arguments, what decides what is computed with the same files.
+# The server's arguments that change the results with the same files.
 _SETTINGS = (
     *("dtype", "quantization", "kv_cache_dtype", "json_model_override_args", "model_impl"),
     *("quantization_param_path", "torchao_config", "model_loader_extra_config", "load_format"),
@@ -75,7 +75,7 @@ _SETTINGS = (
     *("mm_attention_backend", "mm_process_config", "image_processor_backend"),
     *("disable_fast_image_processor",),
 )
-# Of a host pool, what lies where in the bytes of a page; each kind of pool has some of them.
+# A host pool's attributes for the layout of a page; each kind of pool has some of them.
 _GEOMETRY = (
     *("layout", "dtype", "page_size", "layer_num", "target_layer_num", "start_layer", "end_layer"),
     *("head_num", "head_dim", "v_head_dim", "head_group_num", "element_dim", "token_stride_size"),
@@ -84,7 +84,7 @@ _GEOMETRY = (
     *("conv_state_shapes", "temporal_state_shape", "size_per_token", "layout_dim"),
     *("dcp_size", "dcp_rank"),
 )
-# Of SGLang's description of its storage, how a page is divided among ranks.
+# Entries of SGLang's storage configuration for the division of a page among ranks.
 _DIVISION = (
     *("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank"),
     *("dcp_size", "tp_lcm_size", "should_split_heads", "logical_page_size", "is_mla_model"),
@@ -108,7 +108,7 @@ class HiCache:
         storage_config: SGLang's; its `extra_config` has "directory" (on the drive) and
             "capacity_bytes" (a number, or "200GB", which is 200 GiB), for each rank. It may have
             "weights", "weights_id", "adapters" and "fingerprint", as vLLM's tier.
-        kwargs: Of SGLang's factory; nothing is looked at.
+        kwargs: Arguments of SGLang's factory; they are ignored.
 
     Raises:
         ValueError: One of the two is missing or makes no sense.
@@ -182,7 +182,8 @@ class HiCache:
         sizes = {each: _page_bytes(pool) for each, pool in self._pools().items()}
         nbytes = sizes[name]
         config = self._config
-        # What MLA keeps is the same in all ranks of a tensor-parallel group, and one writes it.
+        # MLA's pages are the same in all ranks of a tensor-parallel group, and one rank writes
+        # them.
         shared = config.is_mla_model and name != _MAMBA
         writer = not shared or bool(getattr(config, "is_storage_writer", config.tp_rank == 0))
         slot_bytes = {each: round_up(n, PAGE_BYTES) for each, n in sizes.items()}
@@ -354,8 +355,8 @@ class HiCache:
     def get_stats(self) -> Any:
         """Pages and GB/s of each transfer since the last call, for SGLang's storage metrics.
 
-        Pages that were there already are not counted. Of the last thousand transfers, where nobody
-        asks in between.
+        Pages that were there already are not counted. At most the last thousand transfers since the
+        previous call.
         """
         made = importlib.import_module(_METRICS).StorageMetrics()
         for _ in range(len(self._transfers)):
@@ -594,7 +595,7 @@ def served(
 
 
 def _adapter_paths(args: Any) -> list[str]:
-    """Where the adapters lie that the server is started with.
+    """The directories of the adapters that the server is started with.
 
     Pages of an adapter that is loaded later have names of their own, made of a random number.
     """

@@ -1,6 +1,6 @@
 """transformers through nvmeio: a Trainer, `save_pretrained` and `from_pretrained`.
 
-What is saved, under which names and in which format stays transformers' own affair: directories are
+Transformers still decides what is saved, under which names and in which format: directories are
 those that transformers writes and reads. Each file is written at the drive's speed, atomically and
 durably.
 
@@ -85,7 +85,8 @@ def from_pretrained(
 
     Args:
         model_class: A model class, or one of the ``AutoModel…`` ones.
-        directory: Of this machine, with safetensors weights: one file or shards with an index.
+        directory: A directory of this machine, with safetensors weights: one file or shards with an
+            index.
         config: The model's configuration; that of the directory by default.
         handle: Moves the bytes and stays open; None makes one.
         options: As for transformers, such as ``dtype=`` and ``attn_implementation=``.
@@ -157,9 +158,9 @@ class NvmeTrainerMixin:
     DeepSpeed, FSDP, XLA and SageMaker, which have files of their own, transformers' code runs.
 
     A checkpoint is made in ``.nvmeio-saving-…`` beside the others, and gets its name once all of it
-    is durable: a program that is killed leaves it whole, or not at all. What was left is removed by
-    the next save. With `push_to_hub`, and where transformers' code runs, files get their names one
-    by one; such a directory is complete when it holds ``trainer_state.json``.
+    is durable: a program that is killed leaves it whole, or not at all. The next save removes
+    remains. With `push_to_hub`, and if transformers' own code saves, files get their names one by
+    one; such a directory is complete when it holds ``trainer_state.json``.
 
     Attributes:
         nvme_handle: Moves the bytes and stays open; None makes one for each file.
@@ -383,8 +384,8 @@ def _made_whole(trainer: Any, run: str) -> Iterator[str]:
         if args.process_index == 0:
             _put_in_place(hidden, run)
         messages.agree("placed", True)
-        # What is left is on a machine with files of its own. Two at a time in one directory would
-        # each take the other's for the older checkpoint of that name.
+        # The remaining processes are on machines with files of their own. Two at a time in one
+        # directory would each take the other's for the older checkpoint of that name.
         if is_first and args.process_index != 0 and os.path.isdir(hidden):
             _put_in_place(hidden, run)
         messages.agree("settled", True)
@@ -394,7 +395,7 @@ def _made_whole(trainer: Any, run: str) -> Iterator[str]:
 
 
 def _messages(token: str, run: str, args: Any) -> Messages:
-    """What the processes of a training tell each other in one save."""
+    """The messages between the processes of a training in one save."""
     if args.world_size == 1:
         return Messages(RankStore.of_one(run, "save"), 1, DEFAULT_TIMEOUT_S)
     limit_s = float(args.ddp_timeout)
@@ -441,7 +442,8 @@ class TrainerSaving:
         handle: Moves the bytes and stays open; None makes one for each file.
 
     Attributes:
-        directory: Where the checkpoint's directory is to be made; None while none is.
+        directory: The directory in which the checkpoint's directory is to be made; None while none
+            is.
         savers: One for each file of a checkpoint.
     """
 

@@ -24,11 +24,11 @@ class NvmeOffloadTrainerMixin:
     """Puts the optimizer that a `transformers.Trainer` makes on the drive.
 
     Args:
-        args: Of the Trainer.
+        args: The arguments of the Trainer.
         nvme_offload: Arguments of `SwappedOptimizer`; "swap_dir" at least. With "overwrite": True a
             training that was killed can be started again, from the Trainer's checkpoint; without,
             it is refused.
-        kwargs: Of the Trainer.
+        kwargs: Further arguments of the Trainer.
 
     Raises:
         TypeError: `nvme_offload` is missing or has no "swap_dir".

@@ -7,7 +7,7 @@ are, names on a hub, secondary weights, filters for unused and expert-parallel w
 that every weight was loaded, and reloading (sleep level 2) are vLLM's.
 
 The reads run ahead of the model's `load_weights` by a bounded number of bytes, direct, or from the
-page cache where it holds the tensor already. Where several ranks load the same files, direct reads
+page cache if it holds the tensor already. If several ranks load the same files, direct reads
 would bring every byte once for each of them; then the files come through the page cache, which
 vLLM's own iterator fills with each byte once (its strategy "prefetch"), and a rank touches no more
 of it than its shards are.
@@ -53,12 +53,12 @@ logger = logging.getLogger("nvmeio")
 FORMAT = "nvmeio"
 # Weights that are read in one go.
 GROUP_BYTES = 128 << 20
-# Of those that are being read and the group that is being handed over; one large tensor may be
+# Bytes being read and of the group that is being handed over; one large tensor may be
 # more. Some 100 ms of a fast drive, so that it goes on while the model copies.
 MEMORY_BYTES = 512 << 20
 
 _LOADING = "vllm.model_executor.model_loader"
-# What of vLLM's default loader is replaced, all by name in one of its methods.
+# The parts of vLLM's default loader that are replaced, all by name in one of its methods.
 _METHOD = "_get_weights_iterator"
 _READS_SAFETENSORS = "safetensors_weights_iterator"
 _READS_PICKLES = "pt_weights_iterator"
@@ -76,8 +76,8 @@ def iterate_weights(
         handle: Moves the bytes and stays open; None makes one.
 
     Yields:
-        Names and CPU tensors. What was not handed over yet is 512 MiB at most, or one tensor where
-        that is larger; a tensor's memory goes when it goes, a small one's with its neighbours'.
+        Names and CPU tensors. At most 512 MiB wait to be handed over, or one tensor if that is
+        larger; a tensor's memory goes when it goes, a small one's with its neighbours'.
 
     Raises:
         FileNotFoundError, IntegrityError, TransferError: A file is missing, malformed, written to

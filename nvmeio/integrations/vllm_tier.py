@@ -52,9 +52,9 @@ _MAPPER = "vllm.v1.kv_offload.file_mapper"
 _STATS = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics"
 
 _NAME_BYTES = 100
-# Of a key, kept whole for events: a hash of up to 64 bytes, and the number of a group.
+# Bytes of a key, kept whole for events: a hash of up to 64 bytes, and the number of a group.
 _KEY_BYTES = 72
-# What the store counts, as vLLM's metrics. Queries, hits, bytes and times are counted by vLLM.
+# The store's counters, as vLLM's metrics. Queries, hits, bytes and times are counted by vLLM.
 _COUNTERS = {
     "stored": "Chunks that were written.",
     "loaded": "Chunks that were read and found right.",
@@ -75,7 +75,7 @@ def _metric(name: str) -> str:
     return f"vllm:kv_offload_nvmeio_{name}"
 
 
-# Of vLLM's configuration, what gives keys and values, or their names, their meaning.
+# Entries of vLLM's configuration that give keys and values, or their names, their meaning.
 _CACHE_SETTINGS = (
     *("cache_dtype", "kv_cache_dtype_skip_layers", "block_size", "sliding_window"),
     *("mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode", "mamba_block_size"),
@@ -105,14 +105,14 @@ class Tier:
     Args:
         offloading_spec: vLLM's: what a chunk is, of which model.
         primary_kv_view: The first tier's memory, a row for each chunk.
-        tier_type: What vLLM calls this tier.
+        tier_type: The name of this tier in vLLM.
         backpressure_detector: vLLM's, where one is configured.
         directory: On the drive.
         capacity_bytes: A number, or a text such as "200GB" (GiB: sizes are binary).
         locality: "LOCAL" or "REMOTE", for vLLM's events.
         enable_kv_events: Tell vLLM's KV events which chunks came and went, also those that made
             room, if vLLM publishes events at all. Takes 74 bytes a chunk on the drive.
-        weights: Where the files of the weights are, if vLLM does not say.
+        weights: The directory of the weights' files, if vLLM does not say.
         weights_id: A name for this version of weights and adapters, in place of looking at them.
         adapters: The directories of all LoRA adapters that requests name.
         fingerprint: "auto", "full" or "samples": how they are told from others.
@@ -263,7 +263,7 @@ class Tier:
         self._ended.append(result)
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """What has ended since the last call; each is taken when the caller gets to it."""
+        """The jobs that ended since the last call; each is taken when the caller gets to it."""
         # From the one to the other in C: an interrupt loses none, and vLLM waits for all of them.
         return starmap(self._ended.popleft, repeat((), len(self._ended)))
 
@@ -308,7 +308,7 @@ class Tier:
 
     @classmethod
     def build_metric_definitions(cls, extra_config: Any) -> dict[str, Any]:
-        """What `get_stats` counts, for vLLM's Prometheus endpoint; labelled by the store's name."""
+        """The counters of `get_stats` for vLLM's Prometheus endpoint, labelled by the store's name."""
         base: Any = importlib.import_module(_BASE)
         kinds = (base.OffloadingCounterMetadata, _COUNTERS), (base.OffloadingGaugeMetadata, _GAUGES)
         return {
@@ -318,7 +318,7 @@ class Tier:
         }
 
     def get_stats(self) -> Any:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         made = importlib.import_module(_STATS).OffloadingConnectorStats()
         now, before, usage = self._store.stats, self._counted, self._store.usage
         self._counted = now

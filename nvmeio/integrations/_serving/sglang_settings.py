@@ -10,10 +10,10 @@ nvmeio's own::
      "aio": {"block_size": 8388608, "queue_depth": 32, "intra_op_parallelism": 8}}
 
 DeepSpeed's, as its fork of SGLang takes it with ``--zero-inference-config``: a ZeRO-3 configuration
-with ``zero_optimization.offload_param`` on "nvme". Of that, `nvme_path` and `aio` are used. What
-tunes DeepSpeed's own partitioning and training is known and has no counterpart here; "auto" is
-taken for it. nvmeio's `resident_bytes` and `window` may stand beside them. A key that neither knows
-is refused by name.
+with ``zero_optimization.offload_param`` on "nvme". nvmeio uses its `nvme_path` and `aio`. Settings
+of DeepSpeed's own partitioning and training are known and have no counterpart here; "auto" is taken
+for them. nvmeio's `resident_bytes` and `window` may stand beside them. A key that neither knows is
+refused by name.
 
 `check_server`, `check_layer` and `check_model` refuse what does not work with layers on the drive;
 `mark` has SGLang refuse what would come later.
@@ -40,7 +40,7 @@ TRIED = "pip install 'sglang==0.5.23'"
 
 _CONTEXT = "sglang.srt.runtime_context"
 
-# Where SGLang looks for a module that its weights cannot be replaced, or read; and the attribute.
+# SGLang's modules that look whether weights can be replaced or read; and the attribute.
 _MARKS = (
     (
         "sglang.srt.model_executor.model_runner_components.weight_updater",
@@ -65,8 +65,8 @@ READ_AHEAD = tuple(
 )
 
 _GRAPHS = "a CUDA graph replays without Python, and would compute with what lies in the window"
-# What does not work with layers on the drive, and why: where SGLang has it (a function of its
-# context, and attributes of what that returns), and as what it is off.
+# Features that do not work with layers on the drive, and why: the place in SGLang (a function of
+# its context, and attributes of what that returns), and as what it is off.
 REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     _GRAPHS: {
         "get_exec graph.cuda_graph_config.decode.backend": ("disabled",),
@@ -173,7 +173,7 @@ _PARAM = (
     "buffer_size",
     "max_in_cpu",
 )
-# Whose value decides what is computed, or where: what becomes of them is said.
+# Their values decide what is computed, or on which device: a message says what to do instead.
 _REMEDIES = {
     "quantized_weights": "start SGLang with --quantization",
     "zero_quantized_weights": "start SGLang with --quantization",

@@ -136,7 +136,7 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
     full, no permission, a failed drive) or, where `overwrite` is False, RuntimeError.
 
     Cost: no copy of contiguous tensors; 48 MiB of staging and the handle's bounce memory. Tensors
-    on a GPU go through 64 MiB of page-locked memory. What a planner makes anew (in another dtype,
+    on a GPU go through 64 MiB of page-locked memory. New tensors of a planner (in another dtype,
     say) and copies of non-contiguous tensors take up to 1 GiB, or the largest tensor.
     """
 
@@ -309,16 +309,16 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
             logger.info("%s: removed %d files of older saves", self.path, len(removed))
 
     def storage_meta(self) -> StorageMeta:
-        """What identifies this save: the directory, and an id of its own."""
+        """The identity of this save: the directory, and an id of its own."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
 
 class NvmeStorageReader(_InDirectory, StorageReader):
     """Reads distributed checkpoints through nvmeio, for `dcp.load`.
 
-    What a rank wants of a tensor goes from the drive into the tensor that it loads, in place, where
-    it is contiguous in both, with all reads in flight at once. Where it is not (a shard of columns,
-    another dtype, a tensor on a GPU) it goes through chunks of 32 MiB.
+    A rank's part of a tensor goes from the drive into the tensor that it loads, in place, if it is
+    contiguous in both, with all reads in flight at once. Otherwise (a shard of columns, another
+    dtype, a tensor on a GPU) it goes through chunks of 32 MiB.
 
     The attributes `path`, `fs`, `load_id` and so on are FileSystemReader's.
 
@@ -332,7 +332,7 @@ class NvmeStorageReader(_InDirectory, StorageReader):
     file, a failed drive) or `IntegrityError` (a file that is cut off, damaged, or not what
     ``.metadata`` says), with the names of the file and the item. Some tensors are filled by then.
 
-    Of ``.metadata`` nothing but DCP's own classes is unpickled, and files are those beside it. But
+    Only DCP's own classes are unpickled from ``.metadata``, and data files must lie beside it. But
     torch's planners unpickle values that are not tensors with ``weights_only=False``: load what you
     trust.
 
@@ -364,7 +364,7 @@ class NvmeStorageReader(_InDirectory, StorageReader):
         self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint consists of; of ``rank`` alone, if that is passed by keyword.
+        """The content of the checkpoint; of ``rank`` alone, if that is passed by keyword.
 
         Raises:
             TransferError: There is no checkpoint (also a FileNotFoundError), or it cannot be read.

@@ -44,7 +44,7 @@ _END_BYTES = 22  # of a zip archive's end record, if it has no comment
 
 
 class Checked(NamedTuple):
-    """What a path stands for.
+    """The checkpoint that a path stands for.
 
     Attributes:
         shown: The directory of all ranks' checkpoint, else the path itself.
@@ -82,7 +82,7 @@ def verify(
         progress: Called with the number of bytes done since the last call.
 
     Returns:
-        What was found; damage is not an error here.
+        The findings; damage is not an error here.
 
     Raises:
         TransferError: There is no such file (also a FileNotFoundError), or the metadata cannot be
@@ -210,7 +210,7 @@ class _FileCheck:
     Attributes:
         items: How many there are.
         unchecked: How many of them have no checksum.
-        problems: What is wrong with them.
+        problems: The errors in them.
     """
 
     def __init__(

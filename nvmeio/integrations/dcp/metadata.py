@@ -32,7 +32,7 @@ from nvmeio._memory.tensors import extent
 from nvmeio._storage.untrusted import read_small
 from nvmeio.errors import IntegrityError, naming
 
-# What torch's planners and writers put there, of torch 2.1 and of now.
+# The classes that planners and writers of torch put there, from torch 2.1 until now.
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -78,7 +78,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load_metadata(data: bytes, path: str) -> Metadata:
-    """What a metadata file says; no code of its own is run.
+    """The content of a metadata file; no code of its own is run.
 
     Args:
         data: All of the file.
@@ -141,8 +141,8 @@ def remove_stale(folder: Path, before: set[str], rank: int | None) -> list[str]:
 
     Args:
         folder: The checkpoint; its new metadata file is in place.
-        before: What the replaced metadata file named.
-        rank: Leave alone what other ranks have written, which may be saving still.
+        before: The files that the replaced metadata file named.
+        rank: Leave alone the files of other ranks, which may still be saving.
 
     Returns:
         The names of those that were removed; what cannot be removed is left.
@@ -174,8 +174,8 @@ class StoredItem(NamedTuple):
     """A tensor that lies in one piece in an item.
 
     Attributes:
-        tensor: On the meta device: shape, strides and offset within the storage.
-        offset: Where the storage begins in the item.
+        tensor: A tensor on the meta device: shape, strides and offset within the storage.
+        offset: The first byte of the storage in the item.
     """
 
     tensor: torch.Tensor
@@ -293,9 +293,9 @@ class TensorPart(NamedTuple):
     """A part of a tensor, which is one item: all of it, or what one rank had.
 
     Attributes:
-        dtype: Of the tensor.
+        dtype: The dtype of the tensor.
         whole: The shape of the tensor.
-        offsets: Where the part begins in each dimension.
+        offsets: The part's first index in each dimension.
         sizes: Its shape.
     """
 
@@ -313,12 +313,12 @@ class TensorPart(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What a checkpoint consists of.
+    """The content of a checkpoint.
 
     Attributes:
         folder: Its directory, with no links on the way.
-        version: Of the metadata file: another one has another.
-        metadata: What that file says.
+        version: The version of the metadata file: another file has another.
+        metadata: The content of that file.
         items: The items of each data file, by its name; each item's index, and its place.
         parts: The items that are parts of tensors; the others are objects.
     """
@@ -330,7 +330,7 @@ class Stored(NamedTuple):
     parts: dict[MetadataIndex, TensorPart]
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """What the metadata says and cannot be: the tensor's or object's name, and what is wrong.
+        """Impossible entries of the metadata: the tensor's or object's name, and the error.
 
         Each part of a tensor has a place, and the parts together are the tensor.
         """

@@ -37,18 +37,18 @@ from nvmeio.integrations.dcp.metadata import Parser, StoredItem
 # Up to here an item is read as a whole: one read less than for its headers and its data.
 WHOLE_BYTES = 1 << 20
 
-# Of a larger one, the headers before and behind its data lie in so many bytes at either end. Where
-# they do not, they are read one by one.
+# The headers before and behind a larger item's data lie in so many bytes at either end. If they do
+# not, they are read one by one.
 EDGE_BYTES = 4096
 
-# What is read through chunks is read so many bytes at a time.
+# The size of a read through chunks.
 CHUNK_BYTES = 32 << 20
 CHUNKS = 4
 
 # Rows from here on are read one by one rather than with what lies between them.
 ROW_BYTES = 128 << 10
 
-# What a round reads as a whole.
+# The bytes that a round reads as a whole.
 ROUND_BYTES = 256 << 20
 
 # Files that are open at the same time.
@@ -100,7 +100,7 @@ def read_items(
         wanted: Requests, each with torch's `_StorageInfo` of the item that it is for.
         planner: Takes objects, and gives the tensors to fill.
         extension_registry: For items that torch's writer has sent through a stream transform.
-        flight: What is in flight, for somebody else to cancel.
+        flight: The operations in flight, for somebody else to cancel.
 
     Raises:
         TransferError: A file cannot be opened or read.
@@ -369,8 +369,9 @@ class SlicePart(NamedTuple):
     """One read.
 
     Attributes:
-        source: What is read, on the meta device: its offset and strides are those in the storage.
-        target: What it fills, of the same shape.
+        source: The tensor to read, on the meta device: its offset and strides are those in the
+            storage.
+        target: The tensor that it fills, of the same shape.
         direct: The target is memory of exactly the bytes that are read.
     """
 
@@ -384,7 +385,7 @@ def parts(source: torch.Tensor, target: torch.Tensor) -> Iterator[SlicePart]:
 
     Args:
         source: The wanted part of a stored tensor, on the meta device.
-        target: Of the same shape, any dtype, device and strides.
+        target: A tensor of the same shape, any dtype, device and strides.
 
     Yields:
         Reads that together fill the target. One that is not direct spans `CHUNK_BYTES` at most,

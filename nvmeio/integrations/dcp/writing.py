@@ -52,7 +52,7 @@ GROUP_BYTES = 1 << 30
 # Records from here on are put on a page boundary, which costs half a page on average.
 _ALIGN_FROM_BYTES = 64 << 10
 
-# What torch aligns storages to within an archive; items keep that in the file.
+# Torch's alignment of storages within an archive; items keep it in the file.
 _ITEM_ALIGNMENT = 64
 
 
@@ -61,10 +61,10 @@ class DataFile:
 
     Args:
         path: The file; one that is there is replaced.
-        items: What is in it, in its order.
+        items: Its items, in its order.
 
     Attributes:
-        flight: What is in flight, for somebody else to cancel.
+        flight: The operations in flight, for somebody else to cancel.
     """
 
     def __init__(self, path: Path, items: Sequence[WriteItem]) -> None:
@@ -150,7 +150,7 @@ class DataFile:
 def _resolved(
     planner: SavePlanner, item: WriteItem, transforms: Any
 ) -> tuple[torch.Tensor | io.BytesIO, dict[str, Any]]:
-    """What is written: the planner's data, or what the transforms make of it, in memory."""
+    """The data to write: the planner's, or its transformed form in memory."""
     data = planner.resolve_data(item)
     if not getattr(transforms, "extensions", ()):
         return data, {}
@@ -174,7 +174,7 @@ class Skeletons:
         """The layout of one item, from its own first byte on.
 
         Args:
-            data: What the planner resolved: a tensor on any device, or bytes.
+            data: The planner's data: a tensor on any device, or bytes.
 
         Returns:
             The layout. It holds the data, without a copy; of a tensor that is not contiguous it
@@ -213,7 +213,7 @@ class Skeletons:
 def place(
     layout: FileLayout, name: str, position: int
 ) -> tuple[int, list[KnownBytes], list[StorageRecord]]:
-    """Where an item comes to lie in a file: its first byte, and what is written there.
+    """The place of an item in a file: its first byte, and the bytes to write there.
 
     Args:
         layout: The item's own.
@@ -314,7 +314,7 @@ class SnapshotStager(NotPickled, AsyncStager):
         directory: As for `nvmeio.snapshot`.
 
     Attributes:
-        protected_bytes: What the last `stage` did not copy before it returned.
+        protected_bytes: Bytes that the last `stage` did not copy before it returned.
 
     Cost: memory of the size of the state, kept for the next save of tensors of the same sizes until
     `close`. A save that begins before the one before has ended takes as much again, meanwhile.
@@ -396,7 +396,7 @@ class GuardingStager(SnapshotStager):
 
 
 class Staged(dict[str, Any]):
-    """A state dict for one save: whoever asks for what is in it waits until all of it is there."""
+    """A state dict for one save: access to its content waits until all of it is there."""
 
     def __init__(self, frozen: FrozenState[dict[str, Any]]) -> None:
         super().__init__(frozen.peek())

@@ -1,4 +1,4 @@
-"""How LMCache's objects are named in a store, and which model's they are.
+"""The names of LMCache's objects in a store, and their models.
 
 LMCache names an object by a hash of tokens, the name of the model, rank, object group and salt. The
 same name stands for other bytes with other weights at that path, or another type of the cache. So a
