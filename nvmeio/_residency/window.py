@@ -309,7 +309,7 @@ class Window(Generic[Unit, SomeSlot]):
             raise error
         if not fill.whole:
             raise ClosedError(
-                "the reads were stopped, because the model or module that they were for was closed"
+                "the reads were stopped: the model or module that they were for was closed"
             )
         self._keeper.check(slot)
         slot.fill = None

@@ -308,7 +308,7 @@ class Tier:
 
     @classmethod
     def build_metric_definitions(cls, extra_config: Any) -> dict[str, Any]:
-        """The counters of `get_stats` for vLLM's Prometheus endpoint, labelled by the store's name."""
+        """Counters of `get_stats` for vLLM's Prometheus endpoint, labelled by the store's name."""
         base: Any = importlib.import_module(_BASE)
         kinds = (base.OffloadingCounterMetadata, _COUNTERS), (base.OffloadingGaugeMetadata, _GAUGES)
         return {

@@ -309,7 +309,7 @@ def test_names_of_an_older_version_are_not_lost(tmp_path: Path) -> None:
         file.seek(200)
         file.write(bytes(8))
     before = bytes_of(tmp_path)
-    assert "of an older nvmeio" in ran("resize", tmp_path, "--capacity", 3 * SLOT, status=2)
+    assert "by an older nvmeio" in ran("resize", tmp_path, "--capacity", 3 * SLOT, status=2)
     assert bytes_of(tmp_path) == before
     opened(tmp_path, name_bytes=40).close()
     assert told("resize", tmp_path, "--capacity", 3 * SLOT)["kept"] == 3
