@@ -207,3 +207,14 @@ def test_a_skipped_step_forgets_its_clipping(tmp_path: Path) -> None:
         train(ours, optimizer, 1)
         train(theirs, torch.optim.Adam(theirs.parameters()), 1)
         assert_same_weights(ours, theirs)
+
+
+def test_a_step_without_gradients_ends_their_clipping(tmp_path: Path) -> None:
+    """Backward refused to add to gradients that nobody had."""
+    made = model()
+    with swapped(made, tmp_path) as optimizer:
+        assert optimizer.clip_grad_norm_(1.0) == 0
+        optimizer.step()
+        assert not optimizer.gradients_clipped
+        train(made, optimizer, 1)
+        assert optimizer.generation == 2

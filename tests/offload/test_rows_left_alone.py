@@ -227,3 +227,23 @@ def test_gradients_of_zeros_have_no_bytes_on_the_drive(tmp_path: Path) -> None:
         few = written(0, 1)
         pair.optimizer.step()
         assert few < many
+
+
+@pytest.mark.parametrize("name", sorted(ALONE))
+def test_rows_whose_state_is_in_memory_keep_their_shape(name: str, tmp_path: Path) -> None:
+    """A parameter of one piece with all of its rows was a single row in the state dict."""
+    with Pair(name, "memory", True, tmp_path, ratio=0.0) as pair:
+        pair.optimizer.close()
+        pair.optimizer = SwappedOptimizer(
+            pair.kind,
+            pair.module.parameters(),
+            swap_dir=tmp_path,
+            ratio=0.0,
+            master_dtype=torch.float32,
+            **pair.arguments,
+        )
+        pair.step((9, 64))
+        pair.assert_alike()
+        pair.optimizer.load_state_dict(copy.deepcopy(pair.optimizer.state_dict()))
+        pair.step((1, 1))
+        pair.assert_alike()

@@ -113,7 +113,9 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
 
 def _joined(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
     """The whole of what the pieces of a parameter have."""
-    return parts[0] if len(parts) == 1 else torch.cat([p.reshape(-1) for p in parts]).view(shape)
+    if len(parts) == 1:
+        return parts[0] if parts[0].shape == shape else parts[0].reshape(shape)
+    return torch.cat([part.reshape(-1) for part in parts]).view(shape)
 
 
 def _begun(param: SwappedParam) -> bool:

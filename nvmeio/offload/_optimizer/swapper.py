@@ -225,6 +225,8 @@ class StateSwapper(Swapped):
             factor = _product(clipping, inverse)
         step = Step(self, self._stepper, inputs.groups, grads, factor)
         if step.is_empty and not self.store.lockstep:
+            if gradients is not None:
+                gradients.factor = None  # of no gradients
             return Times()
         times = self._make(step, inputs.groups, transaction)
         self.steps += 1
