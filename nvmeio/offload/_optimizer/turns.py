@@ -333,10 +333,12 @@ class Step:
     def next_reads(self) -> Iterator[Sequence[FileSpan]]:
         """The first reads of a step like this one, once this one is committed.
 
-        Up to the first whose weights are lent: their module may change them before.
+        Up to the first whose weights are lent, which their module may change before, or whose
+        parameter has rows that this step left alone: the next one may leave others.
         """
+        by_rows = {piece.param for piece in self._unchanged}
         for plan in self._plans:
-            if any(piece.lent for piece in plan.pieces):
+            if any(piece.lent or piece.param in by_rows for piece in plan.pieces):
                 return
             yield self._swapped.plans.plan(plan.subgroup, plan.pieces).reads
 
