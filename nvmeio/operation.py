@@ -117,6 +117,10 @@ class Operation(NotPickled, Begun[int]):
         self._watchers.retrieved(self._record)
         return self._record.error
 
+    def _speak_for(self) -> None:
+        """Keep its failure from `wait` and `close` of the handle: who began it looks at it."""
+        self._watchers.speak_for(self._record)
+
     def cancel(self) -> bool:
         """Ask for cancellation; whether there was still something to cancel.
 

@@ -238,6 +238,7 @@ class Watchers:
         self.queues = CompletionQueues(engine, reaper.reap, self._adopt)
         self.poll = reaper.poll
         self.retrieved = live.retrieved
+        self.speak_for = live.speak_for
 
     def watch(self, record: Record, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
         """A future of this (running) loop that is resolved when the operation is settled."""

@@ -71,6 +71,7 @@ class Record:
     stop = False
     claimed = 0  # the thread that concludes it, or HANDED_ON
     error: BaseException | None = None
+    is_spoken_for = False  # whoever began it asks for its error, and the handle tells nobody else
     # Who is told of the end: event loops, threads (by releasing a lock), anybody. The first may be
     # added to without a lock; whoever ends the record sets its state before it looks there.
     waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]
@@ -387,7 +388,7 @@ class LiveRecords:
 
     def end(self, record: Record, state: State) -> None:
         """With the lock held: end a record. Idempotent."""
-        if state is FAILED and record.state is PENDING:
+        if state is FAILED and record.state is PENDING and not record.is_spoken_for:
             self._failed[record.token] = record
         record.state = state
         if self.records.pop(record.token, None) is not None:
@@ -417,6 +418,12 @@ class LiveRecords:
         """Somebody has seen the record's error; `take` need not report it again."""
         if self._failed:
             self._failed.pop(record.token, None)
+
+    def speak_for(self, record: Record) -> None:
+        """Whoever began the record will see its error, if there is one; `take` never reports it."""
+        with self.lock:
+            record.is_spoken_for = True
+            self.retrieved(record)
 
     def take(self) -> tuple[int, list[BaseException]]:
         """How many have finished since the last call, and the errors that nobody has seen."""

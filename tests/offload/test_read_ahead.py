@@ -145,6 +145,20 @@ def test_a_read_that_goes_on_failing_is_raised(
     assert seen_by(pipeline, file, [0, 1, 2, 3]) == [0, 1, 2, 3]
 
 
+def test_the_owner_of_a_handle_is_not_told_of_what_is_read_again(
+    pipeline: Pipeline, file: File, watching: Watching, handle: nvmeio.AioHandle
+) -> None:
+    """`wait` and `close` raised what the next step makes good."""
+    watching.broken.add(NBYTES)
+    pipeline.fill_ahead([reads(file, 0), reads(file, 1), reads(file, 2)])
+    assert handle.wait() == 3
+    watching.broken.clear()
+    assert seen_by(pipeline, file, [0, 1, 2]) == [0, 1, 2]
+    watching.broken.add(NBYTES)
+    pipeline.fill_ahead([reads(file, 0), reads(file, 1)])
+    handle.close()
+
+
 def test_more_is_read_than_was_known_ahead(pipeline: Pipeline, file: File) -> None:
     """As of a turn whose gradients are on the drive."""
     first = FileSpan(file, 0, 0, 512)

@@ -146,6 +146,8 @@ class Pipeline:
             for slot, reads in zip(self.slots, turns, strict=False):
                 operations = started(self._handles, slot, reads, writing=False)
                 self._ahead.append(_Read(slot, reads, operations))
+                for operation in operations:  # not a failure for the owner of the handle
+                    operation._speak_for()
 
     def forget_ahead(self) -> None:
         """Drop what was begun for the next run; nothing is in flight after."""
