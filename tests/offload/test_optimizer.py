@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import io
 import logging
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +278,30 @@ def test_nan_without_a_scaler_is_stepped_as_in_memory(tmp_path: Path) -> None:
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(p.isnan(), q.isnan())
             assert torch.equal(p.nan_to_num(), q.nan_to_num())
+
+
+def test_gradients_and_state_dicts_go_without_the_collector(tmp_path: Path) -> None:
+    """Each step kept its gradients until the collector ran, beside those of the next one."""
+    made = model()
+    with swapped(made, tmp_path) as optimizer:
+        gc.disable()
+        try:
+            train(made, optimizer, 1)
+            state = copy.deepcopy(optimizer.state_dict())
+            for parameter in made.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            kept = [weakref.ref(parameter.grad) for parameter in made.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            assert not any(each() is not None for each in kept)
+            kept = [weakref.ref(entry["exp_avg"]) for entry in state["state"].values()]
+            assert kept
+            optimizer.load_state_dict(state)
+            del state
+            assert optimizer.generation
+            assert not any(each() is not None for each in kept)
+        finally:
+            gc.enable()
 
 
 def test_parameters_without_gradients_are_neither_read_nor_written(tmp_path: Path) -> None:

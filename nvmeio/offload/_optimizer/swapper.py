@@ -263,6 +263,8 @@ class StateSwapper(Swapped):
         except BaseException as failed:
             self._undo(step, failed)
             raise
+        finally:
+            step.turns.clear()  # they know the step: gradients would stay until the collector runs
         return times
 
     def _undo(self, step: Step, failed: BaseException) -> None:
@@ -320,7 +322,10 @@ class StateSwapper(Swapped):
         self.store.prepare()
         load = StateLoad(self, states)
         self.make_way()
-        self.pipeline.run(load.turns, transaction.check)
+        try:
+            self.pipeline.run(load.turns, transaction.check)
+        finally:
+            load.turns.clear()  # they know the load, which knows all that was given
         load.load_resident()
         pieces = self.store.files.pieces
         for number, small in load.change.small.items():
