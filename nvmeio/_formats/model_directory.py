@@ -47,7 +47,7 @@ _READ = ("fp8", "mxfp4")
 
 
 class Quantisation(NamedTuple):
-    """How a checkpoint is quantised, by another library.
+    """The quantisation of a checkpoint by another library.
 
     Attributes:
         method: Its name, as in ``quantization_config["quant_method"]``.
@@ -193,8 +193,8 @@ def refuse_quantised(named: Quantisation, where: str | os.PathLike[str]) -> NoRe
 def dtype_of(opened: SafetensorsSet) -> torch.dtype:
     """The dtype that transformers gives a model whose configuration names none.
 
-    That is the one in the index's metadata, or else of the first tensor with a floating dtype, in
-    the order of names, of the first file; of 4 and 8 bits none counts. Without any, float32.
+    That is the one in the index's metadata, or else that of the first tensor with a floating dtype
+    of 16 bits or more, in the order of names, of the first file. Without any, float32.
     """
     if shards.is_index(opened.path):
         metadata = read_object(opened.path, INDEX_BYTES).get("metadata")

@@ -23,7 +23,7 @@ from nvmeio.errors import counted
 
 KEY = "nvmeio.pack"
 VERSION = 1
-# Of files with weights in schemes of others (FP8, MXFP4), which earlier releases do not read.
+# The version of files with weights in schemes of others (FP8, MXFP4); earlier releases refuse it.
 _WITH_SCHEMES = 2
 # The version of files whose fused experts lie side by side; earlier releases refuse it.
 _WITH_EXPERTS = 3
@@ -34,7 +34,7 @@ PADDING = "nvmeio.padding."
 SEAL = "nvmeio.pack.header"
 OPEN_SEAL = "00000000"
 
-# Of one of several ranks or drives, whose file has the places of a whole one and holds a part of
+# The key for a part: the file of one rank or drive, with the places of a whole file and a part of
 # its bytes.
 PART = "nvmeio.pack.part"
 PART_NAME = "model.safetensors.part"  # which nobody takes for the whole
@@ -227,10 +227,10 @@ def may_be_packed(prefix: bytes) -> bool:
     return _BEFORE_SEAL in prefix or f'"{KEY}":"'.encode() in prefix
 
 
-# Of several drives, each of which has a file with the header and the places of a whole one, and
-# holds of each record what it is dealt (`Striping`), the rest being holes. Headers differ in the
-# drive's number alone, and say how everything is dealt, with a CRC-32 of each piece. Of a table
-# that is looked up by its rows a piece goes on for a row more: each row lies on one drive.
+# The key for several drives. Each has a file with the header and the places of a whole one, and
+# holds its pieces of each record (`Striping`); the rest are holes. Headers differ in the drive's
+# number alone, and describe the whole division, with a CRC-32 of each piece. In a table that is
+# looked up by its rows, a piece goes on for a row more: each row lies on one drive.
 
 
 class Piece(NamedTuple):

@@ -1,13 +1,13 @@
 """A digest of the weights in files, which tells one model's from another's.
 
-Of each file all bytes count, as a CRC-32 of every MiB; or, of models that are too large for that,
-samples do: of each tensor 16 blocks of 4 KiB, first and last among them, and the file's time of
+All bytes of each file count, as a CRC-32 of every MiB. In models that are too large for that,
+samples count: 16 blocks of 4 KiB of each tensor, first and last among them, and the file's time of
 modification. A step of training and a merged adapter change far more elements of a tensor than it
 takes to be seen in 64 KiB of it. An edit of a few elements is seen by the time, unless somebody
 sets that back.
 
-What was computed of a file may be remembered under its device, inode, size and times: it is not
-read again until one of these is another. `os.utime` cannot set all of them (ctime).
+A file's digest may be remembered under its device, inode, size and times: the file is not read
+again until one of these changes. `os.utime` cannot set all of them (ctime).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def look_at(
     """Compute the digest of the weights in a directory, or of one file.
 
     Args:
-        path: Of either.
+        path: The path of either.
         how: "full" takes all bytes into account, and nothing else; "samples" reads a little of each
             tensor; "auto" is "full" up to `FULL_BYTES`.
         known: A file that remembers what was computed, in a directory that is this user's alone;

@@ -257,7 +257,7 @@ def budget(console: Console, seconds: float) -> Iterator[Callable[[float, str], 
 
 
 class Refused(Exception):
-    """What was asked for does not fit here: too little space, too little memory."""
+    """The request does not fit here: too little space or memory."""
 
 
 class Failed(Exception):

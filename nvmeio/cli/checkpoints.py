@@ -56,7 +56,7 @@ _PROMISE = frozenset({".pt", ".pth", ".ckpt", ".safetensors"})
 def checkpoints_in_all(paths: Iterable[Path], errors: Console) -> tuple[list[Path], int]:
     """The checkpoints that several paths stand for, and the exit status so far.
 
-    A path that stands for none is told on `errors`, and makes the status that of wrong usage.
+    A path without a checkpoint is reported on `errors`, and sets the status of wrong usage.
     """
     found: list[Path] = []
     status = OK
@@ -70,7 +70,7 @@ def checkpoints_in_all(paths: Iterable[Path], errors: Console) -> tuple[list[Pat
 
 
 def in_words(error: Exception) -> str:
-    """What went wrong with a path, for people: an OSError's number is not a part of it."""
+    """An error of a path for people, without an OSError's number."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
@@ -79,7 +79,7 @@ def checkpoints_in(path: Path) -> Iterator[Path]:
 
     A DCP checkpoint is one, and stands here as its metadata file.
 
-    What cannot be read is among them, for the caller to say so. A link that leads to something else
+    Unreadable paths are among them, for the caller to report. A link that leads to something else
     below the directory, as `latest` does, is not followed, so that nothing is looked at twice.
     """
     if path.is_dir():
@@ -332,7 +332,7 @@ _RECORDS = {"safetensors": "tensor", "dcp": "item"}
 
 
 def _nbytes(path: Path) -> int:
-    """What is read to verify a checkpoint."""
+    """The bytes to read to verify a checkpoint."""
     if _is_of_dcp(path) and not path.name.endswith(DCP_DATA):
         return sum(file.stat().st_size for file in path.parent.glob(f"*{DCP_DATA}"))
     return path.stat().st_size if path.is_file() else 0

@@ -274,7 +274,7 @@ class _Run:
             typer.echo(self._text if self._live else "")
         self._tell(stream)
 
-    # What `generate` calls
+    # Called by `generate`
 
     def put(self, value: Any) -> None:
         """The prompt first, then each token."""
@@ -297,7 +297,7 @@ class _Run:
         text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
         return text.removesuffix("\ufffd")  # half a character: the next token has the rest
 
-    # What the user sees
+    # Shown to the user
 
     @contextmanager
     def _progress(self, stream: Any, count: int) -> Iterator[None]:
@@ -354,7 +354,7 @@ class _Run:
 
 
 def _experts_used(stats: Any) -> str:
-    """What experts of a mixture have cost, in a line."""
+    """The cost of a mixture's experts, in a line."""
     used = stats.experts
     asked = max(1, used.hits + used.misses)
     return (

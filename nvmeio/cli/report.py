@@ -251,8 +251,8 @@ class Finding:
     Attributes:
         severity: "error" where direct I/O cannot be had (exit status 1), "warning" where it is
             slower or about to fail, "note" where it matters to some uses only.
-        what: What is wrong.
-        fix: The command that fixes it; advice beside it stands in a shell comment.
+        what: The problem.
+        fix: The command that fixes it; further advice is a shell comment.
     """
 
     severity: Severity

@@ -37,7 +37,7 @@ MAX_HEADER_BYTES = 100_000_000
 # The first tensor's place in a file: on a block of every drive, so that tensors go direct.
 DATA_ALIGNMENT = max(4096, PAGE_BYTES)
 
-# Where the package lets it begin.
+# The package's alignment of tensor data.
 PACKAGE_ALIGNMENT = 8
 
 # Bits of an element and torch's name for it, by the format's. The narrow ones are packed. torch has
@@ -127,7 +127,7 @@ class Header(NamedTuple):
     metadata: dict[str, str]
 
 
-# How other files begin that hold weights, and what to do with them.
+# The first bytes of other files that hold weights, and the advice for them.
 _OTHERS = {
     b"PK\x03\x04": "it is a zip archive, as torch.save writes: read it with nvmeio.load",
     b"\x80": "it is a pickle, as torch.save once wrote: read it with nvmeio.load",
@@ -271,7 +271,7 @@ _ENTRY_EXTRA = len(',:{"dtype":"","shape":[],"data_offsets":[,]}')
 def parse_as_written(text: bytes, file_bytes: int) -> Header | None:
     """The header if it is right and in the form that all known writers use, else None.
 
-    That form is the package's: no spaces but at the end, no escapes, and the three fields in its
+    The package writes that form: no spaces but at the end, no escapes, and the three fields in its
     order. One pass of a regular expression, which takes every byte, stands for the JSON parser.
     """
     try:
@@ -423,7 +423,7 @@ def _check_size(name: str, entry: TensorEntry, where: str) -> None:
 
 
 def _depth(value: Any) -> int:
-    """How deeply lists and dicts are nested; without recursion."""
+    """The depth of nested lists and dicts; without recursion."""
     depth, level = 0, [value]
     while level := [inner for inner in level if isinstance(inner, (list, dict))]:
         depth += 1

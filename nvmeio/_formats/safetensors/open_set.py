@@ -182,7 +182,7 @@ def _check_length(text: bytes, file: File) -> None:
 
 # Open files: headers, and tensors on memory that was read
 
-# What is read of a file at once, in the hope that its header is no larger.
+# The bytes of a file that are read at once; most headers are not larger.
 _PREFIX_BYTES = 64 << 10
 
 

@@ -81,7 +81,7 @@ class _Judge:
     def __init__(self, parts: int) -> None:
         self._left = parts
         self._keys = Keys()
-        # Of the calls that make texts, bytes and containers: how many parts these have. The calls
+        # The number of parts of each text, bytes object and container that a call makes. The calls
         # live as long as the scan, so no id is used twice.
         self._parts: dict[int, int] = {}
 
@@ -93,7 +93,7 @@ class _Judge:
             function = _renamed(function)
             if function != _WRAPPER:
                 break
-            # Of a function, a type, its arguments and a state, it calls the first.
+            # It calls the first of a function, a type, its arguments and a state.
             if type(args) is not tuple or len(args) != 4:
                 raise _Absurd("expected a function, a type, arguments and a state")
             function, _, args, _ = args
@@ -111,7 +111,7 @@ class _Judge:
         if self._left < 0:
             raise _Absurd("all calls together make far more than the pickle holds")
 
-    # What is written of each function
+    # The calls of each function
 
     def bytes_of_text(self, call: PickledCall, args: tuple[Any, ...]) -> None:
         """`_codecs.encode(text, "latin1")`."""

@@ -1,12 +1,11 @@
 """The values in a pickle: names, calls not made, storages that are not there.
 
-Of any pickle, Python's own unpickler in Python finds that (`scan`), with steps of ours in place of
-those that would run something, or take more than the pickle brings along: globals are names, calls
-are noted. That tells which storages a checkpoint refers to, how large it says they are, and what
-would be imported, before anything is allocated; and for `nvmeio inspect` the names, shapes and
-dtypes of the tensors.
+`scan` reads any pickle with Python's own unpickler in Python. It replaces the steps that would run
+something, or take more memory than the pickle has bytes: globals are names, calls are noted. The
+result says which storages a checkpoint refers to, their sizes, and the imports, before anything is
+allocated; and for `nvmeio inspect` the names, shapes and dtypes of the tensors.
 
-torch's ``weights_only`` makes the objects of what it allows while it reads. That is too late here:
+torch's ``weights_only`` makes allowed objects while it reads. This is too late here:
 a load has to know of all storages and their sizes before memory is taken and reads are begun.
 """
 
@@ -178,7 +177,7 @@ class Keys:
 
     A tuple of tuples keeps no hash: all of it is gone through each time, and if two of its elements
     are one object, twice at every level. A dict whose keys all have one hash compares each with all
-    before it. Whoever writes a pickle can choose numbers and tuples like that, but no texts.
+    before it. An attacker can choose such numbers and tuples, but not such texts.
     """
 
     def __init__(self) -> None:
@@ -231,9 +230,9 @@ def _value_of(call: PickledCall) -> object:
     return complex(*numbers) if numbers is args and len(args) == 2 else tuple(numbers)
 
 
-# Of any pickle
+# For any pickle
 
-# What an unpickler raises where stack, memo or what is made are not as the pickle has them.
+# Errors of an unpickler if the stack, the memo or an object does not fit the pickle.
 WRONG = (
     *(ValueError, TypeError, AttributeError, LookupError, EOFError, OverflowError, RecursionError),
     *(struct.error, pickle.UnpicklingError),
@@ -314,7 +313,7 @@ class _Scanner(_Unpickler):  # type: ignore[misc]
         self.storages.setdefault(ref.key, ref)
         return ref
 
-    # What would run
+    # Steps that would run something
 
     def _call(self, function: Any, args: Any) -> PickledCall:
         made = _Call(function, args)
@@ -343,7 +342,7 @@ class _Scanner(_Unpickler):  # type: ignore[misc]
         if isinstance(self.stack[-1], PickledCall):
             self.stack[-1].state = state
 
-    # What is hashed
+    # Steps that hash keys
 
     def load_setitem(self) -> None:
         value = self.stack.pop()
@@ -376,7 +375,7 @@ class _Scanner(_Unpickler):  # type: ignore[misc]
         self._keys.check(elements)
         self.stack.append(frozenset(elements))
 
-    # What takes more than the pickle brings along
+    # Steps that take more memory than the pickle has bytes
 
     def load_bytearray8(self) -> None:
         (nbytes,) = struct.unpack("<Q", self.read(8))

@@ -34,7 +34,7 @@ class Problem(NamedTuple):
 
     Attributes:
         record: The record's name, or "" where it is the archive itself.
-        what: What is wrong with it.
+        what: The error in it.
     """
 
     record: str
@@ -126,7 +126,7 @@ class ArchiveCheck:
     Args:
         archive: The archive, parsed.
         directory: All bytes from its central directory on.
-        base: Where the archive begins in its file.
+        base: The archive's first byte in its file.
     """
 
     def __init__(self, archive: torch_zip.Archive, directory: bytes, base: int = 0) -> None:

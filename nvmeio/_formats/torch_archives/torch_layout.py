@@ -5,10 +5,11 @@ that pickle is made (`Pickling.layout`): names, padding, end records, and holes 
 is left is a list of records, each with its place in the file and the memory that belongs there, and
 the places where its CRC-32 stands. No file is touched here.
 
-Every byte is as torch's own writer of zip files makes it. That takes 15 us a record, for it writes
-into a file of Python's (`Sink`). When torch is asked to save, it names records (`TorchRecords`),
-and the same bytes are put together here, in one go (`_laid_out`). Before the first archive, records
-of each kind are written in both ways; where a byte differs, torch's own writer is taken for good.
+Every byte is as torch's own writer of zip files makes it. The writer takes 15 us a record, for it
+writes into a file of Python's (`Sink`). When torch is asked to save, it names records
+(`TorchRecords`), and the same bytes are put together here, in one go (`_laid_out`). Before the
+first archive, records of each kind are written in both ways; where a byte differs, torch's own
+writer is taken for good.
 """
 
 from __future__ import annotations
@@ -294,12 +295,12 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-# What torch writes around the storages
+# Torch's bytes around the storages
 
 # The parameters of `torch.serialization._save` in every torch so far that can skip storages.
 _SEAM = ["obj", "zip_file", "pickle_module", "pickle_protocol", "_disable_byteorder_record"]
 
-# Where torch's writer puts the digits that it makes of all names, and of all CRCs.
+# The record with the digits that torch's writer computes from all names, and from all CRCs.
 _NUMBER = ".data/serialization_id"
 _DIGITS = 20
 
@@ -414,7 +415,7 @@ def skeleton_of(sink: Sink) -> Skeleton:
     return Skeleton(sink.nbytes, sink.pieces(), entries)
 
 
-# What torch's own writer would write
+# The bytes of torch's own writer
 
 
 class TorchRecords:

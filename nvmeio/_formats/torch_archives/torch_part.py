@@ -28,8 +28,8 @@ class PartHead(NamedTuple):
     """The first page of a part.
 
     Attributes:
-        step: Of the checkpoint.
-        save: Which save it is of; the same on all of its parts, and on no other's.
+        step: The step of the checkpoint.
+        save: The id of its save; the same on all of its parts, and on no other's.
         kind: "part" of one archive that all ranks have, or "rank": all of an archive of one rank.
         number: Which part, from 0.
         parts: How many there are.

@@ -1,16 +1,16 @@
-"""How torch.save pickles: what watches it, and a shorter way for plain tensors.
+"""torch.save's pickling: the observer of it, and a shorter way for plain tensors.
 
 An object is pickled once, in the thread of its user, whose modes its own code must see (`Pickled`).
-What torch writes around a pickle is made after that, in whichever thread, of an object whose
-pickling runs nobody's code (`Replay`): only then are torch's settings changed, which would reach a
-torch.save of the object's own `__reduce__` too (skorch and others do that, into a buffer that they
+Torch's bytes around a pickle are made after that, in any thread, from an object whose pickling runs
+no user's code (`Replay`): only then are torch's settings changed, which would reach a torch.save of
+the object's own `__reduce__` too (skorch and others do that, into a buffer that they
 return: it would be a buffer of holes).
 
 A plain tensor (dense, in CPU memory, without hooks or attributes) takes torch's `__reduce_ex__` and
-what it asks of its storage some 25 us. `_quick` answers in its place, with the same, in 4. That it
-is the same is not believed: before it is first used, some tensors of each kind are pickled in both
-ways, and where a byte differs, torch's own way is taken for good (`agrees`). All else, and all of
-it where modes of torch or somebody's registrations could have a say, is pickled by torch.
+its queries of the storage some 25 us. `_quick` gives the same answer in 4. This is checked: before
+its first use, some tensors of each kind are pickled in both ways, and if a byte differs, torch's
+own way is used from then on (`agrees`). All else, and all of it where modes of torch or somebody's
+registrations could have a say, is pickled by torch.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class _NoHooks:
     __slots__ = ()
 
 
-# Of what a state is made of. The pickler asks torch of each object whether it is a storage: 19
-# times for a tensor, and a third of all planning was that.
+# The types that a state is made of. The pickler asks torch for each object whether it is a storage:
+# 19 times for a tensor, which was a third of all planning.
 _NO_STORAGES = frozenset(
     {
         *(dict, list, tuple, set, str, bytes, int, float, bool, type(None), OrderedDict),
@@ -143,7 +143,7 @@ _NO_STORAGES = frozenset(
 )
 
 
-# What is seen by the pickler that torch derives next in this thread, as it asks for the base.
+# The observer for the pickler that torch derives next in this thread, as it asks for the base.
 _deriving = threading.local()
 
 

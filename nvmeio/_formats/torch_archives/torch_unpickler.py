@@ -1,6 +1,6 @@
 """The contents of a torch pickle, read by CPython's own unpickler in C; plain objects are made.
 
-That unpickler must not meet what a hostile pickle may hold: a place in its memo that takes
+That unpickler must not meet the content of a hostile pickle: a place in its memo that takes
 gigabytes, a key that is hashed for weeks or deeper than the stack, a call of anything. So a pickle
 is first held against a grammar (`is_plain`): it may have containers, numbers, texts, tuples that
 nothing refers back to, and tensors, each written as torch writes it, of storages, functions and
@@ -103,8 +103,8 @@ _TUPLES = pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3
 _PUT = re.compile(rb"q(.)|r(....)", re.DOTALL)
 _GET = re.compile(rb"h(.)|j(....)", re.DOTALL)
 
-# Where in the memo names are, and the arguments of tensors and storages. They find too many, in
-# texts: what only looks like one at worst takes the slow way.
+# The memo's places of names, and of the arguments of tensors and storages. The patterns find too
+# many, in texts: a false match at worst takes the slow way.
 _HIDDEN = (
     re.compile(rb"\n(?=q(.)|r(....))", re.DOTALL),
     re.compile(rb"t(?=(?:q(.)|r(....))[QR])", re.DOTALL),
@@ -172,7 +172,7 @@ def _number(place: re.Match[bytes]) -> int:
     return int.from_bytes(place[place.lastindex or 0], "little")
 
 
-# What it refers to
+# Its references
 
 
 def scan(data: bytes) -> Scan:
@@ -235,7 +235,7 @@ def _parameter(tensor: PickledCall, requires_grad: bool, hooks: object) -> Pickl
     return PickledCall(PARAMETER, (tensor, requires_grad))
 
 
-# What the names are. A copy of an empty one takes no arguments, whatever the pickle has.
+# The objects of the names. A copy of an empty one takes no arguments, whatever the pickle has.
 _STUBS: dict[Global, Any] = {
     ORDERED_DICT: OrderedDict[Any, Any]().copy,
     REBUILD: _tensor,

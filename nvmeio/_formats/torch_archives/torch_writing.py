@@ -48,7 +48,7 @@ from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
 
-# What a record's body has at least: below this one copy is cheaper than one more operation.
+# The least size of a record's body: below this one copy is cheaper than one more operation.
 BODY_BYTES = 1 << 20
 
 # One operation writes this much of a body. Its CRC takes half a millisecond.
@@ -109,12 +109,12 @@ def write_part(
 
     Args:
         handle: Moves the bytes.
-        file: Open for writing; may be larger than the layout, with any bytes in it.
-        layout: What it is to become. Its storages must not change meanwhile.
+        file: A file open for writing; may be larger than the layout, with any bytes in it.
+        layout: The layout to write. Its storages must not change meanwhile.
         start: A multiple of 4096.
         end: Likewise.
         checksum: Compute the CRCs; without, 0 stands in their place.
-        flight: What is in flight, for somebody else to cancel; nothing is after this returns.
+        flight: The operations in flight, for somebody else to cancel; none after this returns.
         shift: Added to offsets of the layout, a multiple of 4096: the file has only this part then.
         another: Gives the handle that goes on if somebody closes this one.
         kept: Staging that an earlier call left here, and this one leaves for the next, by the size
@@ -323,7 +323,7 @@ class _Writer:
         before = self._crcs.get(index) or Crc(index, offset, 0, 0)
         self._crcs[index] = before._replace(nbytes=before.nbytes + nbytes, crc=crc_of(before.crc))
 
-    # What lies between them
+    # The bytes between them
 
     def write_gathered(self, start: int, end: int) -> None:
         for position in range(start, end, STAGING_BYTES):
@@ -393,7 +393,7 @@ class _Writer:
         whole = piece is not None and piece.nbytes == self.layout.records[index].nbytes
         return piece.crc if piece is not None and whole else 0
 
-    # What is in flight
+    # Operations in flight
 
     def _start(
         self,

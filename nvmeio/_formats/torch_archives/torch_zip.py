@@ -2,7 +2,7 @@
 
 Nothing is trusted. Before anybody allocates for a record, it is known to lie within the file, to
 overlap no other, to be stored as it is (neither compressed nor encrypted), and to have a name of
-its own. What is refused here would make other readers read past the end, expand without bound, or
+its own. Archives refused here would make other readers read past the end, expand without bound, or
 read different bytes depending on which of two headers they believe.
 
 The layout of a file, all integers little-endian:
@@ -52,7 +52,7 @@ FLAG_DESCRIPTOR = 1 << 3
 _FLAG_STRONG_ENCRYPTION = 1 << 6
 _ZIP64_EXTRA = 1
 
-# Where an entry of the central directory has its CRC-32.
+# The offset of the CRC-32 in an entry of the central directory.
 CENTRAL_CRC_OFFSET = 16
 
 # A record that TorchScript archives have; they alone compress others (their code).
@@ -97,7 +97,7 @@ _new_entry = functools.partial(tuple.__new__, ZipEntry)
 
 
 class Archive(NamedTuple):
-    """What `parse` found; the entries are in the order of the file."""
+    """The result of `parse`; the entries are in the order of the file."""
 
     path: str
     nbytes: int

@@ -1,7 +1,7 @@
 """`nvmeio bench`: how fast tensors go to and from files here, engine by engine (ds_io's place).
 
-This module turns the command line into a `Workload` and shows what became of it. What needs torch
-is imported by who uses it: `--help` comes at once.
+This module turns the command line into a `Workload` and shows its result. Modules that need torch
+are imported on use: `--help` comes at once.
 
 Reading order: `workload` (what is to be done), `engines` (who can do it), `task` (one process's
 part, here or in processes of their own), `session` (who runs when), `report`.

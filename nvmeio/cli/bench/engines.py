@@ -31,7 +31,7 @@ MOST_BYTES_A_CALL = 1 << 30  # Linux moves less than 2 GiB in a system call
 
 OURS = engines.NAMES
 NAMES = (*OURS, "aio_basic", "python", "torch_save", "torch_fast", "deepspeed", "fio")
-# What ds_io calls them, and how the names read once - and _ are the same.
+# The names in ds_io, with "_" for "-".
 ALIASES = {"aio_handle": "auto", "torch_io": "torch_save", "torch_fastio": "torch_fast"}
 RAW = frozenset({*OURS, "aio_basic", "python", "deepspeed", "fio"})
 REFERENCE = "reference"
@@ -43,12 +43,12 @@ class BenchEngine:
     """One way to move a tensor.
 
     Args:
-        workload: What is to be done.
-        directory: Where the task's files are.
-        name: Of the engine.
+        workload: The work to do.
+        directory: The directory of the task's files.
+        name: The engine's name.
 
     Attributes:
-        suffix: Of its files: engines with the same one share them.
+        suffix: The suffix of its files: engines with the same one share them.
         direct: It goes past the page cache where the directory's file system can.
         buffered: Its transfers go through the page cache.
     """
@@ -118,7 +118,7 @@ def _finish(operation: nvmeio.Operation) -> None:
 
 
 class Reference(BenchEngine):
-    """What a drive gives to the plainest direct loop: 8 MiB at a time, in and out of one buffer.
+    """The rate of a drive with the plainest direct loop: 8 MiB at a time, in and out of one buffer.
 
     Like dd with direct I/O: neither the tensor nor an engine has a part in it, so it tells what
     the machine was doing beside.
@@ -200,7 +200,7 @@ class TorchFast(Nvmeio):
         return loaded
 
     def write(self, tensor: torch.Tensor, path: Path) -> None:
-        """What `FastFileWriter` does but for its commit: --fsync is the user's choice here."""
+        """Write as `FastFileWriter`, without its commit: --fsync is the user's choice here."""
         with nvmeio.open(path, "w") as target:
             stream = WriteBehind(self._handle, target, self._staging)
             file: Any = stream

@@ -33,10 +33,10 @@ class Loop:
 
     Attributes:
         task_s: How long each task's transfer took.
-        end_to_end_s: From the first task's start to the last task's end.
-        nbytes: What all tasks moved.
+        end_to_end_s: The time from the first task's start to the last task's end.
+        nbytes: Bytes that all tasks moved.
         cpu_s: User and system time of all processes.
-        disk: What the drives moved meanwhile, for anybody; None where there are none to ask.
+        disk: Bytes that the drives moved meanwhile, for anybody; None if they do not report it.
         cached: The largest part of a file that lay in the page cache before a read.
     """
 
@@ -69,7 +69,7 @@ class Series:
 
     @property
     def nbytes(self) -> int:
-        """What all tasks move in a loop."""
+        """The bytes that all tasks move in a loop."""
         return self.loops[0].nbytes
 
     @property
@@ -128,7 +128,7 @@ class Series:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What was measured, where, and under which conditions.
+    """The measurements, with their place and conditions.
 
     Attributes:
         workload: With the user's own directories.
@@ -136,7 +136,7 @@ class BenchResult:
         ops: In their order.
         resolved: The engine that "auto" stands for, and why.
         buffered: Engines whose transfers went through the page cache.
-        fio_memory: What fio's buffers lay on, "" where fio was not asked.
+        fio_memory: The memory of fio's buffers, "" if fio did not run.
         missing: Engines that cannot be had here, and why.
         failed: Engines that began and did not do the work, and why.
     """
@@ -177,7 +177,7 @@ class BenchResult:
         return lines
 
     def conditions(self) -> list[str]:
-        """What a reader has to know to compare the figures with others."""
+        """The conditions that a reader needs to compare the figures with others."""
         workload = self.workload
         tasks = len(workload.places)
         lines = [
@@ -239,7 +239,7 @@ class BenchResult:
 
 
 def label(engine: str) -> str:
-    """What people read for an engine's name."""
+    """An engine's name for people."""
     return _REFERENCE_LABEL if engine == REFERENCE else engine
 
 

@@ -73,11 +73,11 @@ class Session:
         """Everything; the reference's series last in each direction.
 
         Args:
-            errors: Where progress goes.
+            errors: The stream for progress.
 
         Raises:
             Refused: It does not fit on the drive or in memory.
-            Failed, BackendUnavailableError, NvmeioError, OSError: What stood in the way.
+            Failed, BackendUnavailableError, NvmeioError, OSError: The error that prevented it.
         """
         asked = self._asked
         needs = disk_needs(asked, self._ops, _suffixes(self._engines))
@@ -97,7 +97,7 @@ class Session:
                         pool.close()
 
     def result(self) -> BenchResult | None:
-        """What was measured, if anything was: all of it, or up to an interrupt."""
+        """The measurements, if there are any: all of them, or those up to an interrupt."""
         series = [s for s in self._series if s.loops]
         if all(s.engine == REFERENCE for s in series):
             return None

@@ -41,7 +41,7 @@ class Task:
         self._device = f"cuda:{workload.places[index].device}" if workload.gpu else "cpu"
         self._engines: dict[str, BenchEngine] = {}
         self._own: dict[str, torch.Tensor] = {}
-        # What engines move, and (on a GPU) what the user has: the same tensor without one.
+        # The tensor that engines move, and (on a GPU) the user's: the same one without a GPU.
         self._tensor = _allocate(workload)
         fill(self._tensor, index)
         self._on_device = self._tensor
@@ -71,7 +71,7 @@ class Task:
 
         Args:
             suffix: "bin" for plain bytes, "pt" for torch's files, "ref" for the reference.
-            op: What they are for: a write with `new_files` finds none.
+            op: The operation they are for: a write with `new_files` finds none.
         """
         workload = self._workload
         if op == "write" and (suffix == "pt" or (workload.new_files and suffix != "ref")):
@@ -95,7 +95,7 @@ class Task:
     # --- one lap ------------------------------------------------------------------------------
 
     def before(self, lap: Lap) -> float | None:
-        """What comes before the timing; how much of the file is cached, for reads through it."""
+        """Prepare a lap, untimed; returns the cached share of the file for buffered reads."""
         engine, workload = self._engines[lap.engine], self._workload
         path = self._file(engine, lap.loop)
         if lap.op == "write":

@@ -18,7 +18,7 @@ DEFAULTS = Options()
 
 @dataclass(frozen=True)
 class WorkPlace:
-    """Where one task works: its directory, and its GPU if it has one."""
+    """The place of one task: its directory, and its GPU if it has one."""
 
     directory: Path
     device: int = 0
@@ -81,7 +81,7 @@ class Lap:
 
     Attributes:
         engine: Its name.
-        op: What it does.
+        op: Its operation.
         loop: Which one, from 0, warm-up included.
         nbytes: How much a task moves; the reference moves less than the others.
     """
@@ -94,7 +94,7 @@ class Lap:
 
 @dataclass(frozen=True)
 class Timing:
-    """What one task's lap took.
+    """The times of one task's lap.
 
     Attributes:
         start_s: When its transfer began, on the clock that all processes of a machine share.
@@ -120,8 +120,8 @@ def disk_needs(workload: Workload, ops: Sequence[Op], suffixes: Iterable[str]) -
 
     Args:
         workload: With the directories of the user.
-        ops: What will be measured.
-        suffixes: Of the engines' files; those with the same one share them.
+        ops: The operations to measure.
+        suffixes: The suffixes of the engines' files; engines with the same one share them.
     """
     per_loop = workload.total_loops if workload.new_files and "read" in ops else 1
     files = per_loop + (1 if workload.new_files and "write" in ops else 0)

@@ -29,7 +29,7 @@ from nvmeio._threads.owner import OwnerThread
 from nvmeio.cli._terminal import Refused, binary_size
 from nvmeio.cli.measure import machine
 
-# What stays free whatever is measured: a full file system hurts everybody who shares it.
+# The share that stays free in any case: a full file system hurts everybody who shares it.
 SPARE_FRACTION = 0.05
 SPARE_BYTES_MOST = 1 << 30
 SPARE_MEMORY_BYTES = 256 << 20
@@ -40,7 +40,7 @@ _SEED_STEP = 0xD1B54A32D192ED03  # another such number
 SECTOR = 512  # /proc/diskstats counts in these whatever the drive's own block is
 
 
-# What a transfer took
+# The cost of a transfer
 
 
 def cpu_seconds() -> float:
@@ -50,13 +50,13 @@ def cpu_seconds() -> float:
 
 
 class DiskBytes(NamedTuple):
-    """What drives have moved since boot, by anybody."""
+    """Bytes that drives have moved since boot, for anybody."""
 
     read: int
     written: int
 
     def since(self, earlier: DiskBytes) -> DiskBytes:
-        """What they have moved between two looks."""
+        """The bytes that they have moved between two looks."""
         return DiskBytes(self.read - earlier.read, self.written - earlier.written)
 
 
@@ -159,8 +159,8 @@ def check_memory(nbytes: int, needs: Mapping[Path, int]) -> None:
     """Makes sure that buffers of this many bytes in all fit into memory.
 
     Args:
-        nbytes: Of the buffers.
-        needs: Of the files, by directory: those on a file system in memory count too.
+        nbytes: The size of the buffers.
+        needs: The size of the files, by directory: those on a file system in memory count too.
 
     Raises:
         Refused: They do not. (The kernel would give them all the same, and then end a process.)

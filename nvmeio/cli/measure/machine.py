@@ -2,9 +2,9 @@
 
 Reading order: `gather` calls one function per subject below it; of cuFile `find_cufile` says where
 it lies, and `look_into_cufile` tries it in a process of its own. Nothing here judges
-(`report.find_problems` does) and nothing here prints. What cannot be read is None, never an error:
-a report is most wanted where things are missing. `require_devices` alone refuses: a GPU or cuFile
-that was asked for and is not there.
+(`report.find_problems` does) and nothing here prints. An unreadable value is None, never an error:
+a report is most useful when things are missing. `require_devices` alone refuses: a GPU or cuFile
+that was requested and is missing.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Software:
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """What the kernel allows for buffers.
+    """The kernel's limits for buffers.
 
     Attributes:
         memlock_bytes: RLIMIT_MEMLOCK, None for unlimited.
-        memlock_hard_bytes: What a process may raise it to, None for unlimited.
+        memlock_hard_bytes: The most that a process may raise it to, None for unlimited.
         memlock_exempt: CAP_IPC_LOCK is held, so that the limit does not apply.
         huge_pages: "always", "madvise" or "never"; None where the kernel does not say.
         protection: Which writes to write-protected memory are seen: "any", "user" (those of
@@ -114,13 +114,13 @@ class EngineAttempt:
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """What ``engine="auto"`` gives.
+    """The engine that ``engine="auto"`` chooses.
 
     Attributes:
         auto: The engine's name, None where starting it failed.
         attempts: Every engine there is.
         reason: Why starting it failed, or "".
-        remedy: How to fix that, or "".
+        remedy: The way to fix that, or "".
     """
 
     auto: str | None
@@ -135,8 +135,8 @@ class Device:
 
     Attributes:
         name: The whole disk, "nvme0n1".
-        model: What the drive calls itself, else its driver, else "".
-        logical_block_size: In bytes.
+        model: The drive's own name, else its driver, else "".
+        logical_block_size: Its logical block size in bytes.
         rotational: As reported; virtual disks often claim it.
     """
 
@@ -151,7 +151,7 @@ class Directory:
     """One directory, what it lies on, and whether direct I/O works there.
 
     Attributes:
-        tuned: What `nvmeio tune --save` stored for its file system, None for nothing.
+        tuned: The settings that `nvmeio tune --save` stored for its file system, or None.
         tuned_problem: Why that could not be read, or "".
     """
 
@@ -220,7 +220,7 @@ def software() -> Software:
 
 
 def versions() -> dict[str, str]:
-    """What figures depend on, for those who read them elsewhere."""
+    """The versions that figures depend on, for readers elsewhere."""
     return {
         "nvmeio": nvmeio.__version__,
         "kernel": platform.release(),
@@ -230,7 +230,7 @@ def versions() -> dict[str, str]:
 
 
 def aio() -> Aio:
-    """How the kernel's AIO calls are reached, and how many events are left."""
+    """The way to the kernel's AIO calls, and the number of events left."""
     nr, max_nr = _read_int("/proc/sys/fs/aio-nr"), _read_int("/proc/sys/fs/aio-max-nr")
     try:
         found = kernel_aio()
@@ -261,7 +261,7 @@ def memory() -> MemoryLimits:
 
 
 def engine() -> EngineChoice:
-    """What ``engine="auto"`` gives here, found by starting it as a handle would."""
+    """The engine that ``engine="auto"`` chooses here, found by starting it as a handle would."""
     attempts: list[EngineAttempt] = []
     try:
         attempts += (EngineAttempt(*attempt) for attempt in engines.describe())
@@ -297,7 +297,7 @@ def check_directory(directory: Path) -> None:
 
 
 def look_at(directory: Path) -> Directory:
-    """What a directory lies on and whether direct I/O works there."""
+    """The drive of a directory, and whether direct I/O works there."""
     mount = find_mount(directory)
     usage = shutil.disk_usage(directory)
     stored, problem = None, ""
@@ -366,7 +366,7 @@ def _installed_version(distribution: str) -> str | None:
 
 @dataclass(frozen=True)
 class CuFile:
-    """Where libcufile lies, and what became of trying it.
+    """The path of libcufile, and the result of trying it.
 
     Attributes:
         path: The library, None where it was not found.
@@ -375,7 +375,7 @@ class CuFile:
         usable: False where it was not found, and where opening its driver would hang.
         version: As "1.20"; None where it could not be loaded.
         driver: "opens", or why it does not; "" where it was not tried.
-        mode: What `GdsHandle.mode` would be, or None.
+        mode: The value that `GdsHandle.mode` would have, or None.
         nvidia_fs: Version of the loaded kernel module, "" where it is not loaded.
         p2pdma: Whether the kernel was built with PCI P2PDMA; None where it does not say.
         udev: Whether udev's database is there, which files on a disk need.
@@ -417,8 +417,8 @@ def look_into_cufile(found: CuFile, directories: Sequence[Path] = ()) -> CuFile:
     """The same with everything else that is to be known; loads the library in a process.
 
     Args:
-        found: What `find_cufile` gave.
-        directories: In each a small file is made, registered and removed: the driver opens on
+        found: The result of `find_cufile`.
+        directories: A small file is made, registered and removed in each: the driver opens on
             machines where cuFile takes no file of a disk.
     """
     told = _probe(directories) if found.path else {}

@@ -30,14 +30,14 @@ JobReport = dict[str, Any]
 
 
 class FioFigures(NamedTuple):
-    """What fio says of its jobs together.
+    """fio's figures for its jobs together.
 
     Attributes:
         seconds: From first submission to last completion, of the slowest job: the start of fio's
             process is not in it, nor are opening files and touching buffers; an end_fsync is.
         cpu_s: User and system time of all jobs.
-        nbytes: What they moved.
-        operations: In how many requests.
+        nbytes: Bytes that they moved.
+        operations: The number of requests.
     """
 
     seconds: float
@@ -112,7 +112,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def fio_failed(process: subprocess.Popen[str], output: str, errors: str) -> Failed:
-    """What fio says of why it ended."""
+    """The reason that fio gives for its end."""
     lines = (errors or output).strip().splitlines() or [f"status {process.returncode}"]
     return Failed(f"fio: {lines[0]}")
 

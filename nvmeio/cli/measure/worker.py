@@ -46,8 +46,8 @@ class Worker:
 
     Args:
         target: `module:Class`, imported and called in the process; its answer comes first.
-        arguments: For the class.
-        name: What failures call it.
+        arguments: Arguments for the class.
+        name: Its name in error messages.
         log: File that takes what the peer prints; without one it goes to stderr.
         path: Directories that the process imports from, before all others.
     """

@@ -1,6 +1,6 @@
 """`nvmeio tune`: the fastest setting for a drive, found within a budget (ds_nvme_tune's place).
 
-This module turns the command line into a search. What needs torch is imported by who uses it:
+This module turns the command line into a search. Modules that need torch are imported on use:
 `--help` comes at once.
 
 Reading order: `space` (which settings there are), `search` (which of them are looked at, and who

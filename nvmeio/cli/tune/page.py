@@ -292,7 +292,7 @@ def _latency_chart(measured: Sequence[Latencies], winner: Options) -> Figure:
 
 
 def _dressed(figure: Figure, height: int, x: str, y: str = "", *, category: bool = False) -> Figure:
-    """What all charts share: no paper of their own, labels never clipped, no traps for a finger."""
+    """Apply the common style: no own paper, labels never clipped, no traps for a finger."""
     clear = "rgba(0,0,0,0)"
     axis: dict[str, Any] = {
         "automargin": True,

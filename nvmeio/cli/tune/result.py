@@ -33,7 +33,7 @@ class Latencies:
 
 @dataclass(frozen=True)
 class TunePlan:
-    """What was asked for: `io_size` is bytes of a full transfer, in each directory."""
+    """The requested search: `io_size` is bytes of a full transfer, in each directory."""
 
     directories: Sequence[Path]
     ops: Sequence[Op]
@@ -53,13 +53,13 @@ class TuneResult:
     """A search and its circumstances.
 
     Attributes:
-        plan: What was asked for.
-        outcome: What was found.
-        engine: Which engine did it.
+        plan: The requested search.
+        outcome: The findings.
+        engine: The engine that was used.
         direct: Whether transfers bypassed the page cache.
-        seconds: What it took.
-        latencies: Of the winner and the default, where they were measured.
-        trouble: What went wrong beside the search, "" where nothing did.
+        seconds: The time that it took.
+        latencies: The latencies of the winner and the default, if they were measured.
+        trouble: A failure outside the search, or "".
     """
 
     plan: TunePlan
@@ -91,11 +91,11 @@ class TuneResult:
         return statistics.median(rates) if rates else None
 
     def block(self) -> dict[str, Any]:
-        """What loads into `AioHandle(**block["aio"])` and into a DeepSpeed configuration."""
+        """The block for `AioHandle(**block["aio"])` and for a DeepSpeed configuration."""
         return {"aio": self.outcome.winner._asdict()}
 
     def tuned(self, directory: Path) -> Tuned:
-        """What is stored for a directory's file system."""
+        """The record to store for a directory's file system."""
         rates = {
             f"{kind}{op}_gb_per_s": round(rate, 3)
             for kind, finalist in (("", self.winner), ("default_", self.default))
@@ -111,7 +111,7 @@ class TuneResult:
         )
 
     def conditions(self) -> list[str]:
-        """What a reader has to know to compare the figures with others."""
+        """The conditions that a reader needs to compare the figures with others."""
         plan, outcome, many = self.plan, self.outcome, len(self.plan.directories)
         where = ", ".join(map(str, plan.directories))
         lines = [

@@ -164,8 +164,8 @@ class TuneRun:
     """Measures as planned.
 
     Args:
-        plan: What was asked for.
-        errors: Where progress goes, and every measurement if `verbose`.
+        plan: The requested search.
+        errors: The stream for progress, and for every measurement if `verbose`.
         log: Takes every measurement.
     """
 
@@ -221,7 +221,7 @@ class TuneRun:
                 self._look_at_blocks(rig, outcome.winner, latency_s)
 
     def result(self) -> TuneResult | None:
-        """What is known by now; None where it was interrupted before anything was measured."""
+        """The results so far; None if it was interrupted before anything was measured."""
         outcome = self._search.outcome(self._complete)
         told = self._complete or any(s.stage != "probe" for s in outcome.samples)
         if self._rig is None or not told:

@@ -49,7 +49,7 @@ class SearchStage:
     Attributes:
         name: For people.
         keep: How many settings take part at most.
-        share: What part of `io_size` is moved.
+        share: The part of `io_size` that is moved.
         until: The part of the time after which it has to be over.
     """
 
@@ -84,14 +84,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """What a search found.
+    """The findings of a search.
 
     Attributes:
         winner: The setting to use: the default unless another one proved better.
         verdict: Why, in a sentence.
         finalists: The default first, then by throughput.
         samples: Everything that was measured.
-        looks: Of each setting, the logarithms of its rates relative to the default's.
+        looks: The logarithms of each setting's rates relative to the default's.
         total: How many settings there are.
         unusable: Settings that cannot be used here, and why.
         study: optuna's record of the exploration; None where it had not begun.
@@ -114,7 +114,7 @@ class SearchOutcome:
         return len(self.looks) + 1
 
     def of(self, setting: Options) -> Finalist:
-        """What the final says of a setting."""
+        """The result of the final for a setting."""
         return next(f for f in self.finalists if f.setting == setting)
 
 
@@ -128,8 +128,8 @@ class Search:
         measure: Moves so many bytes once with a setting; the seconds that took, by the same clock.
             May raise `UnusableSetting`.
         clock: Seconds.
-        on_progress: Told what is being done, before each measurement.
-        seed: Of everything that is left to chance.
+        on_progress: Called with a description before each measurement.
+        seed: The seed of all random choices.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Search:
         return self.outcome(complete=True)
 
     def outcome(self, complete: bool = False) -> SearchOutcome:
-        """What has been found so far."""
+        """The findings so far."""
         chosen = self._in_final
         if not self._default_counts and not chosen:
             chosen = self._best(1) or self._settings[1:2]
@@ -364,7 +364,7 @@ class Finalist:
 
     @property
     def spread(self) -> float:
-        """How far below `ahead` the truth may lie, with 97 % certainty from six rounds on.
+        """The uncertainty of `ahead` downwards, with 97 % certainty from six rounds on.
 
         The distance from the median to the lower end of its interval by order statistics (the sign
         test turned round), so a few hiccups do not widen it. With fewer rounds: to the lowest.
@@ -406,7 +406,7 @@ def decide(ranked: Sequence[Finalist], default_counts: bool = True) -> tuple[Opt
     """The setting to use, and why, in a sentence.
 
     Args:
-        ranked: What `finalists` returns.
+        ranked: The result of `finalists`.
         default_counts: Whether the default is one of the settings to choose from.
     """
     default, others = ranked[0], ranked[1:]
