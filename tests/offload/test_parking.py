@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -175,7 +176,10 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
     resident = resident_bytes()
     with park(module, optimizer, swap_dir=tmp_path) as parked:
         assert parked.freed_bytes > 350 << 20
-        assert resident - resident_bytes() > 0.9 * parked.freed_bytes
+        began = time.monotonic()  # what other tests have begun may still have memory
+        while resident - resident_bytes() <= 0.9 * parked.freed_bytes:
+            assert time.monotonic() - began < 20, (resident, resident_bytes(), parked.freed_bytes)
+            time.sleep(0.1)
     assert resident_bytes() > resident - (8 << 20)
 
 
