@@ -133,6 +133,24 @@ def test_a_pickle_module_of_the_users(path: Path) -> None:
     assert_same(torch_load(path), {"a": noise(10)})
 
 
+def test_a_pickler_that_a_program_puts_in_its_place(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one of the first save was kept: torch uses what is there."""
+    nvmeio.save({"a": noise(10)}, path)
+
+    class Telling(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            return (str, ("replaced",)) if type(obj) is complex else NotImplemented
+
+    monkeypatch.setattr(pickle, "Pickler", Telling)
+    nvmeio.save({"a": noise(10), "b": 1j}, path)
+    monkeypatch.undo()
+    assert torch_load(path, weights_only=False)["b"] == "replaced"
+    nvmeio.save({"b": 1j}, path)
+    assert torch_load(path, weights_only=False) == {"b": 1j}
+
+
 def test_the_file_is_what_torch_would_write_but_for_the_alignment(
     path: Path, tmp_path: Path
 ) -> None:

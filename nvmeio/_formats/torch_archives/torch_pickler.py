@@ -30,6 +30,8 @@ import torch
 
 from nvmeio import _torch_private
 
+_STANDARD = pickle.Pickler  # a program may put another one there later, which it wants used
+
 Storages = dict[str, torch.UntypedStorage]
 """Storages by the key of their record."""
 
@@ -92,7 +94,7 @@ class PickleModule:
     def __init__(self, module: Any, seen: Seen, ends: bool) -> None:
         self._module = module
         self._seen = seen
-        if module.Pickler is not pickle.Pickler or not _KINDS:
+        if module.Pickler is not _STANDARD or not _KINDS:
             self._pickler = _watching(module.Pickler, ends)
         else:  # made once: it takes as long as pickling ten tensors
             self._pickler = _usual() if ends else _watching(_quick(), ends)
@@ -245,7 +247,7 @@ def _quick() -> Any:
     kinds, metadata = _KINDS, _torch_private.tensor_metadata
     no_hooks = (OrderedDict, ())
 
-    class Quick(pickle.Pickler):
+    class Quick(_STANDARD):
         quick = False
 
         def reducer_override(self, obj: Any) -> Any:
@@ -316,7 +318,7 @@ def found_to_agree() -> bool:
 
 def _dump_quick(self: Any, obj: Any) -> None:
     self.quick = True
-    pickle.Pickler.dump(self, obj)
+    _STANDARD.dump(self, obj)
 
 
 def _pickle_of(module: Any) -> bytes:
