@@ -11,7 +11,7 @@
     >>> nvmeio.load("model.pt")["weights"].sum()
     tensor(1000.)
 
-The guides are in docs/, and the commands under `nvmeio --help`. Whoever changes nvmeio begins with
+The guides are in docs/, and the commands under `nvmeio --help`. Contributors begin with
 docs/architecture.md. Names are loaded when they are first asked for: `import nvmeio` imports no
 torch.
 """
@@ -33,7 +33,7 @@ from nvmeio.errors import ShortTransferError as ShortTransferError
 from nvmeio.errors import TransferError as TransferError
 
 if typing.TYPE_CHECKING:
-    # What type checkers and editors see of the tables below.
+    # The tables below, for type checkers and editors.
     from nvmeio import bound_file as bound_file
     from nvmeio import buffers as buffers
     from nvmeio import checkpoint as checkpoint

@@ -39,7 +39,7 @@ def integer(name: str, value: Any, least: int | None = None, most: int | None = 
 
 
 def file_offset(name: str, value: Any, nbytes: int) -> int:
-    """Where so many bytes may begin in a file; ValueError if they would lie outside of any."""
+    """An offset for so many bytes in a file; ValueError if they would lie outside of any."""
     number = value if type(value) is int else integer(name, value)
     if not 0 <= number <= OFFSET_MAX - nbytes:
         raise ValueError(

@@ -31,7 +31,7 @@ class Name(NamedTuple):
     without: str
 
 
-_REFUSED = "whoever needs it gets an ImportError"
+_REFUSED = "a feature that needs it raises ImportError"
 _BY_TORCH = "torch saves and loads by itself, slower"
 
 NAMES = {
@@ -196,7 +196,7 @@ def found(key: str) -> Any:
 
 
 def missing() -> list[str]:
-    """What this torch lacks of the tables above, each with what happens without it."""
+    """Names of the tables above that this torch lacks, each with the effect."""
     without_cuda = torch.version.cuda is None
     keys = set(NAMES) - {"has_cuda_context"} if without_cuda else set(NAMES)
     lacking = [NAMES[key] for key in sorted(keys) if found(key) is None]

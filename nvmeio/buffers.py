@@ -41,7 +41,7 @@ def empty_aligned(
 ) -> torch.Tensor:
     """An uninitialised CPU tensor on memory that direct I/O reaches without a copy.
 
-    What nvmeio itself uses, and the buffer to prefer for every transfer: huge pages, already
+    This is nvmeio's own memory, and the buffer to prefer for every transfer: huge pages, already
     backed by memory, not page-locked (which direct I/O does not need). Its bytes happen to be zero.
 
     Args:
@@ -81,9 +81,9 @@ def empty_pinned(
 ) -> torch.Tensor:
     """As `empty_aligned`, and page-locked: for copies to and from a GPU that run beside compute.
 
-    Where this process has a CUDA context already, the memory is registered with it too
+    If this process has a CUDA context already, the memory is registered with it too
     (`cudaHostRegister`), so `tensor.is_pinned()` holds and `non_blocking=True` copies are
-    asynchronous. Memory that is made before is never registered: copies of it wait, and are as slow
+    asynchronous. Memory that was made earlier is never registered: its copies wait, and are as slow
     as those of any other. So use the device first; ``torch.zeros(1, device="cuda")`` will do.
     Unlocked by `free_pinned`, or when the last view of the tensor goes.
 

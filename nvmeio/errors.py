@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 _AnyError = TypeVar("_AnyError", bound=BaseException)
 
-# How to fix what the kernel reported; looked up by errno when a TransferError is worded.
+# Remedies for the kernel's errors; looked up by errno when a TransferError is worded.
 _REMEDIES: dict[int, str] = {
     _errno.ENOENT: "check the path, and that its directory is there",
-    _errno.EEXIST: 'open what is there with mode="r+", or remove it first',
+    _errno.EEXIST: 'open the existing file with mode="r+", or remove it first',
     _errno.EISDIR: "name a file inside the directory",
     _errno.EACCES: "check the permissions of the file and of its directory",
     _errno.EPERM: "check the permissions and attributes (lsattr) of the file",
@@ -111,9 +111,8 @@ class TransferError(NvmeioError, OSError):
         operation: "pread" or "pwrite"; else what was done to the file as a whole, such as "open",
             "fsync", "rename", "save", or "register" (memory, with cuFile).
         path: The file as the caller named it.
-        file_offset: Where the transfer began, in bytes; 0 where it was about no bytes.
-        nbytes: How many bytes were asked for; 0 where it was about none, and the message has no
-            range then.
+        file_offset: The first byte of the transfer; 0 if it was about no bytes.
+        nbytes: The requested bytes; 0 if it was about none, and the message has no range then.
         transferred: How many of them got through before (and beside) the failure.
     """
 
@@ -176,7 +175,7 @@ class TransferError(NvmeioError, OSError):
 
 
 def errno_of(failed: OSError) -> int:
-    """Its number; EIO where it has none."""
+    """Its number; EIO if it lacks one."""
     return failed.errno or _errno.EIO
 
 
@@ -231,7 +230,7 @@ class RowsError(TransferError):
     Attributes:
         row: The first that failed, by its number.
         errno: Why that one did; ENODATA where the file ends before the row does.
-        file_offset: Where in the file it was to be.
+        file_offset: The row's offset in the file.
         nbytes: The length of a row in bytes.
         rows: How many rows there are.
         whole: How many of them are whole: read into their place, or written. Rows that were read in
@@ -340,9 +339,9 @@ class CuFileError(TransferError):
     """cuFile refused or failed.
 
     Attributes:
-        errno: What comes nearest to the status, so that `except OSError` code can go by it.
-        cufile_status: The status, 5000 and up (CUfileOpError); 0 where the kernel's errno is all
-            that cuFile gave, or where its call did not return in time.
+        errno: The errno nearest to the status, for code with `except OSError`.
+        cufile_status: The status, 5000 and up (CUfileOpError); 0 if cuFile gave only the kernel's
+            errno, or if its call did not return in time.
         cuda_status: CUDA's own error number beside status 5011, else 0.
     """
 
@@ -365,7 +364,7 @@ class BackendUnavailableError(NvmeioError, RuntimeError):
     """No implementation that was asked for can work here.
 
     Attributes:
-        attempts: What was tried and why each failed: ``[(name, reason), …]``.
+        attempts: The attempts and the reason of each failure: ``[(name, reason), …]``.
         remedy: The command or change that fixes it, or "".
     """
 
@@ -384,8 +383,8 @@ class IntegrityError(NvmeioError):
     """Bytes are not what they should be.
 
     Attributes:
-        expected: What should have been there.
-        found: What was there.
+        expected: The expected value.
+        found: The value that was found.
     """
 
     def __init__(self, message: str, *, expected: object, found: object) -> None:

@@ -149,9 +149,9 @@ def acquire(
     """The descriptors for one transfer, which stay open until `user` lets go of them.
 
     Args:
-        file: What the caller named.
+        file: The file that the caller named.
         user: Any hashable object that no other transfer uses.
-        writing: The direction; None for calls that have none (fsync).
+        writing: The direction; None for calls without one (fsync).
 
     Raises:
         TypeError: `file` is none of path, descriptor and `File`.
@@ -190,7 +190,7 @@ def give_up(
 def in_use(
     file: str | os.PathLike[str] | int | File, writing: bool | None = False
 ) -> Iterator[Descriptors]:
-    """The descriptors of a file, which stay open for the body whoever closes it; see `acquire`."""
+    """The descriptors of a file, open for the body even if it is closed; see `acquire`."""
     user, opened = object(), None
     try:
         opened = acquire(file, user, writing)

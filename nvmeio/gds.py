@@ -45,8 +45,8 @@ class GdsHandle(AioHandle):
         overlap_events: See `block_size`.
         intra_op_parallelism: Threads that call cuFile, and lanes for CPU tensors.
         engine: See `block_size`.
-        task_bytes: What one call of cuFile moves at most; a multiple of 4096. 4 to 16 MiB are
-            recommended for cuFile.
+        task_bytes: The most bytes that one call of cuFile moves; a multiple of 4096. 4 to 16 MiB
+            are recommended for cuFile.
         allow_compat: False: where direct transfers are not possible they fail, instead of going
             through host memory.
         cpu_tensors: "aio", or "cufile" to have cuFile move host memory as well (from cuFile 1.16
@@ -213,7 +213,7 @@ class GdsHandle(AioHandle):
         """Undo `pin_device_tensor`.
 
         Args:
-            tensor: That tensor, or any view that begins where it begins.
+            tensor: The tensor, or any view that begins where it begins.
 
         Raises:
             ValueError: This handle has registered no memory that begins there, or operations are

@@ -57,7 +57,7 @@ class AioHandle(HandleSettings, ClosingWork):
         intra_op_parallelism: Lanes: native threads with a queue each. Large transfers are split
             over them, small ones take turns. DeepSpeed's names for it, num_threads and
             thread_count, are taken too: ``AioHandle(**config["aio"])``.
-        engine: "auto" (Linux AIO, or "threads" where the kernel has none, or none left, which is
+        engine: "auto" (Linux AIO, or "threads" if the kernel has no AIO, or none left, which is
             warned of once), "libaio", "threads", or an engine object, e.g.
             `nvmeio.testing.FakeEngine`.
         ring_bytes: Page-locked host memory that CUDA tensors go through, in bytes; 32 KiB or
@@ -109,7 +109,7 @@ class AioHandle(HandleSettings, ClosingWork):
         self._short_writes = self._short(Opcode.WRITE)
 
     def _short(self, opcode: Opcode) -> ShortTransfers | None:
-        """The starter of short transfers of CPU tensors; None where the core has none."""
+        """The starter of short transfers of CPU tensors; None if the core lacks one."""
         core = self._usual_core
         if core is None or not ShortTransfers.are_cheaper(core):
             return None
@@ -300,10 +300,10 @@ class AioHandle(HandleSettings, ClosingWork):
             out: Destination, of shape (N, …): row ``out[i]`` is read from ``file_offsets[i]``. Any
                 tensor that `async_pread` takes; rows may be 1 byte long or larger than a block.
             file: A path, an open descriptor (which stays open), or an `nvmeio.File`.
-            file_offsets: Where each row begins, in bytes, as N integers: a tensor (an int64 one on
-                the CPU is used as it is: leave it unchanged until the operation is done), a numpy
-                array, or a sequence. Any order, any alignment; rows may be repeated, and overlap by
-                whole elements. For rows by their numbers: `nvmeio.data.Records`.
+            file_offsets: The first byte of each row in the file, as N integers: a tensor (an int64
+                one on the CPU is used as it is: leave it unchanged until the operation is done), a
+                numpy array, or a sequence. Any order, any alignment; rows may be repeated, and
+                overlap by whole elements. For rows by their numbers: `nvmeio.data.Records`.
             allow_overlap: Accept rows that overlap by a part of an element. They are refused
                 otherwise, because row numbers given by mistake for byte offsets look like that.
 
@@ -336,8 +336,8 @@ class AioHandle(HandleSettings, ClosingWork):
         somebody else writes there meanwhile.
 
         Args:
-            source: Of shape (N, …): row ``source[i]`` is written at ``file_offsets[i]``. Leave it
-                unchanged until the operation is done.
+            source: A tensor of shape (N, …): row ``source[i]`` is written at ``file_offsets[i]``.
+                Leave it unchanged until the operation is done.
             file: As for `async_pwrite`: a path is created if it is missing, and never truncated.
             file_offsets: As for `async_gather`, but rows may not overlap.
 
@@ -379,7 +379,7 @@ class AioHandle(HandleSettings, ClosingWork):
         Args:
             tensors: A list of what `async_pread` takes; all on CUDA devices, or none.
             files: As many files, or one for all. The same one may be named again.
-            file_offsets: Where in its file each tensor begins, in bytes: as many integers (a
+            file_offsets: The first byte of each tensor in its file: as many integers (a
                 tensor, a numpy array, a sequence). None: at the file's first byte, or one behind
                 the other if there is one file for all.
 

@@ -154,7 +154,7 @@ class Operation(NotPickled, Begun[int]):
 
     @property
     def file_offset(self) -> int:
-        """Where in the file it begins, in bytes."""
+        """The offset of its first byte in the file."""
         return self._record.file_offset
 
     @property
@@ -213,7 +213,7 @@ class _OperationFuture(concurrent.futures.Future[int]):
     def __init__(self, operation: Operation) -> None:
         super().__init__()
         self._operation = operation
-        # Whoever waits for this may have no event loop, or outlive the one it was made on.
+        # A waiter may have no event loop, or outlive the one it was made on.
         follow = functools.partial(self._follow, operation)
         if not operation._watchers.on_settled(operation._record, follow, anywhere=True):
             self._follow(operation)

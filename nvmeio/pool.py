@@ -1,12 +1,12 @@
 """`PinnedPool`: a fixed budget of nvmeio memory, leased out and taken back.
 
-First touch is expensive (`empty_aligned` has the figures), so whoever moves many tensors through
-host memory maps one arena and reuses it; whoever must stay within a budget waits here until enough
-of it is back.
+First touch is expensive (`empty_aligned` has the figures), so a program that moves many tensors
+through host memory maps one arena and reuses it; a caller that must stay within a budget waits here
+until enough of it is back.
 
-`_memory.leases` knows who has which bytes, and who waits.
+`_memory.leases` knows the owner of each byte, and the waiting callers.
 
-Where Ctrl-C comes between a lease and its ``with`` block, or as the block is left, nobody gives its
+If Ctrl-C comes between a lease and its ``with`` block, or as the block is left, nobody gives its
 bytes back. They come back when both the lease and the memory are dead: the callbacks of their weak
 references are `SimpleQueue.put` itself, a C function, which no interrupt cuts in half, and whoever
 takes or waits looks there (`LeaseQueue.look`).
@@ -37,8 +37,8 @@ from nvmeio.errors import ClosedError, counted
 __all__ = ["Lease", "PinnedPool"]
 
 _SLICE_S = 0.25  # who waits looks this often for what nobody gave back
-# What an exception's traceback keeps may lie in a cycle, and who waits makes no garbage that would
-# have the collector run.
+# Objects of an exception's traceback may lie in a cycle, and a waiting thread makes no garbage that
+# would start the collector.
 _COLLECT_AFTER_S = 1.0
 _COLLECT_EVERY_S = 10.0
 
@@ -154,7 +154,7 @@ class PinnedPool(NotPickled, Closing):
     # Closing
 
     def close(self) -> None:
-        """Take no more requests; whoever waits gets `ClosedError`. Never waits, never raises.
+        """Refuse new requests; waiting callers get `ClosedError`. Never waits, never raises.
 
         Leases that are out stay valid and are given back as usual. The arena is unlocked and
         unmapped when the last of them, and the last tensor of one, is gone: at once if none is.
@@ -265,8 +265,8 @@ class Lease(NotPickled):
 
     async def __aenter__(self) -> torch.Tensor:
         served = running_loop().create_future()
-        # Weak: the loop keeps who waits, by the timer of its patience. What the pool kept of a
-        # loop that is closed might keep the task that has the bytes.
+        # Weak: the loop keeps the waiter, by the timer of its patience. A strong reference to a
+        # closed loop's waiter might keep the task that has the bytes.
         reached = weakref.ref(served)
         waiter = self._start(lambda: _wake(reached))
         try:

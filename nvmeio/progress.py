@@ -1,4 +1,4 @@
-"""How far a load, a save or the like has come: what ``progress=`` takes, and two ready-made bars.
+"""The progress of a load, a save or the like: the functions for ``progress=``, and two bars.
 
     nvmeio.load("model.pt", progress=nvmeio.progress.tqdm_bar())
 
@@ -8,7 +8,7 @@
 
 Any callable with the parameters of `Progress` will do.
 
-The thread that moves the bytes calls it. That is another thread than yours if yours is the main
+The thread that moves the bytes calls it. It is another thread than yours if yours is the main
 thread or runs an event loop. Two threads never call it at once. Keep it short; to reach an event
 loop use ``loop.call_soon_threadsafe``.
 

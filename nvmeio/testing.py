@@ -29,7 +29,7 @@ class FakeEngine(ThreadsEngine):
             dict from file offset to errno.
         accept: How many of n blocks the kernel's queue takes (0 is EAGAIN): a function of n.
         hold: While this event is not set, no block begins to move.
-        seed: Of the random order.
+        seed: The seed of the random order.
 
     Attributes:
         system_calls: How many were made.

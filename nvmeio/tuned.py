@@ -1,6 +1,6 @@
 """Settings that `nvmeio tune --save` found, one per file system.
 
-They lie in ``$XDG_CONFIG_HOME/nvmeio/tuned.json`` (``~/.config`` by default); where a user has none
+They lie in ``$XDG_CONFIG_HOME/nvmeio/tuned.json`` (``~/.config`` by default); if a user has none
 for a file system, those of ``$XDG_CONFIG_DIRS`` (``/etc/xdg``) count, so that an administrator can
 tune a machine once for everybody. A file system is known by its UUID, so a setting outlives a
 remount and a change of device names.
@@ -48,8 +48,8 @@ class Tuned:
 
     Attributes:
         aio: The parameters, for ``AioHandle(*aio)`` or ``AioHandle(**aio._asdict())``.
-        directory: Where it was measured.
-        tuned_at: When, in ISO 8601 with the time zone.
+        directory: The directory that was measured.
+        tuned_at: The time of the measurement, in ISO 8601 with the time zone.
         nvmeio: The version that measured.
         read_gb_per_s: GB/s (10**9 bytes) with this setting; None where reads were not measured.
         write_gb_per_s: The same for writes.
@@ -81,8 +81,8 @@ def find(path: str | os.PathLike[str]) -> Tuned | None:
     """The setting stored for the file system of a path; None where there is none.
 
     Args:
-        path: A file or directory. What does not exist yet counts as lying in its nearest parent
-            that does.
+        path: A file or directory. A path that does not exist yet counts as lying in its nearest
+            parent that does.
 
     Raises:
         ValueError: A file of settings is damaged; says which, and what is wrong with it.

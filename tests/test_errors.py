@@ -132,7 +132,7 @@ def test_a_detail_takes_the_place_of_the_usual_words() -> None:
 
 REMEDIES = {
     errno.ENOENT: "check the path, and that its directory is there",
-    errno.EEXIST: 'open what is there with mode="r+"',
+    errno.EEXIST: 'open the existing file with mode="r+"',
     errno.EISDIR: "name a file inside the directory",
     errno.EACCES: "check the permissions of the file",
     errno.EPERM: "check the permissions and attributes (lsattr)",

@@ -62,7 +62,7 @@ def open_kernel_aio() -> tuple[Any, KernelAio]:
 
 
 def kernel_aio() -> KernelAio:
-    """How the kernel's AIO calls are reached on this machine."""
+    """The way to the kernel's AIO calls on this machine."""
     return open_kernel_aio()[1]
 
 
@@ -149,7 +149,7 @@ def _checked(answer: int) -> int:
 
 
 class FileFacts(NamedTuple):
-    """What statx(2) says of an open file; alignments are None if the kernel does not know."""
+    """The result of statx(2) for an open file; alignments are None if the kernel does not know."""
 
     mode: int
     block_size: int

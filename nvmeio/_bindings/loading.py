@@ -1,4 +1,4 @@
-"""How a native library is loaded, and refused if it was built for another version."""
+"""Load a native library, or refuse it if it was built for another version."""
 
 from __future__ import annotations
 

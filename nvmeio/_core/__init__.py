@@ -1,1 +1,1 @@
-"""The life of an operation: what it moves, who is told, how it ends."""
+"""The life of an operation: its bytes, its waiters, its end."""

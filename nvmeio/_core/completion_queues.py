@@ -1,4 +1,4 @@
-"""Completion queues: where completions arrive, who watches them, and how event loops are woken.
+"""Completion queues: the arrival of completions, their watchers, and the wake-up of event loops.
 
 - The *default* completion queue takes the operations that were started with no event loop running.
   Nobody watches it until somebody asks to be told; then a dispatcher thread does.

@@ -1,7 +1,7 @@
 """The end of operations: noticed, claimed, concluded, and told to those who watch for it.
 
-Whoever notices first that the kernel is done claims the record, and only the claimer concludes it,
-so every record is settled exactly once.
+The first thread that notices that the kernel is done claims the record, and only the claimer
+concludes it, so every record is settled exactly once.
 
 An interrupt (Ctrl-C) may come between any two steps of the main thread, but in no other. So a
 completion stays in its queue until what follows from it is done, and whatever a thread leaves half
@@ -230,7 +230,7 @@ class Reaper:
 
 
 class Watchers:
-    """Knows who waits for records of a core, and wakes them."""
+    """Knows the waiters of a core's records, and wakes them."""
 
     def __init__(self, engine: Engine, live: LiveRecords, reaper: Reaper) -> None:
         self._live = live

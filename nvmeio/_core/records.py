@@ -72,8 +72,9 @@ class Record:
     claimed = 0  # the thread that concludes it, or HANDED_ON
     error: BaseException | None = None
     is_spoken_for = False  # whoever began it asks for its error, and the handle tells nobody else
-    # Who is told of the end: event loops, threads (by releasing a lock), anybody. The first may be
-    # added to without a lock; whoever ends the record sets its state before it looks there.
+    # Those notified of the end: event loops, threads (by releasing a lock), anybody. The first may
+    # be added to without a lock; the thread that ends the record sets its state before it looks
+    # there.
     waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]
     gates: list[threading.Lock] | None = None
     callbacks: list[Callable[[], object]] | None = None
@@ -199,7 +200,7 @@ class Record:
             check()
 
     def _sync_here(self) -> None:
-        """fsync(2) in this thread, where the kernel has none for AIO."""
+        """fsync(2) in this thread, if the kernel's AIO lacks it."""
         assert self.opened is not None
         fd = self.opened.any_fd()
         with naming("fsync", self.path):
@@ -313,7 +314,7 @@ def copy_back(memory: Memory, about: dict[str, Any]) -> None:
 
 
 def refused_once(opcode: base.Opcode, refused: base.Outcome) -> dict[str, int]:
-    """How to correct the counters if a transfer was refused and is done again."""
+    """The correction of the counters for a transfer that was refused and is repeated."""
     return {
         "operations": -1,
         "errors": -1,
@@ -379,7 +380,7 @@ class LiveRecords:
             self.records.pop(record.token, None)
 
     def rename(self, record: Record) -> None:
-        """With the lock held: give it a new token. Whoever has the old one can do nothing."""
+        """With the lock held: give it a new token. The old token then has no effect."""
         token = next(self.tokens)
         self.records[token] = self.records.pop(record.token)
         record.token = token
@@ -420,7 +421,7 @@ class LiveRecords:
             self._failed.pop(record.token, None)
 
     def speak_for(self, record: Record) -> None:
-        """Whoever began the record will see its error, if there is one; `take` never reports it."""
+        """The caller that began the record will see its error; `take` never reports it."""
         with self.lock:
             record.is_spoken_for = True
             self.retrieved(record)

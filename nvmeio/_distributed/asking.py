@@ -27,8 +27,8 @@ class _Question(NamedTuple):
 class Asker:
     """A thread that makes calls, one after the other, for as long as this object lives.
 
-    It is started by the first call. Where no thread can be (in a forked child, at the end of the
-    interpreter) the caller makes its call itself. A call that does not return holds up those
+    It is started by the first call. If no thread can be started (in a forked child, at the end of
+    the interpreter), the caller makes its call itself. A call that does not return holds up those
     behind it, which then take no longer than their own limits; once it does return, all goes on.
     """
 

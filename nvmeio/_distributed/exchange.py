@@ -31,8 +31,8 @@ from nvmeio.errors import BackendUnavailableError, TransferError
 
 logger = logging.getLogger("nvmeio")
 
-# Who was told that another rank failed, or to stop, waits so long for a collective that is under
-# way: then all of them end it, and nothing of it is left behind.
+# A rank that learns of another's failure, or is to stop, waits this long for a collective in
+# progress: then all of them end it, and nothing of it is left behind.
 _GRACE_S = 1.0
 
 # Between two looks whether another rank has failed, while a collective is under way.

@@ -1,10 +1,10 @@
-"""How ranks do one thing together: who is there, agree, fail together, hand bytes on.
+"""The ways in which ranks act together: meet, agree, fail together, hand bytes on.
 
 Each save, load or stream has messages of its own, with a time limit: keys in the store that the
 ranks share (`rank_store`), set once, read by whoever needs them. Missing keys are asked for again
 and again. Each rank counts up a key of its own while it makes progress; the one that others wait
-for and that stops counting is given up after the time limit, by all. Whoever fails says so under
-one key that everybody looks at. Bytes go another way (`exchange`).
+for and that stops counting is given up after the time limit, by all. A rank that fails says so
+under one key that everybody looks at. Bytes go another way (`exchange`).
 """
 
 from __future__ import annotations

@@ -254,8 +254,8 @@ class Calls:
         """Begin one more call of all ranks; what can refuse it before is within `asked`.
 
         `group` is None for a process alone, `otherwise` what a process does that is not a member.
-        What is `of` something is counted by itself. Each question to the store may take `limit_s`.
-        Returns the store that all calls of the group share,
+        Calls `of` each subject are counted separately. Each question to the store may take
+        `limit_s`. Returns the store that all calls of the group share,
         and the number of this one, from 1; None if there is no other rank.
         """
         alone = self._alone[1] if self._alone[0] == path else 0

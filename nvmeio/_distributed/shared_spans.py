@@ -1,6 +1,6 @@
 """Spans of a file that all ranks want, each byte read by one of them: `spans.read`, together.
 
-What `spans.plan_reads` lays out in memory is cut into rounds, each round into even parts, one a
+The memory that `spans.plan_reads` lays out is cut into rounds, each round into even parts, one a
 rank. A rank reads its parts ahead (a few rounds of them are in flight), and once all have read
 those of a round, each sends its own to the others (`exchange`). So the drives and the connections
 work at the same time, and of each byte that is wanted there is one read in all.

@@ -1,4 +1,4 @@
-"""Which descriptors a transfer goes through, what direct I/O needs on them, and who closes them.
+"""The descriptors of a transfer: the needs of direct I/O, and the time to close them.
 
 A file has up to two on one inode: one with O_DIRECT for the aligned span, one without for unaligned
 edges. `Descriptors` owns both and knows its users, so that closing a `File` (or dropping a path)
@@ -36,12 +36,12 @@ class Alignment(NamedTuple):
 NO_DIRECT = Alignment(0, 0)
 # Files of these live in memory: their O_DIRECT, where accepted, is the page cache all the same.
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
-# What the kernel answers where a file system takes no direct I/O. Anything else (EIO, EMFILE, …) is
+# The kernel's errors if a file system takes no direct I/O. Anything else (EIO, EMFILE, …) is
 # this file's or this moment's, and says nothing of the device.
 _REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
-# Where the kernel does not tell (before 6.1, or the file system does not say): found by trying,
-# once a file system. Its number alone does not do: where it is not a drive's (btrfs, overlay,
+# If the kernel does not tell (before 6.1, or the file system does not say), a trial decides, once a
+# file system. The device number alone does not suffice: if it is not a drive's (btrfs, overlay,
 # tmpfs), the next one that is mounted may have it.
 _probed: dict[tuple[int, int], Alignment] = {}
 

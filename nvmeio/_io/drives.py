@@ -1,6 +1,6 @@
 """Several drives at once: how fast each is, a handle for each, and which bytes lie where.
 
-What counts as one file lies in a file on each drive. It is a row of *bands*, spans that are moved
+One logical file lies in a file on each drive. It is a row of *bands*, spans that are moved
 as one: a section of a subgroup, a unit of a model. Each band is dealt to all drives, as RAID 0
 deals a stripe, but in proportion to their speed. So a transfer of a band keeps all drives busy, and
 they are done together. With one drive it is that drive's file. A `ScratchFile` is room for what
@@ -54,7 +54,7 @@ class Chunk(NamedTuple):
 
 
 class Striping:
-    """How bytes are dealt to drives. Pure arithmetic.
+    """The division of bytes over drives. Pure arithmetic.
 
     `weights` are positive integers, one a drive. `bands` are lengths, whole pages if there are
     several drives; what lies where does not depend on bands that follow. `lengths` are those of the
@@ -259,7 +259,7 @@ class ScratchFile:
         self._striped = StripedFile(self.files, Striping(self._weights, []))
 
     def take(self, nbytes: int) -> int:
-        """Take room, in whole pages; TransferError (ENOSPC) if a drive has none left."""
+        """Take room, in whole pages; TransferError (ENOSPC) if a drive is full."""
         wanted = round_up(nbytes, PAGE_BYTES)
         place = self._free.take(wanted)
         if place is None:

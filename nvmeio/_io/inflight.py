@@ -17,7 +17,7 @@ One thread starts and finishes. Let it not be the main one, where an interrupt c
 the beginning of an operation and its being noted: public calls are run by
 `run_interruptible(work, flight.cancel)`, and what an `OwnerThread` runs is safe as it is.
 
-Where other memory is copied to or from, `Stagings` are the chunks for it: page-locked where a CUDA
+`Stagings` are chunks for copies to or from other memory: page-locked where a CUDA
 device copies and that is allowed (the copies are as fast as the bus, and run beside the drive).
 `WriteBehind` is a file written through them from its start to its end, while what comes next is
 being made.
@@ -157,7 +157,7 @@ class InFlight:
             self.finish_first()
 
     def cancel(self) -> None:
-        """Begin no more, and end soon what has begun; from any thread."""
+        """Begin nothing new, and end begun work soon; from any thread."""
         with self._lock:
             self.cancelled = True
             for entry in self._flying:
@@ -321,11 +321,11 @@ class WriteBehind:
         self._flight.drain()
 
     def abandon(self) -> None:
-        """Write no more; nothing is in flight after this."""
+        """Stop writing; nothing is in flight after this."""
         self._flight.stop()
 
     def release(self) -> None:
-        """Give the memory up, whoever still has this; nothing is written after this."""
+        """Give the memory up, even if this is still referenced; nothing is written after this."""
         self._view = memoryview(bytearray())
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._stagings = Stagings.of([self._chunk])

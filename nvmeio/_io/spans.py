@@ -3,7 +3,7 @@
 The caller names spans (file, offset, length); back comes one byte tensor for each, whose storage
 has exactly the span's bytes, so that tensors of any dtype are laid over it without a copy.
 
-What lies where: file pages are read into memory pages, so a span lies at the same offset within its
+The layout: file pages are read into memory pages, so a span lies at the same offset within its
 memory page as within its file page and direct I/O needs no bounce.
 
 - A large span gets a mapping of its own, which goes when its last tensor goes.
@@ -48,7 +48,7 @@ from nvmeio.handle import AioHandle
 # A span from here on has a mapping of its own.
 OWN_BYTES = 8 << 20
 
-# What an arena of smaller spans grows to: the most that one small tensor can keep alive. An arena
+# The largest arena of smaller spans: the most that one small tensor can keep alive. An arena
 # is rounded up to whole huge pages: 1.5 GiB in tensors of 3 MiB took 1.6 GiB in arenas of 16 MiB,
 # and loaded at 2.1 GB/s instead of 2.8, where new memory is expensive.
 ARENA_BYTES = 32 << 20
@@ -57,9 +57,9 @@ ARENA_BYTES = 32 << 20
 # about 30 us of Python and of the kernel, in which a drive moves 100 KiB.
 HOLE_BYTES = 64 << 10
 
-# What is one operation, unless a single read is larger. A failure is known when its operation has
-# ended: more at once would be read in vain. 10,000 reads of 4 KiB, 128 KiB apart, took 0.7 of the
-# CPU time and 0.75 of the time that they took one by one; larger ones take what they took.
+# The bytes of one operation, unless a single read is larger. A failure is known when its operation
+# has ended: more at once would be read in vain. 10,000 reads of 4 KiB, 128 KiB apart, took 0.7 of
+# the CPU time and 0.75 of the time that they took one by one; larger ones take what they took.
 GROUP_BYTES = 64 << 20
 
 # The ring for other devices: 4 chunks keep both the drive and the copies busy.
@@ -224,7 +224,7 @@ def read(
 
     Args:
         handle: Moves the bytes.
-        spans: What to read, in any order; spans of one file must not overlap.
+        spans: The spans to read, in any order; spans of one file must not overlap.
         device: "cpu": memory of nvmeio, on huge pages. "meta": nothing is read. Any other: copied
             there chunk by chunk, through 128 MiB of host memory (page-locked for CUDA).
 

@@ -4,7 +4,7 @@ Asked through `locked`, by whoever has a turn of the store and cannot be interru
 that is held while records are written to the page cache, or the file grows. `Index.where` alone is
 read without it: one look into a dict.
 
-`on_change` is told which blocks come and go: in their order, and never under the lock.
+`on_change` is called with blocks that come and go: in their order, and never under the lock.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Value = TypeVar("Value")
 
 
 class Sizes(NamedTuple):
-    """How large things are in a store.
+    """The sizes in a store.
 
     `slots` are of `slot_bytes`, which is `block_bytes` in whole pages. A block has at most
     `largest_bytes`. Whole names have at most `name_bytes`; 0 keeps none.
@@ -75,7 +75,7 @@ OnChange = Callable[[list[Change]], object]
 class Catalog:
     """Names, slots and files of a store; raises as `BlockStore`.
 
-    `on_change` is told of blocks that come and go, in that order; it needs their whole names.
+    `on_change` is called with blocks that come and go, in that order; it needs their whole names.
 
     Attributes:
         index: Which slot holds which block; `index.where` may be read by anybody.

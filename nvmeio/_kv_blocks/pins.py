@@ -28,7 +28,7 @@ class Pins:
         return [place is not None for place in places]
 
     def give_back(self, digests: Sequence[bytes]) -> None:
-        """End one pin of each block; one that has none is left."""
+        """End one pin of each block; blocks without a pin are left."""
         for digest in digests:
             places = self._places.get(digest)
             if places:

@@ -4,20 +4,20 @@ A store is two files in a private directory: ``NAME.blocks``, slots of one size,
 large steps and read and written direct; and ``NAME.table``, what lies in them (`table`). Blocks of
 several sizes take as many slots in a row as they need. ``NAME.names`` has their whole names, for a
 server that wants to know them (`whole_names`). One process writes a store, having locked its table;
-others may read it meanwhile. What a reader gets is checked against the block's CRC-32, so a slot
-that is overwritten under its hands is a miss.
+others may read it meanwhile. A reader's bytes are checked against the block's CRC-32, so a slot
+that is overwritten meanwhile is a miss.
 
 All blocks of a batch are in flight together, and checksums are made while others go on. Loads and
 stores take turns among themselves, and neither waits for the other's drive. Each turn is done by
 its caller, or by a thread that nobody can interrupt where the caller's can be, or does not wait
-(`worker`). What lies where is changed under a lock (`catalog`), by threads that nobody can
+(`worker`). The places of blocks change under a lock (`catalog`), in threads that nobody can
 interrupt: one of its own for that would cost two more switches of thread, which take longer than a
 small block. A few small blocks in a row are moved by the turn itself (`in_place`): a load by a
 server's thread waits once, for the drive.
 
-It is a cache. What cannot be stored is not there later; what cannot be read or is damaged is a miss
-and said so in the log. Nothing is synchronised with the drive: after a crash of the machine the
-checksums tell what is whole.
+It is a cache. A block that cannot be stored is a miss later; so is one that cannot be read or is
+damaged, which the log says. Nothing is synchronised with the drive: after a crash of the machine
+the checksums tell what is whole.
 """
 
 from __future__ import annotations
@@ -101,18 +101,18 @@ class BlockStore(NotPickled, Closing):
 
     Args:
         directory: On the drive. The files lie in ``nvmeio-blocks`` in it, which is made private.
-        name: Of the store; one process at a time writes it.
-        block_bytes: What a block has at most, unless `largest_bytes` is given. In whole pages, it
+        name: The store's name; one process at a time writes it.
+        block_bytes: The most bytes of a block, unless `largest_bytes` is given. In whole pages, it
             is the unit in which room is given to blocks.
-        capacity_bytes: What the blocks may take on the drive, rounded down to whole slots. With
-            another size than before, the files become larger or smaller; blocks that lay behind the
-            new end are gone, which the log says. A reader's is as its writer's.
+        capacity_bytes: The bytes that the blocks may take on the drive, rounded down to whole
+            slots. With another size than before, the files become larger or smaller; blocks behind
+            the new end are gone, which the log says. A reader's is as its writer's.
         writer: False reads what another process stores; nothing can be stored or removed.
         handle: Moves the bytes and stays open; None makes one.
-        identity: What the blocks are of besides their names, such as weights: what was stored with
-            another is not found, which the log says. None: nobody can tell, so what is stored is
-            found until the store is closed.
-        largest_bytes: What a block has at most; None takes `block_bytes`. Larger blocks take
+        identity: The origin of the blocks besides their names, such as weights: blocks stored with
+            another identity are not found, which the log says. None: the origin is unknown, so
+            blocks are found until the store is closed.
+        largest_bytes: The most bytes of a block; None takes `block_bytes`. Larger blocks take
             several slots in a row. If none are free, the block that was used longest ago makes
             room, and those that lie behind it.
         name_bytes: Keep names whole, of up to so many bytes, for `listed` and `on_change`; 0 does
@@ -446,7 +446,7 @@ class BlockStore(NotPickled, Closing):
         return Batch(self._digests(keys), list(blocks), _kinds(kinds, keys), [])
 
     def _load(self, batch: Batch, ended: Callable[[int], object]) -> list[bool]:
-        """Read blocks; `ended` is told of each that was read and is right."""
+        """Read blocks; `ended` is called with each that was read and is right."""
         catalog, digests = self._catalog, batch.digests
         places = catalog.locked(catalog.pin, digests)
         failed: dict[int, BaseException] = {}
@@ -505,8 +505,8 @@ class BlockStore(NotPickled, Closing):
     def new_generation(self) -> None:
         """Find nothing of what was stored before, because the weights are others now.
 
-        What is stored from now on is found until the store is closed, or this is called again; the
-        next opening finds what was stored before the first call. Only the generation's number is
+        Blocks stored from now on are found until the store is closed, or this is called again; the
+        next opening finds the blocks stored before the first call. Only the generation's number is
         written: the blocks make room as others do, pinned or not. Processes that read the store
         call this as often as its writer.
         """

@@ -11,9 +11,9 @@ and then at the records that are newer than what they saw. It is written once fo
 records (`announce`), behind them, and before the bytes of those slots that were emptied.
 
 A record names its block by a digest. A server names a block by the tokens in it, whatever weights
-it computes with. So what else makes blocks differ goes into the digest: where it is another,
-nothing is found, and nothing has to be removed first. What cannot outlive its process gets a number
-of that process as well; readers of its store take it from the table.
+it computes with. So other causes of different blocks go into the digest: if one changes, nothing is
+found, and nothing has to be removed first. Blocks that cannot outlive their process get a number of
+that process as well; readers of its store take it from the table.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Table:
 
     @property
     def latest(self) -> int:
-        """The sequence number of the newest change, whoever made it."""
+        """The sequence number of the newest change, by any process."""
         (found,) = struct.unpack_from("<Q", self._map, _LATEST_AT)
         return int(found)
 
@@ -141,7 +141,7 @@ class Table:
         return self._map[_TAG_AT : _TAG_AT + TAG_BYTES]
 
     def sign(self, writer: bytes, tag: bytes | None) -> None:
-        """Write who writes it, and what the blocks are of; None leaves that as it was."""
+        """Record the writer, and the blocks' origin; None leaves that as it was."""
         os.pwrite(self._file.fileno(), writer, _WRITER_AT)
         if tag is not None:
             os.pwrite(self._file.fileno(), tag, _TAG_AT)
@@ -279,7 +279,7 @@ Key = str | bytes
 
 
 class Names(NamedTuple):
-    """How names become digests.
+    """The way from names to digests.
 
     `key` goes into each digest; it is empty if names say all. `tag` is what the table says that its
     blocks are of; None says nothing. `generation` says how often that changed since the store was
@@ -301,9 +301,9 @@ class Names(NamedTuple):
 
 
 def names_of(identity: str | None, writer: bytes, generation: int) -> Names:
-    """How the blocks of a store are named.
+    """The names of the blocks of a store.
 
-    `identity` is what they are of; None if that is not known: of use to this opening alone; empty
+    `identity` is their origin; None if that is not known: they serve this opening alone; empty
     if their names say it all. `generation` 0 finds what earlier openings stored.
     """
     if generation or identity is None:

@@ -258,9 +258,9 @@ class Batch(NamedTuple):
     """Blocks to move.
 
     Attributes:
-        digests: Of their names.
+        digests: The digests of their names.
         blocks: Their memory.
-        kinds: What each is besides its name.
+        kinds: The kind of each, besides its name.
         names: Their whole names; empty if those are not kept.
     """
 
@@ -373,7 +373,7 @@ class StoreWorker:
             at = job_of[number]
             left[at] -= 1
             if not left[at]:
-                # What it calls may ask for another turn; nothing here minds who has it meanwhile.
+                # The callback may ask for another turn; any thread may have the turn meanwhile.
                 self._turn.release()
                 try:
                     self._answer(unanswered.pop(at), found[firsts[at] : firsts[at + 1]])

@@ -42,15 +42,15 @@ class StoreFacts(NamedTuple):
     """The contents of a store.
 
     Attributes:
-        blocks: That count.
-        nbytes: Theirs.
-        capacity_bytes: What slots may take.
-        file_bytes: What they take now.
+        blocks: The number of blocks.
+        nbytes: Their bytes.
+        capacity_bytes: The bytes that slots may take.
+        file_bytes: The bytes that they take now.
         block_bytes: The unit in which room is given, in whole pages.
         kinds: How many blocks there are of each kind.
         damaged: Records that cannot be used.
         generation: How often its writer changed the names since it was opened.
-        tag: What the blocks are of, a digest in hex digits; zeros if that was not said.
+        tag: The digest of the blocks' origin in hex digits; zeros if that was not said.
         users: Processes that have it open, as far as they can be seen.
     """
 
@@ -150,7 +150,7 @@ def verify(path: Path, progress: Callable[[int], object]) -> StoreVerdict:
     """Read every block past the page cache, and compare its checksum; changes nothing.
 
     A writer empties a record before its slot is overwritten: one that is the same before and after
-    tells that the bytes were those that it is of. `progress` is told of bytes that were read.
+    tells that the bytes were those that it is of. `progress` is called with bytes that were read.
     """
     with contextlib.ExitStack() as undo:
         table = undo.enter_context(_reading(path))
@@ -284,8 +284,8 @@ def _move(
 def placed(index: Index, slots: int) -> dict[bytes, BlockPlace]:
     """The places of blocks in fewer slots, by digest; those that are missing have to go.
 
-    The newest stay, as many as there is room for. What lies before the new end stays there, unless
-    blocks of several slots that are newer find no slots in a row.
+    The newest stay, as many as there is room for. Blocks before the new end stay there, unless
+    newer blocks of several slots find no slots in a row.
     """
     kept: list[Block] = []
     room = slots

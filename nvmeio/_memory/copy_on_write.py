@@ -1,8 +1,8 @@
-"""Memory as it was at one moment, whoever writes to it afterwards: the kernel's write protection.
+"""Memory as it was at one moment, despite later writes: the kernel's write protection.
 
-`WriteProtection` covers whole pages of the caller's memory. Who writes there is stopped for as long
-as a thread of the shim copies the 2 MiB around it aside: an optimizer, ``.data``, numpy, a raw
-pointer, another thread. See native_shim/protection/copy_on_write.c.
+`WriteProtection` covers whole pages of the caller's memory. A writer waits there while a thread of
+the shim copies the 2 MiB around it aside: an optimizer, ``.data``, numpy, a raw pointer, another
+thread. See native_shim/protection/copy_on_write.c.
 
 It needs userfaultfd(2) with write protection of pages that may not exist yet (Linux 6.4), and one
 of these:
@@ -54,8 +54,8 @@ HOW_TO_ALLOW = (
 class Support(NamedTuple):
     """Whether memory can be protected in this process.
 
-    `kind` is "any" (whoever writes), "user" (but system calls that write there fail) or "none".
-    `attempts` are what was tried and failed: its name, and why.
+    `kind` is "any" (all writes are seen), "user" (but system calls that write there fail) or
+    "none". `attempts` are what was tried and failed: its name, and why.
     """
 
     kind: str
@@ -100,7 +100,7 @@ def _support(_pid: int) -> Support:  # a forked child needs a descriptor of its 
 class WriteProtection:
     """Ranges of memory, (address, nbytes) each, as they are when `protect` is called.
 
-    The caller keeps the memory as long as this lives. What finds no memory aside goes into a file
+    The caller keeps the memory as long as this lives. Copies without room in memory go into a file
     without a name in `directory`. `taken` says of each range whether it will be protected. One that
     is not (another snapshot protects it, it is not private memory, it has no whole page) the caller
     has to copy.
@@ -112,9 +112,9 @@ class WriteProtection:
         starts = [ranges[i][0] for i in order]
         addresses = protection.ffi.new("uint64_t[]", starts)
         sizes = protection.ffi.new("uint64_t[]", [ranges[i][1] for i in order])
-        # What lies behind memory of ours is protected with it where nobody asks for that: to
-        # protect a part of a huge page splits it, and each small page takes 0.1 us from then on.
-        # Not where system calls that write there would fail.
+        # Memory behind ours is protected with it if that disturbs nobody: to protect a part of a
+        # huge page splits it, and each small page takes 0.1 us from then on. Not where system calls
+        # that write there would fail.
         limits = protection.ffi.new("uint64_t[]", len(starts))
         if kind == "any":
             next_starts = (*starts[1:], 1 << 63)  # one too many if there are no ranges
@@ -165,9 +165,8 @@ class WriteProtection:
     def settle(self, address: int, nbytes: int) -> list[tuple[int, int]]:
         """Say that somebody else has read whole pages where they lie, in order; errors as `read`.
 
-        What nobody has written to until now was read as it was at the moment of `protect`, and is
-        let go of. Returns address and size of each part that somebody wrote to: `read` has its
-        bytes.
+        Parts without a write until now were read as they were at the moment of `protect`, and are
+        released. Returns address and size of each part that was written to: `read` has its bytes.
         """
         left = protection.ffi.new("uint64_t[2]")
         again = []

@@ -1,6 +1,6 @@
 """Devices: the one place that talks to `torch.cuda` about tensors on the way to and from files.
 
-What engines need of a device is a `Copier` with a few small verbs, so that everything above it is
+Engines need only a `Copier` of a device, with a few small verbs, so that everything above it is
 tested without a device: tests hand in a copier whose "device" is other host memory.
 
 Order. A transfer must come after whatever the caller has asked of the device before it, on the
@@ -213,7 +213,7 @@ class Beside:
     def empty(self, nbytes: int) -> torch.Tensor:
         """Memory of the device for copies into it.
 
-        What it was before may still be read: `follow` whoever did. Others use it after a `mark`.
+        Its former content may still be read: `follow` its readers. Others use it after a `mark`.
         """
         with on_stream(self._stream):
             return empty(nbytes, self._device)
@@ -305,7 +305,7 @@ def is_device(tensor: object) -> bool:
 def is_torchs(tensor: torch.Tensor) -> bool:
     """Whether a device tensor's memory is of torch's allocator, whose streams it may wait for.
 
-    That of other processes and libraries is not, nor is any while a CUDA graph is captured.
+    Memory of other processes and libraries is not, nor is any while a CUDA graph is captured.
     """
     return tensor.untyped_storage().resizable() and not torch.cuda.is_current_stream_capturing()
 
@@ -404,8 +404,8 @@ class _Part:
 def part_of(memory: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
     """Some bytes of a device's memory, with a storage of their own.
 
-    That ends with the last tensor over it. The allocator knows nothing of it: `record_use` is for
-    the whole.
+    The use ends with the last tensor over it. The allocator knows nothing of it: `record_use` is
+    for the whole.
     """
     if not nbytes:
         return memory.new_empty(0)

@@ -1,7 +1,7 @@
 """Storages in flight: kept, and neither resized nor moved meanwhile.
 
 A tensor may lose its memory at any time (`tensor.data = other`, `set_`), so an operation keeps the
-*storage*. That does not keep the memory: `untyped_storage().resize_(0)` frees it, and so does
+*storage*. This does not keep the memory: `untyped_storage().resize_(0)` frees it, and so does
 `share_memory_()`, which puts the bytes elsewhere. Both are refused with an error while an operation
 is in flight in the storage.
 
@@ -9,7 +9,7 @@ torch refuses to resize where ``StorageImpl::resizable_`` is false, but has no f
 that (`tensor.numpy()` clears it for good). So the flag's place in the C++ object is found by
 comparing storages that torch says are resizable with storages that it says are not: among flags,
 for a byte of a pointer may have the value of a flag by chance, in one process of many. It is taken
-only if setting it there changes what torch says. Where it is not found, nothing is held.
+only if setting it there changes torch's answer. If it is not found, nothing is held.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from nvmeio._bindings import ffi, lib
 
-# Of a StorageImpl (c10/core/StorageImpl.h) this much is looked at: reference counts, the data
+# The bytes of a StorageImpl (c10/core/StorageImpl.h) that are searched: reference counts, the data
 # pointer, the size, and the flags behind it. It is longer in every version of torch from 2.6 on.
 _SEARCHED_BYTES = 80
 
@@ -54,7 +54,7 @@ def _flag_offset() -> int | None:
 
 
 def _flags_between(ones: list[bytes], zeros: list[bytes]) -> list[int]:
-    """Where all of the first are 1, all of the second 0, and what lies beside it is flags too.
+    """Bits that are 1 in all of the first, 0 in all of the second, and have flags as neighbours.
 
     Resizable storages have an allocator, whose address is the same in all of them, others have
     none: the rest of the address tells its bytes from flags.
@@ -120,7 +120,7 @@ def hold_all(storages: Sequence[torch.UntypedStorage]) -> tuple[Any, list[int]]:
 
 
 def end(held: Any) -> None:
-    """End a hold now, whoever still refers to it; once more does nothing."""
+    """End a hold now, even if it is still referenced; a second call does nothing."""
     if held is not None:
         ffi.release(held)
 

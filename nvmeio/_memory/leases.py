@@ -1,4 +1,4 @@
-"""Leases of a memory: which bytes are lent to whom, and who waits for some; for `PinnedPool`."""
+"""Leases of a memory: the lent bytes, their owners, and waiting callers; for `PinnedPool`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Waiter:
         return (lease is None or lease() is None) and (memory is None or memory() is None)
 
     def wake(self) -> bool:
-        """Wake whoever waits, twice if an interrupt comes after the first time; False: nobody."""
+        """Wake a waiter, twice if an interrupt comes after the first time; False: there is none."""
         self.woken = self.wake_up()
         return self.woken
 
@@ -138,7 +138,7 @@ class LeaseQueue:
         self._serial.run(self._sweep)
 
     def close(self) -> None:
-        """Take no more requests; wake whoever waits."""
+        """Refuse new requests; wake all waiters."""
         self._serial.run(self._refuse_all)
 
     def forget(self) -> None:
@@ -185,7 +185,7 @@ class LeaseQueue:
                 self._take_back(waiter)
 
     def _sweep(self) -> None:
-        """Take back what died without being given back, and serve whoever waits."""
+        """Take back leases that died without being given back, and serve waiting callers."""
         self._recover()
         died = self.died.qsize()
         if died:

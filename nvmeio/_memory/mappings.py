@@ -255,8 +255,8 @@ class Mapping(mmap.mmap):
 
     It has a `__del__` rather than `weakref.finalize`: that runs before the memory is unmapped,
     whereas mmap's own deallocator calls weak references after that, when another thread may have
-    been given the same address already. What Ctrl-C takes of a `__del__` nobody does again, so
-    there is a net below it: Python drops a subclass's slots between the two, and the weak reference
+    been given the same address already. A `__del__` that Ctrl-C cuts short is never repeated, so
+    there is a second way: Python drops a subclass's slots between the two, and the weak reference
     to what lies in one puts itself in a queue (`died`), in C.
     """
 
@@ -279,7 +279,7 @@ class Mapping(mmap.mmap):
         system.check_available(nbytes, length)
         try:
             # Linux aligns a mapping of whole huge pages by itself from 6.7 on; where it did not,
-            # a longer one contains an aligned span. What is left over is never touched.
+            # a longer one contains an aligned span. The rest is never touched.
             self = _anonymous(cls, length)
             if self.address % align:
                 self = _anonymous(cls, length + align)
@@ -299,8 +299,8 @@ class Mapping(mmap.mmap):
     def lock(self) -> None:
         """Page-lock all of it, on fault; see `buffers.empty_pinned` for the errors.
 
-        What `populate` brings in is locked as it comes, so a refusal is known at once, and `mlock`
-        does not populate in one long call (see _POPULATE_BYTES).
+        Pages that `populate` brings in are locked as they come, so a refusal is known at once, and
+        `mlock` does not populate in one long call (see _POPULATE_BYTES).
         """
         pinned[self.address] = Pin(self.nbytes)  # first: what is interrupted can be undone
         if system.libc.mlock2(self.address, self.nbytes, _MLOCK_ONFAULT) != 0:
@@ -424,8 +424,8 @@ def owns(address: int, nbytes: int) -> bool:
 def on_huge_pages(address: int, nbytes: int) -> bool:
     """Whether large memory lies on huge pages, or is taken to.
 
-    nvmeio's own buffers are, and so is all memory if transparent huge pages are "always". Of other
-    memory the kernel says it (PAGEMAP_SCAN, since Linux 6.7), in 1 to 2 us.
+    nvmeio's own buffers are, and so is all memory if transparent huge pages are "always". For other
+    memory the kernel is asked (PAGEMAP_SCAN, since Linux 6.7), in 1 to 2 us.
     """
     return (
         system.huge_pages_for_all()

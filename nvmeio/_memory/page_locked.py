@@ -1,11 +1,11 @@
-"""Page-locked memory for copies with devices, kept for whoever needs some next.
+"""Page-locked memory for copies with devices, kept for the next user.
 
 Page-locking (`cudaHostRegister`) is reported to run at 1 to 2 GB/s, a tenth of the rate of what
 goes through it; beside an H100, with huge pages, it ran at 27 to 45. So nothing locks memory for
 one read, one token or one load: it takes some here, and when its last tensor is gone the memory is
 free for the next one, locked as it is. No copy may be under way then.
 
-What is free is kept for half a minute, and no more of it than was in use at once in that time, or
+Free memory is kept for half a minute, and at most as much as was in use at once in that time, or
 512 MiB.
 """
 

@@ -156,9 +156,9 @@ def tolerate_captures() -> None:
 class PromptRuntime:
     """CUDA's runtime, by calls that keep the GIL; AttributeError if it has not these.
 
-    What lets go of the GIL beside a thread that is busy in Python has it again after 5 ms. Only for
-    calls that do not wait for the device: copies of memory that CUDA has locked, and records, on
-    streams that are not asked for a thousand things at once. Failures are RuntimeErrors.
+    A thread that releases the GIL beside one that is busy in Python gets it back after 5 ms. Only
+    for calls that do not wait for the device: copies of memory that CUDA has locked, and records,
+    on streams that are not asked for a thousand things at once. Failures are RuntimeErrors.
     """
 
     def __init__(self) -> None:

@@ -44,8 +44,8 @@ LOOKED_UP_BYTES = 64 << 10
 
 _new = tuple.__new__
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-# Of these, a tensor's `nbytes` are what lies there. Parts of complex numbers have the types of the
-# second kind, and may be still to be negated.
+# A tensor of these types has `nbytes` bytes in memory. Parts of complex numbers have the types of
+# the second kind, and may be still to be negated.
 _PLAIN_DTYPES = frozenset(
     {torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
 )
@@ -94,7 +94,7 @@ class Memory(NamedTuple):
         return ctypes.string_at(host.data_ptr(), nbytes)
 
 
-# Of a tuple of all its fields: half as expensive as a call with them.
+# Takes a tuple of all fields: half as expensive as a call with them.
 _new_memory = functools.partial(tuple.__new__, Memory)
 
 
@@ -181,8 +181,8 @@ def _in_place(tensor: torch.Tensor, changed: torch.Tensor | None) -> Memory:
 
 def in_place(tensors: Sequence[Data], reading: bool) -> tuple[list[Memory | None], Any]:
     """The memory of each tensor that is used where it lies, else None; and one hold for all."""
-    # For thousands: no call that can be spared. What is not asked here of a plain tensor is not
-    # needed: torch reports the bytes of all but quantized ones right.
+    # For thousands of tensors: no call that can be spared. Checks that are left out for a plain
+    # tensor are not needed: torch reports the bytes of all but quantized ones right.
     found: list[Memory | None] = [None] * len(tensors)
     plain: list[int] = []
     storages: dict[int, torch.UntypedStorage] = {}

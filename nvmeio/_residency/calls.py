@@ -1,6 +1,6 @@
-"""How a module's call is framed, and what autograd keeps of it.
+"""The frame of a module's call, and the tensors that autograd keeps of it.
 
-What a call holds is held by locals, and ends with the frame.
+Locals hold the claims of a call, so these end with the frame.
 
 torch runs ``always_call`` hooks for `Exception` only, and an interrupt can separate a hook before
 the call from one behind it. So it is the call that is wrapped: `Module._call_impl`, within which
@@ -16,7 +16,7 @@ A wrapper holds what it holds like this, and in no other way::
 
 An exception enters the ``finally`` and deletes the local without a moment at which a signal could
 be served, and the end of the object does the rest in C: a `Claim` tells its owner, an `Undone`
-undoes. Where an interrupt comes in between all the same (before Python 3.11), the frame's end does.
+undoes. If an interrupt comes in between all the same (before Python 3.11), the frame's end does.
 
 While the hooks of `saving` are in force, a tensor that autograd wants to keep is looked at: if it
 lies over a unit's memory, its place there is kept instead, and backward has the unit brought back.
@@ -64,7 +64,7 @@ def taking(
     """Make what calls functions with something taken, of which autograd keeps places.
 
     A function that such a call checkpoints (`torch.utils.checkpoint`, either kind) runs again in
-    backward, outside of the call: then the same is taken once more. What `take` returns gives it
+    backward, outside of the call: then the same is taken once more. The result of `take` gives it
     back when it ends; `origin_of` is as for `saving`; `finished` changes a result before that. The
     result is called with whether autograd keeps what is saved meanwhile, a function and its
     arguments.

@@ -1,16 +1,16 @@
 """Windows on a device: straight from the drive, or above one in host memory.
 
-`DeviceWindow` has no host memory below it. What reads into the device's memory (GPUDirect Storage)
-knows nothing of streams, so all order is made by those who wait. A read begins once what was
-computed in its memory is over: the reader's thread waits for that, by an event. Who computes with a
-unit has waited for its bytes, so what he asks of any stream then finds them there. cuFile goes
-through memory of its own for any that is not registered with it, so units lie in one arena that is
+`DeviceWindow` has no host memory below it. GPUDirect Storage reads into the device's memory and
+knows nothing of streams, so waiting threads make all order. A read begins once what was computed in
+its memory is over: the reader's thread waits for that, by an event. A caller that computes with a
+unit has waited for its bytes, so its work on any stream finds them there. cuFile goes through
+memory of its own for any that is not registered with it, so units lie in one arena that is
 (`DevicePool.reserve`).
 
-`WindowAbove` has its units from the window below it, by copies beside work. What is needed is
-needed of the one below first; what comes next is begun as soon as it has arrived there. Nobody
-waits for a copy: the stream that computes does, by an event, and the copies wait for what was
-computed in the memory that they go into.
+`WindowAbove` has its units from the window below it, by copies beside work. A unit that is needed
+is requested from the one below first; the next unit is begun as soon as it has arrived there.
+Nobody waits for a copy: the stream that computes does, by an event, and the copies wait for what
+was computed in the memory that they go into.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class DevicePool:
     with it, which may have it again at once; other streams are recorded (`devices.record_use`). One
     thread takes and copies. `copies` fill it, if others than its own do.
 
-    What cuFile reads into is to be registered with it, once: `reserve` has parts come from one
-    arena. Its memory is the pool's until nobody has a part of it, and no allocator's meanwhile.
+    Memory that cuFile reads into must be registered with it, once: `reserve` has parts come from
+    one arena. Its memory is the pool's until nobody has a part of it, and no allocator's meanwhile.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class DevicePool:
         stream = self._streams[-1] if self._streams else devices.stream_here(self.device)
         with devices.on_stream(stream):
             memory = devices.empty(nbytes, self.device)
-        # Whoever had it before may still be at work there, though no tensor is over it.
+        # Its former user may still be at work there, though no tensor is over it.
         self._copies.follow(stream)
         return memory
 
@@ -294,7 +294,7 @@ class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
     def close(self) -> None:
         """Let everything go, and wait until nothing is under way."""
         self.drop_all()
-        with contextlib.suppress(RuntimeError):  # a device that failed copies no more
+        with contextlib.suppress(RuntimeError):  # a device that failed stops copying
             while self._pool.wait_for_one():
                 pass
         self._pool.close()
@@ -355,7 +355,7 @@ class WindowAbove(DeviceWindow[Unit]):
 
 
 class OrderedReads:
-    """Reads that wait for no stream: whoever asks for them has waited.
+    """Reads that wait for no stream: their caller has waited.
 
     A handle orders a transfer after the work of the current stream. Here that is a stream without
     any. Host memory is as ever.

@@ -1,18 +1,18 @@
 """The reader, which keeps the drive busy: reads of units, first come first served.
 
-The engine below serves its requests fairly, a block of each in turn. That is right for strangers
-and wrong here, where the unit that is needed next should have the drive to itself. So the reads of
-a fill are submitted chunk by chunk, those of the next one behind them, and never more at once than
+The engine below serves its requests fairly, a block of each in turn. This suits independent callers
+and is wrong here: the unit that is needed next should have the drive to itself. So the reads of a
+fill are submitted chunk by chunk, those of the next one behind them, and never more at once than
 fill the queue: a unit arrives as early as it can, and the drive has the next one in its queue by
 then.
 
-Who waits for a fill notices the end of its reads himself (`Reader.wait`): to be told by a thread
-would cost a switch. A thread is there for what goes on while nobody waits: reads that did not find
-room in the queue, and fills that want something done with what has arrived. One of the two lands
-reads at a time.
+A caller that waits for a fill notices the end of its reads itself (`Reader.wait`): a notice from a
+thread would cost a switch. A thread does the work while nobody waits: reads that did not find room
+in the queue, and fills that want something done with what has arrived. One of the two lands reads
+at a time.
 
-Of a file that lies in the page cache (it was just downloaded, say) the drive is given less at a
-time, and the thread copies chunks from the cache instead of waiting: the two rates add up.
+If a file lies in the page cache (it was just downloaded, say), the drive gets less at a time, and
+the thread copies chunks from the cache instead of waiting: the two rates add up.
 
 Memory of a device may still be read by what was queued there before. Such a fill says after which
 mark it is free, and the thread waits for that: neither the owner nor those who compute do.
@@ -47,7 +47,7 @@ logger = logging.getLogger("nvmeio")
 
 CHUNK_BYTES = 32 << 20
 FLIGHT_OPERATIONS = 64
-# Of what the page cache holds: enough to keep the drive busy, and the rest is there to be copied.
+# For a file in the page cache: enough to keep the drive busy, while the rest is copied.
 CACHED_FLIGHT_BYTES = 64 << 20
 
 
@@ -399,7 +399,7 @@ def _is_reached(mark: Mark) -> bool:
     try:
         return mark.done()
     except Exception:
-        return False  # the device's; who waits for it is told
+        return False  # the device's; its waiter gets the error
 
 
 def _chunks(reads: Sequence[WantedBytes]) -> list[WantedBytes]:

@@ -19,7 +19,7 @@ from nvmeio._pages import PAGE_BYTES
 # itself would cost a round trip for next to nothing.
 LEAST_BYTES = 2 * PAGE_BYTES
 
-# How transformers' modules of experts call the experts that each token is routed to.
+# The names in transformers' modules of experts for the experts that each token is routed to.
 _ROUTING = ("top_k_index", "router_indices")
 
 

@@ -1,7 +1,7 @@
 """A linear layer some of whose rows are in memory at a time: its outputs, one run behind the other.
 
 A linear layer computes each of its outputs from one row of its weight, so some rows give some of
-the outputs. Who has the rows, and when they come and go, is not known here.
+the outputs. This module does not know the owner of the rows, or when they come and go.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The window: which units are in memory, who holds them, which are on their way; their memory.
+"""The window: the units in memory, their holders, the units on their way; their memory.
 
 All methods are called in the thread that owns it; a caller hands over a request and gets a claim.
 So nothing here is ever cut in half by an interrupt: a unit is bound when all of its bytes are there
 and have been checked, and not before; one whose read fails goes.
 
-What differs from use to use is asked of a `Keeper` (where memory and bytes come from, how
-parameters are laid over them) and of an `Order` (what comes next, what may go).
+A `Keeper` and an `Order` make the difference between uses: the sources of memory and bytes and the
+way that parameters lie over them; the next unit to read, and the units that may go.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Slot(Generic[Unit]):
     """The memory of a unit, while it has any.
 
     Attributes:
-        unit: Whose memory it is.
-        host: What is read into: its bytes, or their way to a device. It does not count as a use of
-            `memory`, since reads may refer to it for a moment longer.
-        memory: Its bytes where they are computed with; empty once it was given back.
+        unit: The unit of this memory.
+        host: The memory that is read into: its bytes, or their way to a device. It does not count
+            as a use of `memory`, since reads may refer to it for a moment longer.
+        memory: Its bytes for computing; empty once they were given back.
         fill: The reads under way; None when they are done and checked.
         holds: How many callers hold it.
         bound: Whether its parameters lie over it.
@@ -113,9 +113,9 @@ class Window(Generic[Unit, SomeSlot]):
     more; None: as many as find room.
 
     Attributes:
-        reader: What brings the bytes.
+        reader: The reader that brings the bytes.
         units_read: How many were begun.
-        bytes_read: Of these.
+        bytes_read: Their bytes.
         mispredicted: Needed and not on their way, the very first aside.
         dropped: Read, in whole or in part, and not used.
         waited_s: How long reads were waited for.
@@ -180,7 +180,7 @@ class Window(Generic[Unit, SomeSlot]):
         return held
 
     def let_go(self, slots: Iterable[SomeSlot]) -> None:
-        """Hold these no more."""
+        """Release these."""
         for slot in slots:
             slot.holds -= 1
             if not slot.holds and self._slots.get(slot.unit) is slot:
@@ -365,7 +365,7 @@ class Window(Generic[Unit, SomeSlot]):
         return None
 
     def drop(self, unit: Unit) -> None:
-        """Drop a unit, whoever holds it; nothing is in flight into its memory then."""
+        """Drop a unit even if it is held; nothing is in flight into its memory then."""
         slot = self._slots.pop(unit, None)
         if slot is None:
             return
@@ -400,8 +400,8 @@ class _Lent(NamedTuple):
 
     Attributes:
         mark: Tells its end; kept for that.
-        start: Where it lies in the arena; None for memory of its own.
-        nbytes: What the budget counts.
+        start: Its place in the arena; None for memory of its own.
+        nbytes: The bytes that the budget counts.
     """
 
     mark: weakref.ref[Any]
@@ -493,7 +493,7 @@ class LentPool:
                 self._free.put(start, nbytes)
 
     def close(self) -> None:
-        """Take no more requests; tensors that are out stay valid, and their memory mapped."""
+        """Refuse new requests; tensors that are out stay valid, and their memory mapped."""
         self._arena = None
 
     @property

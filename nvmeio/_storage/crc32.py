@@ -1,8 +1,8 @@
 """CRC-32 of memory, as zip files carry it.
 
 ISA-L (the `isal` package) computes 27 GB/s on one core here, zlib 4, and lets go of the GIL, so
-that the sum is made beside the transfer of the same bytes and costs it nothing. What is copied in
-any case is summed by the same loop (`copy`), at the 10 GB/s of the copy.
+that the sum is made beside the transfer of the same bytes and costs it nothing. If bytes are copied
+in any case, the same loop sums them (`copy`), at the 10 GB/s of the copy.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Room for files, and what makes bytes and names survive a loss of power.
 
 A directory that somebody names and that does not exist is made, one level. One that is missing
-above it is refused: mostly a name is misspelt then, or a drive is not mounted, and what is meant
-for the drive would fill the system's disk. What stands in for a part of another library (DCP's
-writer, Lightning's plugins, transformers' Trainer, fsspec) makes those above as well, as that
-library does.
+above it is refused: mostly a name is misspelt then, or a drive is not mounted, and the data would
+fill the system's disk. Replacements for a part of another library (DCP's writer, Lightning's
+plugins, transformers' Trainer, fsspec) make those above as well, as that library does.
 
 Source: man 2 fallocate, man 2 fsync (NOTES, on directories), man 2 renameat2.
 """
@@ -32,8 +31,8 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _IOV_MAX = 1024  # parts of one writev
 
-# The kernel, the file system or a sandbox lacks what was asked for. Of room that is not allocated
-# ahead the writes will tell.
+# The kernel, the file system or a sandbox lacks the feature. If room is not allocated ahead, the
+# writes report that it is missing.
 _CANNOT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM)
 
 
@@ -103,7 +102,7 @@ def _open_and_sync(path: str | os.PathLike[str], flags: int) -> None:
 def rename(old: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
     """Give a file or a directory another name on its file system, at once and durably.
 
-    What has the new name is replaced: a file by a file, an empty directory by a directory.
+    The owner of the new name is replaced: a file by a file, an empty directory by a directory.
 
     Raises:
         OSError: The kernel could not, and all is as it was.

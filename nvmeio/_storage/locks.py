@@ -195,9 +195,8 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 def lock_directory(directory: str, hint: str = "") -> int:
     """Become the only one that saves into a directory that is there.
 
-    The descriptor holds the lock until `unlock`, or until this process ends. Whoever has it closes
-    it. Raises TransferError with `hint` if somebody
-    else has the lock (EBUSY).
+    The descriptor holds the lock until `unlock`, or until this process ends. Its owner closes it.
+    Raises TransferError with `hint` if somebody else has the lock (EBUSY).
     """
     with naming("open", directory):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

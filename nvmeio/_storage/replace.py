@@ -10,7 +10,7 @@ Until 4 the target is what it was, to every reader and after a crash. After 4 ev
 new file; after 5 a crash does, too.
 
 For a small file one call of the shim does all five (`replace_file`): no interrupt comes in between,
-so no thread is needed. Where a journal keeps the order of 2 and 4
+so no thread is needed. If a journal keeps the order of 2 and 4
 (`_files.system.journal_keeps_order`), it only sends the bytes to the drive in 3, and 5 makes both
 durable: two flushes of the drive in place of four, as many as writing over the old file takes.
 

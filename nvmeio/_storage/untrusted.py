@@ -3,8 +3,8 @@
 Names that we choose can be known beforehand, and where others may write, one of them may have put
 a symbolic link, a pipe or a file of his own there. So what is private (swapped state, caches,
 spilled weights) lies in a directory that is ours and that nobody else may enter, its files are ours
-alone, and no link is ever followed. What is read whole (settings, indices, manifests) is a regular
-file of limited length: open(2) waits for a pipe, and a device never ends.
+alone, and no link is ever followed. A file that is read whole (settings, indices, manifests) is a
+regular file of limited length: open(2) waits for a pipe, and a device never ends.
 
 Source: man 2 open (O_NOFOLLOW, O_EXCL, O_NONBLOCK on a FIFO), man 2 mkdir, man 7 inode; "sticky"
 directories: man 1 chmod.

@@ -31,7 +31,7 @@ class Cancellation:
         self._told: list[Callable[[], object]] = []
 
     def cancel(self) -> None:
-        """Cancel it: `check` raises from now on, and everybody is told. From any thread."""
+        """Cancel it: `check` raises from now on, and all waiters are woken. From any thread."""
         self.cancelled = True
         do_all(list(self._told))
 

@@ -73,9 +73,9 @@ class Claim:
 class OwnerThread:
     """Runs what it is asked, one after the other, in a thread of its own.
 
-    A call after `close` raises ClosedError with the text `closed`. What it runs may call it: that
-    runs at once. It must not wait for another thread that calls it. Grad mode, CUDA device and
-    stream are the thread's, not the caller's.
+    A call after `close` raises ClosedError with the text `closed`. A function that it runs may call
+    it: the inner call runs at once. It must not wait for another thread that calls it. Grad mode,
+        CUDA device and stream are the thread's, not the caller's.
     """
 
     def __init__(self, name: str, closed: str = _CLOSED) -> None:
@@ -249,7 +249,7 @@ class _State:
                 else:
                     self._release(*request)
                 request = None  # the answer is its caller's alone
-        finally:  # whoever asks is told, whatever ended this
+        finally:  # the caller is answered, whatever ended this
             self.end()
 
     def _next(self) -> Any:

@@ -1,6 +1,6 @@
 """The event loop that awaiting takes: asyncio's, which uvloop's is too; and how one is woken.
 
-Under another library, or none, whoever awaits is told which one runs and what works there.
+Under another library, or none, an error names the library that runs and the calls that work there.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import sys
 
-# How those who have a loop of their own have something done in a thread.
+# The functions of libraries with their own loop that run something in a thread.
 _THREADS = {"trio": "trio.to_thread.run_sync", "curio": "curio.run_in_thread"}
 
 

@@ -1,13 +1,13 @@
-"""How something ends that an owner thread keeps: closed, dropped, or at the end of the program.
+"""The end of resources that an owner thread keeps: closed, dropped, or at the end of the program.
 
 Whichever comes first; and at the end of the program before the engines, which are given to
 `at_exit_last`: the order in which modules were imported says nothing. `weakref.finalize` cannot be
 relied on for that: its hook is registered when somebody in the process first makes one, which may
 be long before anything of ours is imported.
 
-What is lost by then, and nobody can be told of any more, the program's exit says: with an error on
-stderr, and with status 120, which is Python's own for a program that ended and could not write out
-all it had (`sys.exit`).
+The program's exit reports losses that no caller can learn of any more: with an error on stderr, and
+with status 120, which is Python's own for a program that ended and could not write out all it had
+(`sys.exit`).
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def _fail_status() -> None:
     """Make the exit status 120, whatever else still runs.
 
     `Py_FinalizeEx` reports a last flush of stdout or stderr that fails, after all functions of
-    `atexit`, and ``python`` makes its status of that. Where Python is embedded, its host decides.
+    `atexit`, and ``python`` makes its status of that. If Python is embedded, its host decides.
     """
     if not isinstance(sys.stderr, _FailsAtLast):
         sys.stderr = _FailsAtLast(sys.stderr)

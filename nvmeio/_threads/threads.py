@@ -25,7 +25,7 @@ from nvmeio._threads.future import Future, being_interrupted
 
 logger = logging.getLogger("nvmeio")
 
-_BIRTH_LOOK_S = 0.05  # who waits for a new thread looks this often whether it is still coming
+_BIRTH_LOOK_S = 0.05  # a waiter for a new thread checks this often whether it is still coming
 _BIRTH_S = 60.0  # a thread that has not begun by then counts as failed, and does nothing if it does
 
 

@@ -1,4 +1,4 @@
-"""`snapshot`: a state as it is now, for whoever reads it while the original goes on."""
+"""`snapshot`: a state as it is now, for readers while the original goes on."""
 
 from __future__ import annotations
 

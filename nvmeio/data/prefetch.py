@@ -42,7 +42,7 @@ class Prefetch(NotPickled, ClosingWork):
     interrupt or a cancelled task does: what is in flight is cancelled, and asking again raises
     `ClosedError`. The batch after a lost one is never handed out.
 
-    You may leave the loop early. What is in flight is cancelled when the prefetch is closed (by
+    You may leave the loop early. Operations in flight are cancelled when the prefetch is closed (by
     ``with``, ``async with``, `close` or `aclose`, which wait for it) or dropped.
 
     Args:
@@ -147,7 +147,7 @@ class Prefetch(NotPickled, ClosingWork):
             raise cancelled
 
     def _end(self, why: str) -> list[Gather]:
-        """Hand out no more, and cancel what is in flight, which is returned."""
+        """Hand out nothing more; cancel and return the operations in flight."""
         with self._turn:
             self._refusal = self._refusal or why
             if os.getpid() != self._pid:  # in a forked child everything is the parent's

@@ -160,7 +160,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         Args:
             indices: N numbers from 0 to ``len(records) - 1``: a tensor, a numpy array, a sequence
                 or a range.
-            out: Where to: of shape (N, *shape) and the records' dtype, on the CPU or a CUDA
+            out: The target, of shape (N, *shape) and the records' dtype, on the CPU or a CUDA
                 device. None for new memory on the CPU.
 
         Returns:
@@ -191,8 +191,8 @@ class Records(Dataset[torch.Tensor], ClosingWork):
 
         Args:
             indices: As for `gather`, each at most once.
-            source: What to write, of shape (N, *shape) and the records' dtype. Leave it unchanged
-                until the operation is done.
+            source: The records to write, of shape (N, *shape) and the records' dtype. Leave it
+                unchanged until the operation is done.
 
         Returns:
             The operation: await it, or call ``result()``. Written is not durable: see `fsync`.
@@ -301,7 +301,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
     def _here(self) -> Opened:
         """The files of this process; opened at its first use.
 
-        What a forked child has of its parent's stays under the parent's generation. No lock of our
+        A forked child's inherited entries stay under the parent's generation. No lock of our
         own: another thread may hold it when this process is forked.
         """
         opened = self._opened.get(generation())
@@ -427,7 +427,7 @@ def _identity(file: File) -> _Identity:
 _GET_GENERATION = 0x80087601  # FS_IOC_GETVERSION of linux/fs.h
 
 
-# How files begin that hold more than records, and what reads them.
+# The first bytes of files that hold more than records, and the way to read them.
 _HEADERS = {
     rb"\x93NUMPY": "an array of numpy: give file_offset=numpy.load(path, mmap_mode='r').offset",
     rb"PK\x03\x04": "a zip archive: nvmeio.load reads those of torch.save, numpy.load an .npz",
@@ -535,7 +535,7 @@ class Opened:
 
     Args:
         file: The file.
-        handle: What moves its bytes.
+        handle: The handle that moves its bytes.
         own: Whether the handle is closed with the file.
     """
 

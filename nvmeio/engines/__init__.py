@@ -32,10 +32,10 @@ _limit_warned: list[bool] = []
 def start(engine: str | Engine, options: Options) -> Engine:
     """The engine of this name (or the given one), started.
 
-    "auto" is Linux AIO, or the portable engine where the kernel has none to give. That is so in a
-    sandbox (gVisor, a seccomp profile without io_setup), and where others have used up
-    ``fs.aio-max-nr``. An administrator can raise that limit, so it is warned of, once: a save in
-    the middle of a training must not fail for it. "libaio" by name raises.
+    "auto" is Linux AIO, or the portable engine if the kernel offers none: in a sandbox (gVisor, a
+    seccomp profile without io_setup), or if others have used up ``fs.aio-max-nr``. An administrator
+    can raise that limit, so one warning names it: a save in the middle of a training must not fail
+    for it. "libaio" by name raises.
 
     Raises:
         TypeError: Neither a name nor an engine.

@@ -37,8 +37,8 @@ _FEW_ROWS = 2048  # sorted in less time than a thread needs to begin
 _OFFSET_BYTES = 8
 
 
-# From so many bytes on a copy is begun without letting go of the GIL. Of smaller ones there may be
-# thousands, and what CUDA does at the beginning of each is better done beside Python.
+# Copies of at least so many bytes begin without releasing the GIL. There may be thousands of
+# smaller ones, and CUDA's work at the beginning of each is better done beside Python.
 PROMPT_BYTES = 1 << 20
 
 

@@ -28,7 +28,7 @@ class Opcode(IntEnum):
 
 
 class Options(NamedTuple):
-    """How an engine works; the parameters of `AioHandle`."""
+    """The settings of an engine; the parameters of `AioHandle`."""
 
     block_size: int = 1 << 20
     queue_depth: int = 128
@@ -103,7 +103,7 @@ class Counters(NamedTuple):
     """The work of an engine since it was started; bytes are the caller's, not padding.
 
     `direct_bytes` went between the drive and the tensor, `bounced_bytes` through an aligned block
-    of the engine, `buffered_bytes` through the page cache. Of gathers and scatters: `rows` that
+    of the engine, `buffered_bytes` through the page cache. For gathers and scatters: `rows` that
     were moved whole, the `row_blocks` that this took, and the bytes that were not read once more
     because rows lie in the same units of the file (`row_bytes_saved`).
     """
@@ -132,7 +132,7 @@ class Counters(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a transfer ended.
+    """The outcome of a transfer.
 
     A read that met the end of the file has error 0 and `transferred` < what was asked.
     """
@@ -189,7 +189,7 @@ class Request(Protocol):
         """Bytes moved, or -errno; only once it is done."""
 
     def outcome(self) -> Outcome:
-        """How it ended, in full; only once it is done."""
+        """Its full outcome; only once it is done."""
 
 
 class ShortRequest(Request, Protocol):
@@ -209,7 +209,7 @@ class BatchRequest(Request, Protocol):
     """Many transfers as one request; its outcome is their sum, and the first error of theirs."""
 
     def outcomes(self) -> list[Outcome]:
-        """How each of them ended, in their order; only once it is done."""
+        """The outcome of each of them, in their order; only once it is done."""
 
 
 class CompletionQueue(Protocol):
@@ -415,9 +415,9 @@ class RowsFailure(EngineError):
     """Some rows could not be moved; the operation adds which file it was.
 
     Args:
-        errno: Of the first of them.
+        errno: The errno of the first of them.
         row: Its number.
-        file_offset: Where it was to be.
+        file_offset: Its offset in the file.
         rows: How many there are, of what length.
         whole: How many of them are whole.
         mask: Tells which.

@@ -10,8 +10,8 @@ directions:
 There is never a copy of a whole tensor in host memory: the ring's size is all that it takes, made
 once, at the first transfer. Transfers take turns, part by part, so a small one does not wait
 behind a large one. A chunk is cut into cells for small ones, so that many of them are under way at
-once; it is whole again when a large one needs it and its cells are free. What a part is, of a
-gather or scatter too, is in `_device_ring_requests`.
+once; it is whole again when a large one needs it and its cells are free. `_device_ring_requests`
+defines a part, also for gathers and scatters.
 
 One thread (the pump) does all of this. It sleeps on the eventfds of the host engine and of
 arriving transfers. CUDA's events cannot be slept on beside these, so while copies are under way it
@@ -57,7 +57,8 @@ CHUNK_BYTES_MOST = 16 << 20
 DEFAULT_BYTES = CHUNKS * CHUNK_BYTES_MOST
 LEAST_BYTES = CHUNKS * 2 * PAGE_BYTES
 
-# Of a chunk. By arithmetic, 64 reads of 64 KiB under way allow 4 GB/s, looked at once in a ms.
+# The cells of a chunk. By arithmetic, 64 reads of 64 KiB under way allow 4 GB/s, looked at once in
+# a ms.
 CELLS = 16
 
 _LOOK_MS = 1  # how often copies under way are looked at

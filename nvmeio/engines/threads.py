@@ -140,7 +140,7 @@ class RowsRequest(ThreadsRequest):
                 self.bounced += through
 
     def conclude(self) -> Any:
-        """How it went, as the shim tells."""
+        """The outcome, from the shim."""
         result = lib.nv_rows_conclude(self.raw, self.error)
         self.error = result.error
         return result

@@ -13,7 +13,7 @@ units of the file's alignment, so
 
 A file without direct I/O (alignment 0) is one buffered span of single bytes.
 
-What was moved is compared with the file here too, for who asks for that.
+Transferred bytes are compared with the file here too, if requested.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def plan_device(
     """The same for device memory, as the ring and cuFile take it.
 
     Which bytes go direct is planned as ever: the unaligned edges of a write are not left to
-    anybody who would read, change and write back a block that another writer may share. What the
-    engine does with the plan is its own; there is nothing to demote for the core.
+    anybody who would read, change and write back a block that another writer may share. The engine
+    carries out the plan in its own way; there is nothing to demote for the core.
 
     Raises:
         TransferError: The file's second descriptor is needed and cannot be opened.
@@ -329,7 +329,7 @@ def as_integers(name: str, given: FileOffsets) -> torch.Tensor:
     """A tensor of int64 on the CPU, contiguous: the given one where it is that.
 
     Args:
-        name: Of the argument.
+        name: The argument's name.
         given: A tensor, a numpy array or a sequence of integers.
 
     Raises:

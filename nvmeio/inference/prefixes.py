@@ -52,9 +52,9 @@ class PrefixCache:
             The one that was saved longest ago makes room. With another size than before, the store
             becomes larger or smaller in place; blocks behind its new end are gone.
         handle: Moves the bytes and stays open; None makes one for each call.
-        fingerprint: How the model's weights are told from others: "samples" looks at 16 blocks of
-            4 KiB of each, so that training and merging are seen, and the change of a few elements
-            may not be; "full" reads all of them, at each call of a model in memory.
+        fingerprint: The way to tell the model's weights from others: "samples" looks at 16 blocks
+            of 4 KiB of each, so that training and merging are seen, and the change of a few
+            elements may not be; "full" reads all of them, at each call of a model in memory.
         weights_id: A name for this version of the weights, in place of looking at them.
 
     Raises:

@@ -109,7 +109,7 @@ class Spiller(Closing):
     """Modules to disk one by one, each as soon as it is ready, and one stream of all in the end.
 
     Args:
-        directory: Where the files go.
+        directory: The directory of the files.
         handle: Moves the bytes and stays open; None makes one.
 
     Raises:
@@ -369,7 +369,7 @@ def park(parameters: Sequence[torch.Tensor], directory: str | os.PathLike[str]) 
 
     Args:
         parameters: Each gets other data, of the same values, shape and strides, in host memory.
-        directory: Where the file goes.
+        directory: The directory of the file.
 
     Returns:
         The mapping, for `put_out`; the tensors keep it alive. None where there are no bytes.

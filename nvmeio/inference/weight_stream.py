@@ -1,6 +1,6 @@
 """`WeightStream`: layers into memory ahead of the computation, and out of it behind.
 
-How it works: a wrapper around the call of each unit's modules (`_hooks`) asks for a claim on
+Theory of operation: a wrapper around the call of each unit's modules (`_hooks`) asks for a claim on
 the unit. It waits until the unit's bytes are there and its parameters lie over them; what comes
 next is being read by then. The claim ends with the call, however that ends; the parameters are
 taken away and the slot is given back. One thread does all that is asked, and owns that state
@@ -394,7 +394,7 @@ class WeightStream(NotPickled, Closing):
             raise
 
     def weight(self, unit: Unit, number: int) -> torch.Tensor:
-        """A copy of one weight, for who looks at it outside of its module's call.
+        """A copy of one weight, for a look outside of its module's call.
 
         Args:
             unit: The unit of the weight.

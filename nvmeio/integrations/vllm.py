@@ -90,7 +90,7 @@ def iterate_weights(
 def _handed_over(
     paths: Iterable[str | os.PathLike[str]], handle: AioHandle, skip: Skip
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of files, read ahead of whoever takes them."""
+    """The weights of files, read ahead of their consumer."""
     groups = _groups(paths, handle, skip)
     ahead: deque[_Reading] = deque()
     following = next(groups, None)

@@ -115,7 +115,7 @@ class Tier:
         weights: The directory of the weights' files, if vLLM does not say.
         weights_id: A name for this version of weights and adapters, in place of looking at them.
         adapters: The directories of all LoRA adapters that requests name.
-        fingerprint: "auto", "full" or "samples": how they are told from others.
+        fingerprint: "auto", "full" or "samples": the way to tell them from others.
 
     Raises:
         ValueError: `capacity_bytes` is none, or has no room for a chunk; or another option makes no

@@ -382,7 +382,9 @@ def test_new_records_are_zero(path: Path) -> None:
     assert path.stat().st_size == 3 + 49 * 100 + 64
     with Records(path, torch.float32, (4, 4), file_offset=3, stride_bytes=100) as found:
         assert bool((found[49] == 1).all())
-    with pytest.raises(FileExistsError, match=r'open what is there with mode="r\+", or remove it'):
+    with pytest.raises(
+        FileExistsError, match=r'open the existing file with mode="r\+", or remove it'
+    ):
         Records.create(path, 50, torch.float32)
     with pytest.raises(ValueError, match="0 or more"):
         Records.create(path.with_name("other"), -1, torch.float32)

@@ -87,7 +87,7 @@ class Lineage:
         """Check that a step may be saved, from what all ranks said; the same on all.
 
         `newest` is the step that `restore` would load. Raises TransferError (EEXIST) if the save
-        would begin anew over what is there.
+        would start over the existing ones.
         """
         if newest is not None and step <= newest and not any(each["goes_on"] for each in plans):
             detail = (
@@ -271,7 +271,7 @@ def take_directory(path: str) -> str | None:
 def remove_dead(directory: str) -> None:
     """Delete the temporary files, directories and pointers of dead writers.
 
-    For whoever holds the directory's lock: nobody else makes such directories and pointers here.
+    For the holder of the directory's lock: nobody else makes such directories and pointers here.
     Temporary files have locks of their own.
     """
     remove_leftovers(directory)

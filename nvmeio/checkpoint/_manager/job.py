@@ -60,7 +60,7 @@ logger = logging.getLogger("nvmeio")
 PARTING_S = 5.0
 
 # `save` returns first: the writing would keep the GIL for 5 ms (`sys.getswitchinterval`) while the
-# caller is told that the snapshot is taken. Its return took 1 ms at the median, where it was 3.
+# caller learns that the snapshot is taken. Its return took 1 ms at the median, where it was 3.
 _HEAD_START_S = 0.001
 
 
@@ -111,7 +111,7 @@ class SaveReport(NamedTuple):
 
     @property
     def snapshot(self) -> str:
-        """How it was taken: "protect" where memory was protected, else "copy"."""
+        """The way it was taken: "protect" if memory was protected, else "copy"."""
         return "protect" if self.protected_bytes else "copy"
 
 
@@ -130,7 +130,7 @@ class Setup(NamedTuple):
         claim: Makes the directory, and takes its lock; for whoever gives names in it.
         writers: Which ranks write a file that all have; see `agreement.chosen_writers`.
         drives: This rank's own, if the ranks share no directory.
-        lineage: Whether saves go on from what is there; None if the caller says what to replace.
+        lineage: Whether saves go on from existing ones; None if the caller says what to replace.
     """
 
     directory: str
@@ -181,7 +181,7 @@ def _saved_by_torch(state: object, unknown: UnknownWriterError) -> FileLayout:
 
 
 class SaveJob(ABC):
-    """One save; `number` is the same on all ranks. `progress` is told how far writing is."""
+    """One save; `number` is the same on all ranks. `progress` is called as writing goes on."""
 
     LAYOUT = ""
     COMMENT_BYTES = 0  # what the file has behind its layout

@@ -109,7 +109,7 @@ class PartOfEachRank(SaveJob):
         return told | self._drives.has() | {"goes_on": goes_on}
 
     def settle(self, plans: Sequence[dict[str, Any]]) -> None:
-        """Decide what becomes of what is there, the same on all ranks."""
+        """Decide the fate of existing parts, the same on all ranks."""
         if any(each["mark"] for each in plans):
             self._see_that_drives_differ(plans)
         self.setup.claim()
@@ -231,7 +231,7 @@ class PartOfEachRank(SaveJob):
     # The commit
 
     def _never_name(self, failed: BaseException) -> None:
-        """Tell all that this rank's part has no name, and will have none."""
+        """Tell all ranks that this rank's part will never have a name."""
         if self._number is not None:
             unlink(self.path)
         with contextlib.suppress(TransferError):

@@ -74,7 +74,7 @@ def parsed(name: str) -> tuple[Save, int] | None:
 
 
 def parts_in(directories: Iterable[str]) -> list[str]:
-    """The paths of all parts; a directory that is missing has none."""
+    """The paths of all parts; a missing directory has no parts."""
     found: list[str] = []
     for directory in directories:
         with (
@@ -197,7 +197,7 @@ class Survey:
         raise open_error(errno.ENOENT, where, what)
 
     def missing(self, save: Save) -> str:
-        """Say which parts are on no drive, and which ranks have none of them."""
+        """Name the parts that are on no drive, and the ranks without any part."""
         parts = self.saves[save]
         lost = [number for number in range(save.parts) if number not in parts]
         numbers = ", ".join(map(str, lost[:_FEW])) + (" and more" if len(lost) > _FEW else "")
@@ -231,7 +231,7 @@ class Decision(NamedTuple):
 
 
 def decide(survey: Survey, new: Save, keep: int, recycle: bool) -> Decision:
-    """Decide what becomes of what is there, and of a new save once it is whole."""
+    """Decide the fate of existing saves, and of a new one once it is whole."""
     new = new._replace(order=survey.next_order())
     going, remains = survey.surplus(keep)
     recycled = going[0] if going and recycle else None

@@ -269,7 +269,7 @@ class Copies(ABC):
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Wake whoever waits, with `Cancelled`; from any thread."""
+        """Wake all waiters with `Cancelled`; from any thread."""
         self._stopped = True
         with self._changed:
             self._changed.notify_all()

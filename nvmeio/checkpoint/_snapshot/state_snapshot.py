@@ -231,7 +231,7 @@ class StateSnapshot:
             copies.written(end)
 
     def stop(self) -> None:
-        """Wake whoever waits, with `Cancelled`; from any thread."""
+        """Wake all waiters with `Cancelled`; from any thread."""
         for copies in self._copies:
             copies.stop()
 

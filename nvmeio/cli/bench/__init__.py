@@ -256,7 +256,7 @@ def command(
         )
         try:
             session.run(errors)
-        finally:  # whatever ended it: what was measured is told
+        finally:  # whatever ended it: report the measurements
             result = session.result()
             if result is not None:
                 _tell(result, errors, as_json)

@@ -1,6 +1,6 @@
 """The contenders that can move a tensor: nvmeio, plain Python, torch, DeepSpeed, and fio on files.
 
-An engine does one transfer when it is told; files, buffers and clocks are the task's (`task.py`).
+An engine does one transfer on request; files, buffers and clocks are the task's (`task.py`).
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Disks:
 
 
 def free_huge_pages() -> int:
-    """Pages that are reserved for whoever asks for huge ones, and not taken."""
+    """Free pages that are reserved for requests of huge ones."""
     # A count, without the unit that `proc_bytes` takes it for.
     return (system.proc_bytes("/proc/meminfo", "HugePages_Free") or 0) >> 10
 

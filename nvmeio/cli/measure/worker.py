@@ -96,7 +96,7 @@ class Worker:
             self._pipe.send((method, arguments, named))
 
     def answer(self, timeout_s: float | None = None) -> Answer:
-        """What came of the earliest request that was not answered yet; `opened` reads it."""
+        """The answer to the earliest open request; `opened` reads it."""
         try:
             if not self._pipe.poll(timeout_s):
                 return Failed(f"{self._name} gave no answer within {timeout_s:.0f} s")

@@ -143,7 +143,7 @@ def command(
         run = rig.TuneRun(plan, errors, log, verbose=verbose)
         try:
             run.measure()
-        finally:  # whatever ended it: what was measured is told
+        finally:  # whatever ended it: report the measurements
             found = run.result()
             if log:
                 log.close(found)

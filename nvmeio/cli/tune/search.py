@@ -359,7 +359,7 @@ class Finalist:
 
     @property
     def spread_told(self) -> str:
-        """`spread` for people: one round has none."""
+        """`spread` for people: one round lacks it."""
         return f"{self.spread:.1%}" if len(self.ratios) > 1 else "-"
 
     @property

@@ -5,8 +5,8 @@ AsyncIOBuilder``; DeepSpeed itself and whatever imports it are left alone and to
 `install`, or from outside by ``nvmeio deepspeed -- python train.py``.
 
 Reading order: `handles` (the verbs, and page-locked memory), `installing` (the builders, and into
-DeepSpeed), `startup` (into a whole process tree). What differs on purpose is one table in
-docs/deepspeed.md.
+DeepSpeed), `startup` (into a whole process tree). docs/deepspeed.md has a table of the intended
+differences.
 """
 
 from nvmeio.compat.deepspeed.handles import aio_handle as aio_handle

@@ -5,8 +5,8 @@ pending until `wait` has returned it, and a synchronous one waits for all that a
 returns their count with its own. `read` and `write` are apart from that: they neither wait for
 what is pending nor count.
 
-Where DeepSpeed returns -1, aborts the process or reports success for wrong bytes, this raises or
-does what was asked; see the table in docs/deepspeed.md.
+If DeepSpeed returns -1, aborts the process or reports success for wrong bytes, this raises or
+carries out the request; see the table in docs/deepspeed.md.
 
 Source: csrc/aio/py_lib/py_ds_aio.cpp, deepspeed_py_io_handle.cpp and csrc/gds/py_lib/py_ds_gds.cpp
 of DeepSpeed 0.19.8.
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 FileName = str | bytes | os.PathLike[str] | int
 
-# What DeepSpeed takes the alignment of direct I/O to be, and sizes its buffers by; nvmeio itself
-# asks the kernel, and transfers whatever is not aligned as well.
+# The alignment of direct I/O that DeepSpeed assumes, and sizes its buffers by; nvmeio itself asks
+# the kernel, and also transfers unaligned tensors.
 _ALIGNMENT_BYTES = 512
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -463,7 +463,8 @@ def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
 
     Args:
         dest: Is filled; any shape.
-        src: Of the same dtype, any shape with at least as many elements; the rest is ignored.
+        src: A tensor of the same dtype, any shape with at least as many elements; the rest is
+            ignored.
 
     Returns:
         0.
@@ -482,7 +483,7 @@ def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
 
 
 class pin_handle:
-    """What DeepSpeed's ``DS_PIN_MEMORY_BACKEND=native`` takes page-locked memory from.
+    """The source of page-locked memory for DeepSpeed's ``DS_PIN_MEMORY_BACKEND=native``.
 
     Its tensors are locked but not registered with CUDA, because DeepSpeed registers them itself.
     A second cudaHostRegister of the same memory fails (cudaErrorHostMemoryAlreadyRegistered), and

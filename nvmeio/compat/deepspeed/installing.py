@@ -201,5 +201,5 @@ def environment(base: Mapping[str, str]) -> dict[str, str]:
     rest = base.get("PYTHONPATH", "")
     if rest.split(os.pathsep)[0] == str(STARTUP):
         return dict(base)
-    # What follows stays as it is: an empty entry in it means the current directory.
+    # The rest stays as it is: an empty entry in it means the current directory.
     return {**base, "PYTHONPATH": f"{STARTUP}{os.pathsep}{rest}" if rest else str(STARTUP)}

@@ -4,10 +4,10 @@ Opening takes 0.1 to 0.2 s. Parameters count only if they are set before, so who
 has to want the same. If somebody else in the process (torch's GdsFile, say) has opened it, it is
 used as it is and left open.
 
-Where it would hang or do harm it is not opened: `preflight` looks at that first, with a file or two
-read at every open. What may never return all the same is given up after a time. A thread cannot be
-ended from outside, so one that hangs is left behind: a daemon thread in a foreign call, which does
-not keep the interpreter from exiting.
+The driver is not opened if that would hang or do harm: `preflight` checks this first, with a file
+or two read at every open. Calls that still do not return are given up after a time. A thread cannot
+be ended from outside, so one that hangs is left behind: a daemon thread in a foreign call, which
+does not keep the interpreter from exiting.
 """
 
 from __future__ import annotations
@@ -118,12 +118,12 @@ def preflight(needs_cuda: bool) -> None:
 
 @dataclass(frozen=True)
 class DriverSettings:
-    """How the driver is opened.
+    """The settings that the driver is opened with.
 
     Attributes:
         needs_cuda: False to move host memory only.
         allow_compat: Go through host memory where direct transfers are not possible.
-        max_direct_io_bytes: What one direct transfer of the driver moves at most, a multiple of
+        max_direct_io_bytes: The most bytes of one direct transfer of the driver, a multiple of
             4096; None for cuFile's own choice.
     """
 
@@ -304,9 +304,9 @@ def mode_of(properties: Properties | None, nvidia_fs: str, p2p_flags: int | None
     """Which of "gds" (nvidia-fs), "p2p" (the kernel's own P2PDMA) and "compat" it is.
 
     Args:
-        properties: What the driver says of itself.
+        properties: The driver's own description.
         nvidia_fs: The kernel module's version, or "".
-        p2p_flags: What cuFile says of NVMe, from 1.16 on; None for a version that does not, whose
+        p2p_flags: cuFile's flags for NVMe, from 1.16 on; None for a version that does not, whose
             status flags have a bit for it that is deprecated since.
     """
     if p2p_flags is not None and not p2p_flags & _P2PDMA:

@@ -107,7 +107,7 @@ class TaskMover:
 
     Args:
         library: cuFile, with its driver open.
-        files: What cuFile knows of files.
+        files: The files that cuFile knows.
         copier: The device's copies, for the edges of writes and for contexts.
         condition: The engine's, which guards its requests.
         mode: Which way bytes go at best, as `GdsHandle.mode` says it.
@@ -219,8 +219,8 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
 
     Args:
         copier: The device's copies, for the edges of writes and for contexts.
-        settings: How the driver is opened.
-        task_bytes: What one call moves at most; a multiple of 4096.
+        settings: The settings that the driver is opened with.
+        task_bytes: The most bytes that one call moves; a multiple of 4096.
         call_limit_s: How long a call may take before it counts as hanging.
     """
 

@@ -228,7 +228,7 @@ def transfer_failure(call: str, returned: int, code: int) -> CuFileFailure:
 
     Args:
         call: Its name.
-        returned: What it returned, negative.
+        returned: Its result, negative.
         code: errno right after it, which counts only where it returned -1, and which may then be
             a cuFile status itself (5027 after a deregister, for one).
     """
@@ -301,7 +301,7 @@ class Library:
 
     Args:
         path: The file.
-        source: Where it was found, for messages.
+        source: The place where it was found, for messages.
 
     Raises:
         BackendUnavailableError: It cannot be loaded, or lacks what is needed.

@@ -75,7 +75,7 @@ class HostSlots:
 
     def close(self) -> None:
         """Give the memory back, once nothing is copied out of it."""
-        with contextlib.suppress(RuntimeError):  # a device that failed copies no more
+        with contextlib.suppress(RuntimeError):  # a device that failed stops copying
             for mark in self._copied.values():
                 mark.wait()
         self._copied.clear()

@@ -4,7 +4,7 @@ A packed file is a valid safetensors file, one for the whole model. Its tensors 
 names and lie in the order in which they are streamed, a layer's one behind the other, each on a
 64-byte boundary and each layer on a page (padding is tensors of bytes). A quantised weight is
 several tensors; its entry in the metadata says how to read them. The metadata has a CRC-32 of each
-tensor, too (of fused experts, one of each); files of before have none.
+tensor, too (of fused experts, one of each); older files lack them.
 
 Fused experts are an exception: the tensors that hold them have names of their own. One tensor of
 bytes [experts, bytes of each] has all that a module's experts have of its weights, an expert's side

@@ -34,7 +34,7 @@ NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class Quantised(NamedTuple):
-    """How a tensor is quantised: to 4 or 8 bits, in groups of so many elements of a row.
+    """The setting for quantising a tensor: to 4 or 8 bits, in groups of so many elements of a row.
 
     A group shares a scale and a minimum; its size is even.
     """

@@ -1,4 +1,4 @@
-"""How several stored tensors, its parts, hold one weight in fewer bytes than its dtype takes.
+"""Schemes in which several stored tensors hold one weight in fewer bytes than its dtype takes.
 
 Two kinds of schemes are known: the one that nvmeio writes (`quantization`), and those in which
 models are published (`published`).

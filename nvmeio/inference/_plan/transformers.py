@@ -296,7 +296,7 @@ def finish(model: Any, directory: str | os.PathLike[str], name: str) -> None:
 
 
 def parallel_plan(model: Any, wanted: str | Mapping[str, str], size: int) -> dict[str, str]:
-    """How transformers cuts a model for `size` ranks: words by names of modules and parameters.
+    """Transformers' division of a model over `size` ranks: words by name of module or parameter.
 
     `wanted` is "auto", or words that take the place of those of the model's own plan. ValueError if
     there is no plan, or one with a word that transformers does not know.

@@ -368,7 +368,7 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether it has a forward; a list or dictionary of modules has none, but its members may."""
+    """Whether it has a forward; lists of modules lack one, but their members may not."""
     return type(module).forward is not nn.Module.forward
 
 

@@ -1,1 +1,1 @@
-"""A stream while it is open: what modules show, what is in memory, and who uses it."""
+"""An open stream: the tensors that modules show, the weights in memory, and their users."""

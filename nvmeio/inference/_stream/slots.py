@@ -380,7 +380,7 @@ class SlotPools:
         Streams that use what stays tell nobody. A device that failed is not told of here.
         """
         if self._copies is not None:
-            with contextlib.suppress(RuntimeError):  # a device that failed computes no more
+            with contextlib.suppress(RuntimeError):  # a device that failed stops computing
                 devices.synchronize(self.device)
 
     # Tensors
@@ -419,7 +419,7 @@ class SlotPools:
         return found
 
     def _convert(self, slot: WeightSlot, *conversion: Any) -> None:
-        """A device does it in the order of what is asked of it; on a CPU, who computes does."""
+        """A device does it in the order of its requests; on a CPU, the computing thread does."""
         if self._copies is None:
             slot.conversions[id(conversion)] = conversion
         else:

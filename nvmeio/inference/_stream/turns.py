@@ -186,7 +186,7 @@ class Turns:
         return self._shared.ended + sum(count[0] for _, count in self._shared.live.values())
 
     def close(self) -> None:
-        """Refuse whoever waits, and whoever comes."""
+        """Refuse waiting and later callers."""
         self.closed = True
         self._mine.clear()
         for gate in self._queue:

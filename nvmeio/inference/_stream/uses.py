@@ -1,4 +1,4 @@
-"""The state of an open stream: who uses which weights, and what is in memory.
+"""The state of an open stream: the users of weights, and the weights in memory.
 
 All of it belongs to one thread (`OwnerThread`). Callers take turns (`turns`) and get
 claims, so that a unit is released when its use is interrupted. After a failure nothing is in

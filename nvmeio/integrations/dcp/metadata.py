@@ -1,7 +1,7 @@
 """The metadata of a checkpoint's items: from its ``.metadata``, and from torch.save within each.
 
 ``.metadata`` is a pickle, of which nothing but DCP's own classes is taken (`load_metadata`):
-torch's reader unpickles it without a look, so that whoever wrote it can run anything; and it opens
+torch's reader unpickles it without a look, so that its writer can run anything; and it opens
 whatever file the pickle names. `Parser` finds where in an item its tensor lies.
 """
 

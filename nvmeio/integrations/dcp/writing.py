@@ -285,7 +285,7 @@ def stream_transforms(name: str, extensions: Any) -> Any:
     """Torch's class of this name, made; None in a torch that has no stream transforms.
 
     Raises:
-        BackendUnavailableError: There are `extensions` for a torch that has none.
+        BackendUnavailableError: There are `extensions`, but torch does not support them.
     """
     made = getattr(filesystem, name, None)
     if made is not None:

@@ -281,7 +281,7 @@ class Adapter:
     # Listing and removing
 
     def delete(self, keys: list[Any]) -> None:
-        """Remove objects that are there and not pinned; listeners are told which these were."""
+        """Remove objects that are there and not pinned; listeners learn which these were."""
         for model in self._unknown(keys):
             self._owner.call(self._identify, model)
         self._store.remove(self._names(keys), spare_pinned=True)
@@ -316,7 +316,7 @@ class Adapter:
         return self._page(entries=tuple(entries), next_page_token=token)
 
     def register_listener(self, listener: Any) -> None:
-        """Register a listener, and tell it of what is there."""
+        """Register a listener, and report the present objects to it."""
         parent: Any = super()
         parent.register_listener(listener)
         at: int | None = 0

@@ -128,7 +128,7 @@ class TiledLayers:
         for _, parameters, _ in self._whole:
             for parameter in parameters.values():
                 if parameter is not None and not parameter.is_meta:
-                    lay(parameter, _nothing(parameter, parameter.device))  # who has it is told so
+                    lay(parameter, _nothing(parameter, parameter.device))  # holders get an error
         self._whole.clear()
 
 
@@ -148,7 +148,7 @@ def whole_parameters(root: nn.Module) -> dict[str, WholeParameter]:
 
 
 def _layers(root: nn.Module) -> list[nn.Linear]:
-    """Linear layers that are called by whoever uses them."""
+    """Linear layers that their users call themselves."""
     found: list[nn.Linear] = []
     seen: set[int] = set()
 

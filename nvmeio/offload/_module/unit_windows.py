@@ -21,7 +21,7 @@ class UnitWindows:
     It belongs to the store's owner thread; other threads read `top` and `settled` only.
 
     Args:
-        owner: That thread.
+        owner: The owner's thread.
         memory: The state of units that the windows ask for.
         host: The window in host memory.
         settled: Claims of units that stay, for users that do not ask the owner.

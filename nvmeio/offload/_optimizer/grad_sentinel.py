@@ -94,7 +94,7 @@ class GradSentinel:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """Its gradient with its own values; None where it has none."""
+        """Its gradient with its own values; None if it has no gradient."""
         if self.stands_in:
             return None
         return self.param.parameter.grad if self._clean is None else self._clean

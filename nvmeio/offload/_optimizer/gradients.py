@@ -298,7 +298,7 @@ class GradSheets:
         for sheet in [*self._open.values(), *self._leaving]:
             for operation in [*sheet.reading, *sheet.writing]:
                 failure_of(operation)  # until the memory is ours; whatever came of it
-            with contextlib.suppress(RuntimeError):  # a device that failed copies no more
+            with contextlib.suppress(RuntimeError):  # a device that failed stops copying
                 for mark in sheet.copied.values():
                     mark.wait()
             self._free.append(sheet.memory)

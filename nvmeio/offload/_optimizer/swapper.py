@@ -269,7 +269,7 @@ class StateSwapper(Swapped):
 
     def _undo(self, step: Step, failed: BaseException) -> None:
         """After a failed step: the drive has the last one; memory gets it back from there."""
-        with suppress(RuntimeError):  # a device that failed copies no more
+        with suppress(RuntimeError):  # a device that failed stops copying
             step.settle()
         why = step.why_no_undo
         if not why:

@@ -1,4 +1,4 @@
-"""Giving parked memory back, and guarding what has none meanwhile.
+"""Give parked memory back, and guard tensors without memory meanwhile.
 
 Host memory keeps its addresses: its pages go, so views that nobody here knows of (numpy's too) are
 whole again after a restore. A device's memory goes back to torch's allocator. The tensors that are

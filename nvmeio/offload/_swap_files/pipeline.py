@@ -355,7 +355,7 @@ class _Filled:
         return slot
 
     def stop(self) -> None:
-        """Read no more; from any thread."""
+        """Stop reading; from any thread."""
         self.stopped = True
         self.written.put(None)
 
@@ -515,7 +515,7 @@ class DeviceTurns:
 
         A failed turn's work may still be computed in a buffer: copies into it come after that.
         """
-        with contextlib.suppress(RuntimeError):  # a device that failed copies no more
+        with contextlib.suppress(RuntimeError):  # a device that failed stops copying
             self._up.follow()
             self._up.mark().wait()
             self._down.mark().wait()
@@ -578,7 +578,7 @@ def finish(operations: list[Operation]) -> None:
 def _waited(operations: Sequence[Operation]) -> float:
     start = time.perf_counter()
     for operation in operations:
-        failure_of(operation)  # whoever wants the slot is told what became of it
+        failure_of(operation)  # the slot's next user gets the error
     return time.perf_counter() - start
 
 

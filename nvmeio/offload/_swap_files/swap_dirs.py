@@ -163,8 +163,8 @@ class SwapDirs:
         parents: The user's directories, one on each drive; as for `SwapDir`. None: a temporary one,
             which goes with `release`.
         name: As for `SwapDir`.
-        resume: Take up what is there.
-        overwrite: Remove what is there; without it, state that a run has left there is refused.
+        resume: Take up the existing state.
+        overwrite: Remove existing state; without it, state that a run has left there is refused.
         writes: As for `weights_of`, beside reads of 1.
 
     Raises:
@@ -220,7 +220,7 @@ class SwapDirs:
             durable.write_small(untrusted.create(place), json.dumps(record).encode(), os.fsync)
 
     def _found(self) -> bool:
-        """Take up what is there; False where nothing was completed."""
+        """Take up the existing state; False if nothing was completed."""
         records = [_read(each.path) for each in self._dirs]
         begun = [_has_manifest(each.path) for each in self._dirs]
         known = [record for record in records if record is not None]
@@ -426,7 +426,7 @@ def _world(name: str) -> str:
 
 
 def _read(directory: str) -> _DriveRecord | None:
-    """The record of a directory; None where it has none, or a torn one before the first step.
+    """The record of a directory; None if it lacks one, or has a torn one before the first step.
 
     Raises:
         IntegrityError: It is damaged.

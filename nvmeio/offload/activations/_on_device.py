@@ -329,7 +329,7 @@ class DeviceActivations:
 
     def close(self) -> None:
         """Wait for copies, and let go of everything."""
-        with contextlib.suppress(RuntimeError):  # a device that failed copies no more
+        with contextlib.suppress(RuntimeError):  # a device that failed stops copying
             for down, up in self._lanes.values():
                 down.mark().wait()
                 up.mark().wait()
