@@ -210,7 +210,7 @@ def whole_pages(address: int, nbytes: int) -> int:
 
 
 _LOST = {
-    errno.EBADFD: "the memory of what is being saved lost its protection: something in this "
+    errno.EBADFD: "the memory being saved lost its protection: something in this "
     "process closed a descriptor of nvmeio's (os.closerange does), or gave memory of a tensor away "
     "by its address (madvise with MADV_DONTNEED, munmap). Keep it from that until the save is "
     "durable, or take snapshot='copy'",

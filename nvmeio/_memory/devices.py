@@ -290,8 +290,8 @@ def check_answers(device: torch.device) -> None:
     """Raise DeviceTimeoutError if this device, once in this process, did not answer in time."""
     if device in system.silent_devices:
         raise DeviceTimeoutError(
-            f"{device} has not done in {PATIENCE_S:.0f} s what it was asked: a kernel does not "
-            "end, a collective waits for a rank that is gone, or the device has failed (look at "
+            f"{device} has not finished its work in {PATIENCE_S:.0f} s: a kernel does not end, a "
+            "collective waits for a rank that is gone, or the device has failed (look at "
             "`nvidia-smi` and for Xid in `dmesg`). Nothing works with it in this process any more: "
             "end it, and go on from a checkpoint"
         )

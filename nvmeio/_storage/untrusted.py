@@ -196,8 +196,7 @@ def read_object(path: str | os.PathLike[str], most: int, named: object = None) -
     value = read_json(path, most, named)
     if not isinstance(value, dict):
         raise IntegrityError(
-            f"{named or path} is not what it should be: a JSON object is expected, not "
-            f"{json.dumps(value):.40}",
+            f"{named or path} must hold a JSON object, not {json.dumps(value):.40}",
             expected="a JSON object",
             found=type(value).__name__,
         )

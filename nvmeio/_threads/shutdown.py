@@ -239,7 +239,7 @@ class _FailsAtLast:
         if self._stream is not None and not self._stream.closed:
             self._stream.flush()
         if sys._getframe().f_back is None:
-            raise OSError("what was to be saved at the end of the program is lost")
+            raise OSError("data to be saved at the end of the program is lost")
 
 
 def _at_exit() -> None:

@@ -57,7 +57,7 @@ class Training:
         """
         if not isinstance(state, Mapping) or RANDOM not in state:
             raise ValueError(
-                f"{where} was not made from training_state(): restore() gives what was saved"
+                f"{where} was not made from training_state(): restore() returns the saved state"
             )
         missing = [name for name in self.parts if name not in state]
         extra = [name for name in state if name not in self.parts and name != RANDOM]

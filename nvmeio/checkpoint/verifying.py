@@ -192,7 +192,7 @@ def _packed_shares(prefix: bytes, header: Header, path: str) -> list[Share] | No
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
         whole, told = False, f"its index cannot be read ({type(failed).__name__}: {failed})"
     else:
-        told = f"bytes [0, {len(prefix)}), its header, are not what was packed there"
+        told = f"bytes [0, {len(prefix)}), its header, differ from what was packed there"
     if not whole:
         raise IntegrityError(f"{path}: {told}", expected="what nvmeio pack writes", found=told)
     if part is not None:
@@ -210,7 +210,7 @@ def _check_shares(stream: Stream, shares: Sequence[Share]) -> list[Problem]:
 
     def conclude(share: Share, crc: int, _: bytes) -> None:
         if crc != share.sum:
-            told = f"bytes [{share.start}, {share.end}) are not what was written there: "
+            told = f"bytes [{share.start}, {share.end}) differ from what was written there: "
             told += f"their CRC-32 is {crc:#010x} and should be {share.sum:#010x}"
             problems.append(Problem(share.name, told))
 

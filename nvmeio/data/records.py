@@ -443,8 +443,8 @@ def _check_raw(file: File) -> None:
     for magic, what in _HEADERS.items():
         if re.match(magic, head, re.DOTALL):
             raise ValueError(
-                f"{file.path} begins as {what}; or, if its first bytes are records all the same, "
-                "say file_offset=0"
+                f"{file.path} begins as {what}; or, if its first bytes are records nevertheless, "
+                "give file_offset=0"
             )
 
 

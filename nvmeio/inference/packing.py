@@ -218,7 +218,7 @@ def pack(
         mover = stack.enter_context(handle_for(handle, source))
         checkpoint = stack.enter_context(contextlib.closing(SafetensorsSet(source)))
         if packed_format.parse(checkpoint) is not None:
-            raise ValueError(f"{source} is packed already: pack what it was made from")
+            raise ValueError(f"{source} is packed already: pack its source")
         model = transformers.empty_model(config, dtype, checkpoint)
         transformers.compute_buffers(model, torch.device("cpu"))
         matched = match(model, checkpoint, strict=True)

@@ -135,7 +135,7 @@ def from_pretrained(
         raise ValueError(
             f"{folder} holds weights that nvmeio pack quantised, or experts that it put side by "
             "side, which transformers cannot compute with: use nvmeio.stream_model(directory), or "
-            "load what it was made from"
+            "load its source"
         )
     model = model_class.from_pretrained(None, config=config, state_dict=state, **options)
     if model.can_generate() and options.get("generation_config") is None:

@@ -510,8 +510,8 @@ def _computes_on(
     if given is not None:
         if weights["device"] != "nvme":
             raise ValueError(
-                'module_device is for offload_param with device "nvme": else the module stays '
-                "where it is"
+                'module_device is for offload_param with device "nvme": otherwise the module '
+                "stays on its device"
             )
         return devices.usable("module_device", given)
     found = (p.device for p in module.parameters() if p.device.type not in ("cpu", "meta"))

@@ -382,8 +382,8 @@ def _check_stepping(optimizer: torch.optim.Optimizer, *_: object) -> None:
         if store is not None and not store.is_gathered(parameter):
             kind = type(optimizer).__name__
             raise RuntimeError(
-                f"{kind} cannot step parameters of a SwappedModule: only what is in memory would "
-                f"change. Make a SwappedOptimizer({kind}, module.parameters(), ...) after it"
+                f"{kind} cannot step parameters of a SwappedModule: only the values in memory "
+                f"would change. Make a SwappedOptimizer({kind}, module.parameters(), ...) after it"
             )
 
 
@@ -409,7 +409,7 @@ def _check_parameters(module: torch.nn.Module, device: torch.device) -> None:
         if is_absent(parameter):
             raise ValueError(
                 f"{name} has no values: it was swapped by a SwappedModule that is closed, or could "
-                "not be made. Make the module anew, or load its parameters"
+                "not be made. Make a new module, or load its parameters"
             )
 
 

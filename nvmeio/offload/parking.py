@@ -258,7 +258,7 @@ class Parked(NotPickled, Closing):
                 if self.restored:
                     return
                 raise ClosedError(
-                    "what was parked is closed: its state is in "
+                    "this Parked is closed: its state is in "
                     f"{self._path}; make a new module and optimizer, and call "
                     "resume_parked"
                 )
@@ -518,8 +518,8 @@ class _Resuming:
 
     def _other(self, stored: str, here: str) -> IntegrityError:
         return IntegrityError(
-            f"what is parked in {self._path} belongs to another module or optimizer: {stored}, and "
-            f"{here}. Make both as they were when they were parked",
+            f"the state parked in {self._path} belongs to another module or optimizer: {stored}, "
+            f"and {here}. Make both as they were when they were parked",
             expected=stored,
             found=here,
         )

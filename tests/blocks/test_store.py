@@ -281,7 +281,7 @@ def test_damaged_bytes_are_a_miss_and_told(tmp_path: Path, handle: AioHandle, ca
         assert sorted(loaded(store, [1, 2])) == [False, True]
         assert len(store) == 1
         assert store.stats.damaged == 1
-    assert "not what was stored" in caplog.text
+    assert "differ from what was stored" in caplog.text
 
 
 @pytest.mark.parametrize("at", [0, 20, HEADER_BYTES + 3, HEADER_BYTES + RECORD_BYTES + 60])

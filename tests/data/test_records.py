@@ -329,7 +329,7 @@ def test_a_header_is_not_read_as_records(
     """Its bytes came as the first records, without a word."""
     path = tmp_path / "array.npy"  # numpy.save adds the suffix where it is missing
     written(path)
-    with pytest.raises(ValueError, match=f"begins as .*{says}.* say file_offset=0"):
+    with pytest.raises(ValueError, match=f"begins as .*{says}.* give file_offset=0"):
         Records(path, torch.uint8, mode=mode)
     if written is _numpys:
         offset = numpy_offset(path)

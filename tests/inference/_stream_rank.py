@@ -234,7 +234,7 @@ def fail(me: Rank) -> None:
         flip_in_part(part)
     me.meet_others()
     model = stream(me.notes / "parts", handle=handle)
-    with me.raises(nvmeio.IntegrityError, "not what was packed"):
+    with me.raises(nvmeio.IntegrityError, "differ from what was packed"):
         models.logits(model, ids)
     model.weight_stream.close()
     model = stream(me.notes / "parts", handle=handle, checksum=False)

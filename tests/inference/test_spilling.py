@@ -114,7 +114,7 @@ def test_transposed_weights_come_back_transposed(order: tuple[int, ...], tmp_pat
 
 
 def test_what_cannot_be_spilled_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no modules"):
+    with pytest.raises(ValueError, match="modules to spill is empty"):
         spill([], tmp_path)
     with pytest.raises(TransferError):
         spill(layers(), tmp_path / "nowhere" / "below")

@@ -143,7 +143,7 @@ def test_resume_and_overwrite_contradict_each_other(tmp_path: Path) -> None:
     earlier_run(tmp_path)
     before = contents(tmp_path)
     for resume in (True, "must"):
-        with pytest.raises(ValueError, match="give one of them"):
+        with pytest.raises(ValueError, match="give one, not both"):
             swapped(model(), tmp_path, resume=resume, overwrite=True)
     with pytest.raises(TypeError, match="resume must be true or false, or 'must', not 'always'"):
         swapped(model(), tmp_path, resume="always")

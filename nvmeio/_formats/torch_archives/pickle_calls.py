@@ -152,7 +152,7 @@ class _Judge:
     def nothing(self, call: PickledCall, args: tuple[Any, ...]) -> None:
         """`torch.Tensor()`, which the state then fills."""
         if args:
-            raise _Absurd("expected no arguments: it would allocate what they say")
+            raise _Absurd("expected no arguments: it would allocate as much as they say")
 
     def never(self, call: PickledCall, args: tuple[Any, ...]) -> None:
         """A storage is a record of the archive; no call makes one."""

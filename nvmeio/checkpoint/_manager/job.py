@@ -504,7 +504,7 @@ class SaveJob(ABC):
 def _warn_of_waiting(report: SaveReport) -> None:
     logger.warning(
         "step %d: %.1f MiB are more than the snapshot memory of %.1f MiB: save took %.3f s, and "
-        "waited %.3f s of them for the drive; memory_bytes (64 MiB or more) sets what it may take",
+        "waited %.3f s of them for the drive; memory_bytes (64 MiB or more) sets this memory",
         report.step,
         report.copied_bytes / (1 << 20),
         report.snapshot_bytes / (1 << 20),

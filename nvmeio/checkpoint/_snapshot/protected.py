@@ -112,8 +112,8 @@ class Protected:
         return naming(
             "write",
             self._directory,
-            "training changed what was not saved yet; the memory for what is copied "
-            "out of its way was used up, and so it had to go into a file here. Give "
+            "training changed state that was not saved yet, and the memory for copies of it was "
+            "full, so a file here had to take them. Give "
             "the Checkpointer more memory_bytes, or wait() before the state changes",
         )
 

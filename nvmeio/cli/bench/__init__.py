@@ -113,8 +113,7 @@ def command(
     strict: Annotated[
         bool,
         _how.flag(
-            "With --compare: measure nothing where an engine is not there, and end where one "
-            "fails.",
+            "With --compare: measure nothing if an engine is missing, and end if one fails.",
             "--strict",
         ),
     ] = False,

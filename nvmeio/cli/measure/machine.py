@@ -567,5 +567,5 @@ def _require_cufile() -> None:
             "--gds: GPUDirect Storage is not available",
             attempts=attempts,
             remedy="leave out --gds: --gpu alone goes through host memory; "
-            "`nvmeio report` says what is missing of cuFile",
+            "`nvmeio report` says what cuFile lacks",
         )

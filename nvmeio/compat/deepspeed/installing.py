@@ -169,8 +169,8 @@ def _check_not_loaded(caches: list[dict[str, Any]]) -> None:
     own = sorted(name for name, op in loaded.items() if op is not _OPS[name])
     if own:
         raise RuntimeError(
-            f"DeepSpeed has loaded its own {' and '.join(own)}, and what it made with it does "
-            "not work with nvmeio's: call install() right after `import deepspeed`"
+            f"DeepSpeed has loaded its own {' and '.join(own)}, and objects made with it do not "
+            "work with nvmeio's: call install() right after `import deepspeed`"
         )
 
 

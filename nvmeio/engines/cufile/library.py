@@ -154,7 +154,7 @@ _MEANINGS: dict[int, Meaning] = {
     5014: Meaning("the span reaches beyond the allocation", errno.EFAULT),
     5015: Meaning("the memory belongs to another CUDA context", errno.EFAULT),
     5016: Meaning("more than may be pinned at once", errno.ENOMEM, "max_device_pinned_mem_size_kb"),
-    5017: Meaning("the span reaches beyond what is registered", errno.EFAULT),
+    5017: Meaning("the span reaches beyond the registered memory", errno.EFAULT),
     5018: Meaning("unsupported file type", errno.EOPNOTSUPP),
     5019: Meaning("the file is not open in a way that cuFile supports", errno.EBADF),
     5020: Meaning("the file is not open with O_DIRECT", errno.EINVAL, "a file system that has it"),

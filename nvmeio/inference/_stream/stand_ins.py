@@ -515,8 +515,8 @@ def check_absent(targets: Sequence[Target]) -> None:
                     raise RuntimeError(_CHANGED_BY_RANKS)
                 raise RuntimeError(
                     f"{attribute!r} of {an(type(module).__name__)} was changed in place after its "
-                    "model was streamed, while its bytes are on disk: the weights that are used "
-                    "are those of the checkpoint. Change them there, and stream the model anew"
+                    "model was streamed, while its bytes are on disk: the stream uses the weights "
+                    "of the checkpoint. Change them there, and stream the model again"
                 )
 
 
@@ -604,7 +604,7 @@ def check_as_read(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> N
     if found is not None:
         raise RuntimeError(
             f"{found.attribute!r} of {an(type(found.module).__name__)} was changed by its layer's "
-            "own call, and the layer's bytes come from the checkpoint anew for each call: the "
+            "own call, and the layer's bytes come from the checkpoint again for each call: the "
             "change would be lost. Batch norm changes its buffers in train(): call eval()"
         )
 

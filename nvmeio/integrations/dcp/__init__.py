@@ -420,7 +420,7 @@ class NvmeStorageReader(_InDirectory, StorageReader):
                 raise IntegrityError(
                     f"{self.path}: rank {first} has found the checkpoint in {found[first][0]}, and "
                     f"rank {rank} another one in {folder}: it was replaced while it was opened. "
-                    "Load it again, or name a directory that nobody replaces",
+                    "Load it again, or name a directory that is not replaced meanwhile",
                     expected=found[first],
                     found=(folder, version),
                 )

@@ -262,7 +262,7 @@ class Generations:
                         f"parameter {piece.param} of the SwappedModule has another memory format "
                         f"than the state in {self._directory.path}: give the module the one that "
                         "it "
-                        "had (memory_format=torch.channels_last, or contiguous), or begin anew "
+                        "had (memory_format=torch.channels_last, or contiguous), or start afresh "
                         "with resume=False",
                         expected=span.strides or "row-major order",
                         found=wanted or "row-major order",
@@ -283,7 +283,7 @@ class Generations:
                 "subgroup_bytes or buffer_bytes: make them"
             )
             raise IntegrityError(
-                f"the state in {self._directory.path} {what} the same as before, or begin anew "
+                f"the state in {self._directory.path} {what} the same as before, or start afresh "
                 "with overwrite=True",
                 expected=self.files.signature(),
                 found=manifest.signature,
@@ -365,8 +365,8 @@ class Generations:
                 operation="fsync",
                 path=self._directory.path,
                 detail=f"generation {generation} may be lost ({why}): load a "
-                "checkpoint, or make the optimizer anew with resume=True, which goes on from the "
-                "last step that is durable",
+                "checkpoint, or make a new optimizer with resume=True, which goes on from the last "
+                "durable step",
             ) from why
         if self._unmarked is not None:
             manifests.store(self._directory.path, self._unmarked)

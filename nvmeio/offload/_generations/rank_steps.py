@@ -186,8 +186,8 @@ class DurableSteps:
             operation="step",
             path=self._store.path,
             detail=f"rank {told['rank']} of {self._store.size} could not make generation "
-            f"{told['generation']} durable ({told['text']}): load a checkpoint, or make the "
-            "optimizer anew with resume=True, which goes on from the last step that all ranks have",
+            f"{told['generation']} durable ({told['text']}): load a checkpoint, or make a new "
+            "optimizer with resume=True, which goes on from the last step that all ranks have",
         )
 
 

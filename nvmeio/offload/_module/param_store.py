@@ -153,7 +153,7 @@ class ParamStore:
         try:
             arena = pool.reserve([unit.nbytes for unit in self.units])
         except torch.OutOfMemoryError as full:
-            asked = f"device_bytes={self.device_bytes}: lower it, or what else is kept there"
+            asked = f"device_bytes={self.device_bytes}: lower it, or free other memory there"
             raise MemoryError(f"{self.device} has less than {asked}") from full
         handle.pin_device_tensor(arena)
 

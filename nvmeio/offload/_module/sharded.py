@@ -208,7 +208,7 @@ def _check_parameters(module: torch.nn.Module, units: Sequence[ParamUnit]) -> No
                 "fully_shard for the whole module, without ignored_params"
             )
         if store_of(parameter) is not None or is_absent(local(parameter)):
-            raise ValueError(f"{name} was swapped by another SwappedModule: make the model anew")
+            raise ValueError(f"{name} was swapped by another SwappedModule: make a new model")
 
 
 def _unit(stage: Stage, group: Any) -> ParamUnit:

@@ -44,8 +44,8 @@ class OptimizerSettings:
         ratio(self.ratio)
         if self.resume and self.overwrite:
             raise ValueError(
-                "resume goes on from what is in the directory, and overwrite=True removes it: give "
-                "one of them"
+                "resume goes on from the state in the directory, and overwrite=True removes it: "
+                "give one, not both"
             )
         if self.resume and not (self.ratio == 1.0 and self.recoverable):
             raise ValueError(

@@ -79,8 +79,8 @@ def hold(subgroups: Sequence[Subgroup], ratio: float, bound: set[int]) -> None:
     """
     if ratio < 1 and bound:
         raise ValueError(
-            f"ratio={ratio} is impossible: the state files are where the SwappedModule keeps its "
-            f"parameters ({len(bound)} of them), so all state is on the drive. Leave ratio at "
+            f"ratio={ratio} is impossible: the SwappedModule keeps its parameters ({len(bound)} of "
+            "them) in the state files, so all state is on the drive. Leave ratio at "
             "1.0, or step in another dtype than theirs (master_dtype), which gives them files of "
             "their own"
         )

@@ -110,7 +110,7 @@ def trim(storages: Sequence[ParkedStorage]) -> None:
 class Guard(NotPickled):
     """Refuses whatever uses or converts what is parked; the module keeps who restores it."""
 
-    _elsewhere = "restore() what is parked before you copy or pickle it"
+    _elsewhere = "call restore() before you copy or pickle parked tensors"
 
     def __init__(
         self,

@@ -78,8 +78,8 @@ class SwapDir:
         with naming("read", self.file(LOCK)):
             holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
         detail = (
-            f"process {holder or 'unknown'} swaps into this directory: close what it opened, or "
-            "choose another swap_dir"
+            f"process {holder or 'unknown'} swaps into this directory: close its optimizer or "
+            "module, or choose another swap_dir"
         )
         return TransferError(errno.EBUSY, operation="open", path=self.path, detail=detail)
 
@@ -300,7 +300,7 @@ class SwapDirs:
         written = time.localtime(os.path.getmtime(manifests.place(path, last.generation)))
         return (
             f"its state, {last}, written {time.strftime('%Y-%m-%d %H:%M', written)}: resume=True "
-            'goes on from it, or begins where there is nothing; resume="must" goes on from it, or '
+            'goes on from it, or begins if there is none; resume="must" goes on from it, or '
             f"raises; {_REMOVES}"
         )
 
