@@ -21,9 +21,9 @@ class Name(NamedTuple):
     """A private name of torch.
 
     Attributes:
-        path: Where torch has it.
-        use: What nvmeio does with it.
-        without: What happens where it is missing.
+        path: Its place in torch.
+        use: Its use in nvmeio.
+        without: The effect if it is missing.
     """
 
     path: str
@@ -151,7 +151,7 @@ class Attribute(NamedTuple):
 
     Attributes:
         on: An object that has it, made for the question.
-        use: What nvmeio does with it.
+        use: Its use in nvmeio.
     """
 
     on: Callable[[], object]

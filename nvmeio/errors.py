@@ -93,7 +93,7 @@ class AlignmentError(NvmeioError, ValueError):
 
 
 class DeviceTimeoutError(NvmeioError, RuntimeError):
-    """A device has not done in half an hour what it was asked.
+    """A device has not finished its work in half an hour.
 
     Work on that device fails with this from then on. Host memory that the device may still write
     to is kept until the process ends.
@@ -108,7 +108,7 @@ class TransferError(NvmeioError, OSError):
 
     Attributes:
         errno: The kernel's error number.
-        operation: "pread" or "pwrite"; else what was done to the file as a whole, such as "open",
+        operation: "pread" or "pwrite"; else the operation on the file as a whole, such as "open",
             "fsync", "rename", "save", or "register" (memory, with cuFile).
         path: The file as the caller named it.
         file_offset: The first byte of the transfer; 0 if it was about no bytes.
@@ -182,7 +182,7 @@ def errno_of(failed: OSError) -> int:
 def transfer_error(
     failed: OSError, operation: str, path: str | os.PathLike[str], detail: str = "", **about: Any
 ) -> TransferError:
-    """The system's refusal, as an error that names what was done, and to which file.
+    """The system's refusal, as an error that names the operation and the file.
 
     Words of ours that `failed` has in place of the system's stay.
     """
@@ -194,7 +194,7 @@ def transfer_error(
 
 
 class naming:
-    """A with statement whose `OSError`s name what was done, and to which file: `TransferError`s.
+    """A with statement whose `OSError`s name the operation and the file: `TransferError`s.
 
     Those that are such already stay as they are.
     """
@@ -380,7 +380,7 @@ class BackendUnavailableError(NvmeioError, RuntimeError):
 
 
 class IntegrityError(NvmeioError):
-    """Bytes are not what they should be.
+    """Bytes differ from the expected ones.
 
     Attributes:
         expected: The expected value.
@@ -434,7 +434,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 def with_context(failed: TransferError, what: str) -> TransferError:
-    """The same failure, saying also for what the bytes were, such as "read for weight 'a'"."""
+    """The same failure, with the purpose of the bytes, such as "read for weight 'a'"."""
     arguments = {name: getattr(failed, name) for name in failed._FIELDS}
     code = errno_of(failed)
     words, remedy = failed._detail or os.strerror(code), _REMEDIES.get(code)

@@ -524,7 +524,7 @@ class AioHandle(HandleSettings, ClosingWork):
         return await self._cores.drain()
 
     async def fsync(self, file: FileLike, data_only: bool = False) -> None:
-        """Make a file durable: what was written, and every write to it started before this call.
+        """Make a file durable: all written bytes, and every write to it started before this call.
 
         Args:
             file: A path, an open descriptor, or an `nvmeio.File`.

@@ -129,7 +129,7 @@ class PinnedPool(NotPickled, Closing):
         self._queue.enqueue(waiter)
 
     def _withdraw(self, waiter: Waiter) -> None:
-        """Give up waiting, or give back what was granted; harmless if there is neither."""
+        """Give up waiting, or give back granted bytes; harmless if there is neither."""
         if os.getpid() == self._pid:  # in a forked child there is nobody to give it to
             self._queue.withdraw(waiter)
 
@@ -178,7 +178,7 @@ class PinnedPool(NotPickled, Closing):
 
     @property
     def budget_bytes(self) -> int:
-        """Size of the arena in bytes: what was asked for, rounded up to whole pages."""
+        """Size of the arena in bytes: the requested size, rounded up to whole pages."""
         return self._budget
 
     @property

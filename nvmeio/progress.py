@@ -139,7 +139,7 @@ class _TqdmBar(Bar):
 
 
 def rich_bar(console: Console | None = None, *, transient: bool = False) -> Bar:
-    """A bar drawn by rich: bytes, rate and what is left of the time.
+    """A bar drawn by rich: bytes, rate and the remaining time.
 
     Args:
         console: Where; by default standard output.

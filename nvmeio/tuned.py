@@ -44,7 +44,7 @@ _UUID_LINKS = Path("/dev/disk/by-uuid")
 
 @dataclass(frozen=True)
 class Tuned:
-    """A stored setting and what it was measured to give.
+    """A stored setting and its measured rates.
 
     Attributes:
         aio: The parameters, for ``AioHandle(*aio)`` or ``AioHandle(**aio._asdict())``.

@@ -268,7 +268,7 @@ def _check_apart(part: BatchMember, offsets: list[int], sizes: list[int]) -> Non
 
 
 class BatchRecord(Record):
-    """A batch in flight: opens files in waves, and retries what was refused as direct I/O."""
+    """A batch in flight: opens files in waves, and retries transfers refused as direct I/O."""
 
     def __init__(self, token: int, opcode: Opcode, batch: Batch, planner: Planner) -> None:
         parts = batch.parts
@@ -387,7 +387,7 @@ class BatchRecord(Record):
     # --- waves ------------------------------------------------------------------------------
 
     def _next_wave(self, miscounted: Counter[str]) -> list[Transfer]:
-        """Open files, and plan what is to be done with them; [] if nothing is left."""
+        """Open files, and plan their transfers; [] if nothing is left."""
         if self._waiting is None:
             self._waiting = deque(self._parts_to_begin(miscounted))
         for part, _, _ in self._wave:

@@ -83,7 +83,7 @@ class CompletionQueues:
         return known.cq
 
     def forget_closed_loops(self) -> None:
-        """Close the queues of loops that were closed; the default one takes what is left there."""
+        """Close the queues of closed loops; the default one takes their remaining records."""
         for loop in [loop for loop in list(self._loops) if loop.is_closed()]:
             with self._lock:
                 gone = self._loops.pop(loop, None)

@@ -169,14 +169,14 @@ class Core:
             raise
 
     def withdraw(self, record: Record) -> None:
-        """Undo a start that failed or was interrupted; what has begun after all goes on."""
+        """Undo a start that failed or was interrupted; requests that did begin go on."""
         request = record.request
         if request is not None and request.started():
             request.start()  # whoever is to be woken by that may not have been
             return
         self.live.drop(record)
         record.let_go()
-        self.reaper.publish(record, CANCELLED)  # to whoever waits for all that is live
+        self.reaper.publish(record, CANCELLED)  # to waiters for all live records
 
     # --- closing --------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class Core:
         self.live.refuse()
         await self.watchers.settle_live()
         self.release()
-        # Beside the loop, and to its end if whoever awaits it is cancelled.
+        # Beside the loop, and to its end if the awaiting task is cancelled.
         joining = begun(self.engine.join, "nvmeio-step", closes=True)
         await joining.ended()
         if joining.began:
@@ -211,7 +211,7 @@ class Core:
             logger.error("an operation of a dropped handle failed: %s", failed)
 
     def release(self) -> None:
-        """Give back what the kernel gave. Nothing may be in flight."""
+        """Give back the kernel's resources. Nothing may be in flight."""
         # On a loop an interrupt may come after each of these: each may be done again.
         with self._releasing:
             if self._shut:
@@ -228,7 +228,7 @@ class Core:
         return self._shut or self.live.forked
 
     def counters(self) -> Counters:
-        """The engine's counters, corrected for what it never saw and what was done twice."""
+        """The engine's counters, corrected for unseen and repeated operations."""
         return self.live.corrected(self.engine.counters())
 
     # --- fork and exit --------------------------------------------------------------------------
@@ -450,7 +450,7 @@ class Cores:
         return self._all()
 
     def abandon(self) -> None:
-        """The handle was dropped: finish what is in flight in the background."""
+        """The handle was dropped: finish operations in flight in the background."""
         cores = self._all()
         for core in cores:
             core.live.refuse()

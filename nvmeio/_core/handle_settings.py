@@ -128,7 +128,7 @@ def checked_options(
     overlap_events: bool,
     lanes: int,
 ) -> Options:
-    """Check what a handle was given, and make its options.
+    """Check a handle's arguments, and make its options.
 
     `kind` is the handle's class, for messages; `words` are other names of `lanes`.
 

@@ -334,7 +334,7 @@ class Watchers:
             record.request.move(cq)
 
     def _adopt(self, cq: CompletionQueue) -> None:
-        """Report at the default queue what was to report at the queue of a closed loop."""
+        """Report records of a closed loop's queue at the default queue."""
         with self._live.lock:
             orphans = self._live.at(cq)
             for record in orphans:

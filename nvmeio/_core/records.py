@@ -71,7 +71,7 @@ class Record:
     stop = False
     claimed = 0  # the thread that concludes it, or HANDED_ON
     error: BaseException | None = None
-    is_spoken_for = False  # whoever began it asks for its error, and the handle tells nobody else
+    is_spoken_for = False  # its caller asks for its error, and the handle reports it to nobody else
     # Those notified of the end: event loops, threads (by releasing a lock), anybody. The first may
     # be added to without a lock; the thread that ends the record sets its state before it looks
     # there.
@@ -303,7 +303,7 @@ def failure_of(outcome: base.Outcome, about: dict[str, Any]) -> BaseException:
 
 
 def copy_back(memory: Memory, about: dict[str, Any]) -> None:
-    """Copy what was read elsewhere into the tensor."""
+    """Copy bytes that were read elsewhere into the tensor."""
     if memory.copy_back is None:
         return
     try:
@@ -469,12 +469,12 @@ class LiveRecords:
     # --- counting -----------------------------------------------------------------------------
 
     def count(self, **more: int) -> None:
-        """Add to what the engine's counters lack (or, negative, have too much)."""
+        """Add to the corrections of the engine's counters, which may be negative."""
         with self.lock:
             self._unissued = self._unissued.plus(**more)
 
     def corrected(self, counters: base.Counters) -> base.Counters:
-        """The engine's counters with what they lack."""
+        """The engine's counters with their corrections."""
         with self.lock:
             return counters.plus(**self._unissued._asdict())._replace(in_flight=len(self.records))
 

@@ -85,7 +85,7 @@ class _ShortRecord(Record):
         return moved == -errno.EINVAL and self.direct
 
     def go_on(self) -> tuple[Transfer | list[Transfer] | None, dict[str, int]]:
-        """Do it again through the page cache; what was refused still holds the storage."""
+        """Do it again through the page cache; the refused operation still holds the storage."""
         storage, holder = self.storage, self._holder()
         assert storage is not None
         assert holder is not None

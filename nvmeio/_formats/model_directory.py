@@ -1,4 +1,4 @@
-"""Files beside the weights, in a directory of transformers', that change what the weights mean.
+"""Files beside the weights, in a transformers directory, that change the meaning of the weights.
 
 An adapter is added to the weights by `from_pretrained`. A quantised checkpoint holds steps and
 scales in the place of weights. Every way to read a directory asks here, so that none of them
@@ -59,7 +59,7 @@ class Quantisation(NamedTuple):
 
     @property
     def is_read(self) -> bool:
-        """Whether nvmeio reads what is quantised so."""
+        """Whether nvmeio reads weights that are quantised in this way."""
         if self.method == "compressed-tensors":
             return self._is_read_compressed
         return self.method in _READ

@@ -213,7 +213,7 @@ def sealed(prefix: bytes) -> bytes:
 
 
 def is_whole(prefix: bytes, index: Mapping[str, Any] | None) -> bool:
-    """Whether a header (its length before it) is what was written, as far as it has a checksum.
+    """Whether a header (its length before it) equals the written one, as far as it has a checksum.
 
     `index` is None if the header seems to hold none.
     """

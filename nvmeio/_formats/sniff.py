@@ -50,7 +50,7 @@ class TruncatedFileError(NoCheckpointError, EOFError):
 
 
 def open_file(path: str | os.PathLike[str]) -> AbstractContextManager[files.File]:
-    """`locks.open_reading`; the error of a directory says what loads what is in it.
+    """`locks.open_reading`; the error for a directory says which function loads its content.
 
     Raises:
         TransferError: It cannot be opened, or is a directory (EISDIR).
@@ -117,7 +117,7 @@ def is_dcp_file(path: str | os.PathLike[str]) -> bool:
 
 
 def is_dcp_directory(directory: str | os.PathLike[str]) -> bool:
-    """Whether a directory is a DCP checkpoint, or what is left of one."""
+    """Whether a directory is a DCP checkpoint, or the remains of one."""
     try:
         names = os.listdir(directory)
     except OSError:

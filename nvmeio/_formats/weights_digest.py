@@ -82,7 +82,7 @@ def look_at(
         path: The path of either.
         how: "full" takes all bytes into account, and nothing else; "samples" reads a little of each
             tensor; "auto" is "full" up to `FULL_BYTES`.
-        known: A file that remembers what was computed, in a directory that is this user's alone;
+        known: A file that remembers computed digests, in a directory that is this user's alone;
             None reads all each time.
 
     Raises FileNotFoundError if there are no weights, ChangingError if they are being written.

@@ -56,7 +56,7 @@ class Wanted(Generic[Ranks]):
 def until_there(
     call: LongCall, load: Callable[[], Loaded], is_gone: Callable[[OSError], bool]
 ) -> Loaded:
-    """Look and load; look again, a few times, if what was found is gone by then."""
+    """Look and load; look again, a few times, if the checkpoint is gone by then."""
     for _ in range(_ATTEMPTS - 1):
         call.again()
         try:
@@ -110,7 +110,7 @@ class _Loading:
         self.wanted = wanted
         self.how = how
         self._ranks: LoadingRanks = ALONE
-        self._path = ""  # what was found
+        self._path = ""  # of the checkpoint that was found
 
     def found(self) -> Loaded:
         ranks = self._ranks = self.wanted.new_ranks()

@@ -156,7 +156,7 @@ def load_older(file: File, options: LoadOptions) -> Any:
 
 
 def check_globals(file: File) -> None:
-    """Let torch refuse what it forbids, in its own words, before anything is allocated."""
+    """Let torch raise its own error for forbidden globals, before anything is allocated."""
     if unsafe_globals(file):
         with same_file(file) as same:
             refuse(same)
@@ -197,7 +197,7 @@ def _unpickle_plain(reader: MemoryReader, options: LoadOptions) -> Any:
     return torch_unpickler.unpickle(reader.get_record("data.pkl"), reader.storages, restore)
 
 
-# With what was read
+# With the bytes that were read
 
 
 class MemoryReader:
@@ -233,7 +233,7 @@ class MemoryReader:
 
 
 def is_swapped(checkpoint: TorchFile) -> bool:
-    """Whether torch may have to swap the bytes of what is loaded, which it does on the host."""
+    """Whether torch may have to swap the loaded bytes, which it does on the host."""
     if "byteorder" not in checkpoint.records:
         return True
     return checkpoint.read("byteorder").decode("latin-1") != sys.byteorder

@@ -116,7 +116,7 @@ class BackgroundSaver(NotPickled):
         self.raise_failures()
 
     def raise_failures(self) -> None:
-        """Raise the first failure among what is done, which is forgotten with it."""
+        """Raise the first failure among finished saves, which are forgotten with it."""
         done = [future for future in self._pending if future.done()]
         self._pending = [future for future in self._pending if future not in done]
         failures = [failed for future in done if (failed := future.exception()) is not None]

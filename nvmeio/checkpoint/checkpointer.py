@@ -295,7 +295,7 @@ class Checkpointer(NotPickled, ClosingWork):
     # Waiting
 
     def wait(self) -> Coroutine[Any, Any, SaveReport | None]:
-        """Wait until what was saved is durable, and ``latest`` leads to it.
+        """Wait until the save is durable, and ``latest`` leads to it.
 
         Returns:
             The report of the last save; None if there was none.

@@ -54,7 +54,7 @@ class TensorFacts(NamedTuple):
 
     Attributes:
         name: Its place in the saved object, such as "model.layer.weight"; "" for the object itself.
-        dtype: Its dtype as torch calls it, without "torch."; what the file says, if unknown.
+        dtype: Its dtype in torch's words, without "torch."; the file's own name, if unknown.
         shape: Its shape.
         nbytes: The size of its elements.
         record: The record that its bytes are in; tied tensors have one in common. With DCP, the

@@ -68,7 +68,7 @@ class FastFileWriter(NotPickled, Discarding):
         self._kept: BaseException | None = None  # what nobody has been told yet
         self._inside = False  # a call; one that an interrupt has ended leaves it so
         # A thread of its own opens, writes, commits and gives up, one after the other: an interrupt
-        # ends the waiting, and what comes after it waits behind what was begun.
+        # ends the waiting, and later calls wait behind the begun one.
         self._owner = OwnerThread("nvmeio-writer")
         self._parts, self._ending = open_owned(self._owner, _open_parts, self._owner, path, handle)
         self._stream, self._replacement = self._parts.stream, self._parts.replacement
@@ -139,7 +139,7 @@ class FastFileWriter(NotPickled, Discarding):
         raise io.UnsupportedOperation("fileno")
 
     def close(self) -> None:
-        """Commit what was written: durable, and in the place of `path`. Idempotent.
+        """Commit the written bytes: durable, and in the place of `path`. Idempotent.
 
         Raises:
             TransferError: It could not be written or renamed; `path` is as it was.
@@ -156,7 +156,7 @@ class FastFileWriter(NotPickled, Discarding):
             raise kept
 
     def discard(self) -> None:
-        """Give up what was written; `path` stays as it was. Nothing once it is committed."""
+        """Give up the written bytes; `path` is unchanged. Does nothing after a commit."""
         if self._ending.asked:
             self._ending.begin()  # where an interrupt came it goes on, and nobody waits again
         else:
@@ -211,7 +211,7 @@ class _Parts:
         self.replacement.commit()
 
     def end(self) -> None:
-        """Give back everything; what is not committed is given up."""
+        """Give back everything; uncommitted bytes are given up."""
         try:
             self.stream.abandon()
         finally:
@@ -255,7 +255,7 @@ class FastFileReader(NotPickled, Closing):
     def __init__(self, path: str | os.PathLike[str], *, handle: AioHandle | None = None) -> None:
         self._own = handle is None
         self._position = 0
-        self._ahead = (0, b"")  # where it lies, and what is there
+        self._ahead = (0, b"")  # its offset, and the bytes
         # By a thread: where an interrupt comes meanwhile, `__del__` finds all of it.
         run_interruptible(lambda: self._open(path, handle))
 
@@ -299,7 +299,7 @@ class FastFileReader(NotPickled, Closing):
         return bytes(data)
 
     def readline(self) -> bytes:
-        """As for any file; what is read by lines is small."""
+        """As for any file; files read by lines are small."""
         line = b""
         while piece := self.read(256):
             head, newline, _ = piece.partition(b"\n")

@@ -130,7 +130,7 @@ class CopyMemory:
         return taken
 
     def release(self) -> None:
-        """Give it back; what is in use, once nobody has it."""
+        """Give it back; memory in use follows with its last user."""
         self._free.clear()
         self._lent.clear()
 
@@ -153,7 +153,7 @@ class FrozenState(Generic[State]):
         memory: CopyMemory | None = None,
         how: HowToFreeze | None = None,
     ) -> None:
-        known: dict[Any, Any] = {}  # to deepcopy: what it has copied
+        known: dict[Any, Any] = {}  # deepcopy's memo of copies
         way, directory = how or HowToFreeze.checked("auto", None)
         protects = Snapshots(None, way, directory).why_copied is None
         protected, spans, shards = _protectable(state, known, protects, directory)
@@ -314,7 +314,7 @@ def _nested_copy(nested: torch.Tensor) -> torch.Tensor:
 
 
 def fill(protected: Protected, spans: list[RecordSpan], copies: list[torch.Tensor]) -> None:
-    """Copy what is protected, and give its memory back."""
+    """Copy protected tensors, and give their memory back."""
     try:
         for span, to in zip(spans, copies, strict=False):
             data = ProtectedBytes(protected, span[0], ())

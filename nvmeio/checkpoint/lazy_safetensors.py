@@ -281,7 +281,7 @@ class LazySlice:
 
         Raises:
             IndexError, ValueError, TypeError: As torch does for an index, where a tensor is read.
-            IndexError: Where an array is read: the index reaches beyond it, or is of another kind.
+            IndexError: For an array: the index reaches beyond it, or is of another kind.
 
         And as `LazyTensors.get_tensor`.
         """

@@ -82,7 +82,7 @@ def load(
         map_location: As for torch.load: None, a device, a str, a dict, or a callable. A callable
             sees each storage in host memory.
         pickle_module: As for torch.load, with ``weights_only=False``.
-        weights_only: Refuse to unpickle what is not known to be harmless. Pass False only for
+        weights_only: Unpickle only objects that are known to be harmless. Pass False only for
             files of a source that you trust: they can run any code.
         mmap: True: torch.load maps the file, which reads a page when it is touched; for files that
             are larger than memory, or of which little is used. The file is opened once, so a writer

@@ -100,7 +100,7 @@ def save_safetensors(
 
 
 def _no_modes() -> bool:
-    """Whether no mode of this thread (fake tensors, inference) would change what is done here."""
+    """Whether no mode of this thread (fake tensors, inference) would change the result."""
     return not (_torch_private.dispatch_stack_depth() or torch.is_inference_mode_enabled())
 
 
@@ -406,7 +406,7 @@ def _replace_set(
 
 
 def _remove_others(path: Path, names: list[str]) -> None:
-    """Remove what the new file, or the set of these names, has replaced."""
+    """Remove the files that the new file, or the set of these names, has replaced."""
     directory, stem = path.parent, path.name.removesuffix(shards.SUFFIX)
     others = [path] if names else [directory / f"{stem}{shards.INDEX_SUFFIX}"]
     others += [

@@ -34,7 +34,7 @@ logger = logging.getLogger("nvmeio")
 
 # Up to this a state is written from where it lies, through the page cache. That took 0.7 of the
 # time of a handle, its threads and staging at 8 MiB and 0.9 at 32, and 0.8 of the CPU time: the
-# drive writes what was copied while the rest is (`native_shim/pump/replace.c`).
+# drive writes copied bytes while the rest is copied (`native_shim/pump/replace.c`).
 SMALL_BYTES = 40 << 20
 
 
@@ -192,7 +192,7 @@ def write_behind(
         _replace(path, places, nbytes, call)
 
 
-# Offset, address and length of what lies in memory, and where its CRC-32 stands.
+# Offset, address and length of bytes in memory, and the place of their CRC-32.
 _Filled = tuple[int, int, int, tuple[int, ...]]
 
 

@@ -120,7 +120,7 @@ def show_contents(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Shows what is in checkpoints: tensors with dtype, shape, place in the file and alignment.
+    """Shows the content of checkpoints: tensors with dtype, shape, place in the file and alignment.
 
     No tensor is read, and nothing of the pickle is run: safe for files of any source.
 

@@ -36,8 +36,8 @@ from nvmeio.errors import counted as counted
 
 OK = 0
 FAILED = 1  # the work was begun and did not succeed: an I/O error, other bytes than expected
-USAGE = 2  # what was asked for makes no sense, or does not fit here
-UNAVAILABLE = 3  # what was asked for is not installed, or not there: an engine, a GPU, a right
+USAGE = 2  # the request makes no sense, or does not fit here
+UNAVAILABLE = 3  # not installed, or missing: an engine, a GPU, a right
 INTERRUPTED = 128 + signal.SIGINT
 
 GB = 1e9
@@ -199,7 +199,7 @@ def progress_bar(
         *columns,
         console=console,
         transient=True,
-        refresh_per_second=4,  # each takes the GIL for a millisecond beside what is measured
+        refresh_per_second=4,  # each takes the GIL for a millisecond during the measurement
     ) as progress:
         yield partial(progress.update, progress.add_task(**task))
 
@@ -228,7 +228,7 @@ def verifying_bar(console: Console, total: Callable[[], int]) -> Iterator[Callab
 
 @contextmanager
 def steps(console: Console, total: int) -> Iterator[Callable[[str], None]]:
-    """A bar over equal steps; yields a function to call before each, with what it is."""
+    """A bar over equal steps; yields a function to call before each, with its description."""
     columns = TaskProgressColumn(), TimeRemainingColumn(compact=True)
     with progress_bar(console, *columns, description="starting", total=total) as update:
         begun = itertools.count()

@@ -109,7 +109,7 @@ def stats(
 @app.command("resize")
 def resize(
     directory: DirectoryArgument,
-    capacity: Annotated[int, _options.size("What the blocks of the store may take.")],
+    capacity: Annotated[int, _options.size("The bytes that the blocks of the store may take.")],
     name: NameOption = None,
     as_json: JsonOption = False,
 ) -> None:

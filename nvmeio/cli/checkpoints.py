@@ -1,4 +1,4 @@
-"""`nvmeio inspect` (what is in a checkpoint, and where) and `nvmeio verify` (is it whole)."""
+"""`nvmeio inspect` (the content of a checkpoint) and `nvmeio verify` (is it whole)."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _verify(path: Path, progress: Callable[[int], None]) -> Verdict:
 
 
 def inspect(paths: list[Path], records: bool, as_json: bool) -> None:
-    """Show what is in checkpoints, and end with the status."""
+    """Show the content of checkpoints, and end with the status."""
     errors = Console(stderr=True, emoji=False)
     with exit_statuses(errors):
         found, status = _describe_all(paths, errors)

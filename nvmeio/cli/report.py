@@ -36,7 +36,7 @@ _Row = tuple[bool | None, str, str, str]
 
 @dataclass(frozen=True)
 class Report:
-    """The facts and what is wrong with them."""
+    """The facts and the problems in them."""
 
     facts: machine.Facts
     problems: list[Finding]

@@ -100,7 +100,7 @@ class Prefetch(NotPickled, ClosingWork):
         with self._turn:
             if self._refusal:
                 raise ClosedError(self._refusal)
-            self._refusal = _CUT_SHORT  # what is cut in half stays so
+            self._refusal = _CUT_SHORT  # a loop that was cut in half stays so
             self._fill()
             gather = None
             if self._ahead:
@@ -125,7 +125,7 @@ class Prefetch(NotPickled, ClosingWork):
     # --- the end ------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Cancel what is in flight, and wait for its end. Idempotent."""
+        """Cancel operations in flight, and wait for their end. Idempotent."""
         for gather in self._end(_CLOSED):
             gather.wait()
         self._ahead.clear()
@@ -159,7 +159,7 @@ class Prefetch(NotPickled, ClosingWork):
 
     def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:
         # By a thread: the collector may have come here from anywhere, and it is to be waited for.
-        # Without one nothing is done: what is in flight finishes by itself.
+        # Without one nothing is done: operations in flight finish by themselves.
         # `_ahead` is not there where __init__ was interrupted.
         gathers = [each for each in getattr(self, "_ahead", ()) if isinstance(each, Gather)]
         if gathers and getpid() == self._pid:

@@ -231,7 +231,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         return Prefetch(self.gather, batches, depth)
 
     async def fsync(self) -> None:
-        """Make what was written durable, once it is."""
+        """Make written records durable, and those whose write began before this call."""
         opened = self._here()
         await opened.handle.fsync(opened.file)
 
@@ -255,7 +255,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         return self.gather(self._numbers(index)).result()
 
     def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """A batch as a list of records, which is what a `DataLoader` collates."""
+        """A batch as a list of records, for a `DataLoader` to collate."""
         return list(self.gather(indices).result().unbind(0))
 
     def __setitem__(self, index: int | slice | FileOffsets, rows: torch.Tensor) -> None:
@@ -546,7 +546,7 @@ class Opened:
         _open_here.add(self)
 
     def close(self) -> None:
-        """Close what is ours; once more where that was interrupted."""
+        """Close our own file and handle; again if that was interrupted."""
         self.file.close()
         if self.own:
             self.handle.close()
@@ -569,7 +569,7 @@ def generation() -> int:
 
 
 def _forked() -> None:
-    """In a forked child: what the parent has open is neither used nor closed here.
+    """In a forked child: the parent's open file is neither used nor closed here.
 
     Another thread of the parent may have held its locks, and nobody here would let go of them.
     """

@@ -1,4 +1,4 @@
-"""Engines: what moves the bytes. Which one: what was asked for or an error, never another.
+"""Engines move the bytes. A requested engine is used, or an error is raised; never another one.
 
 Reading order: `base` (the contract), `libaio`, `threads`.
 """

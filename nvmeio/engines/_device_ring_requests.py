@@ -224,7 +224,7 @@ class RingRowsRequest(RingRequest):
 
     @property
     def wanted_bytes(self) -> int:
-        """Memory for what is left; a piece of a row begins somewhere in a page."""
+        """Memory for the rest; a piece of a row begins somewhere in a page."""
         return PAGE_BYTES + self.transfer.nbytes - self.next
 
     def cut(self, chunk: torch.Tensor) -> RingPart:

@@ -102,7 +102,7 @@ class EventfdQueue:
                 self.wake()
 
     def unlink(self, request: Reported) -> None:
-        """Take back what was not yet reaped, if it is there; with the lock held."""
+        """Take back a request that was not yet reaped, if it is there; with the lock held."""
         self._finished.pop(request, None)
 
     def reports(self, request: Reported) -> bool:
@@ -212,7 +212,7 @@ class DeviceRequest(QueuedRequest):
     transfer: DeviceTransfer
 
     def reached(self, mark: Mark | None) -> bool:
-        """Whether the device is done with what was asked before; fails with the device's error."""
+        """Whether the device is done with earlier work; fails with the device's error."""
         try:
             return mark is None or mark.done()
         except Exception as failed:
@@ -323,7 +323,7 @@ class QueuedEngine(ABC, Generic[RequestT]):
         self.nudge()
 
     def admitted(self) -> list[RequestT]:
-        """Count what has arrived; with the lock held, in a thread of the engine's."""
+        """Count arrived requests; with the lock held, in a thread of the engine's."""
         taken: list[RequestT] = []
         while self.arrivals:
             taken.append(self.arrivals.popleft())

@@ -78,7 +78,7 @@ class DeviceTransfer(Transfer):
 
     @classmethod
     def make(cls, transfer: Transfer, memory: Memory, opened: Descriptors) -> DeviceTransfer:
-        """The planned numbers, with what they stand for."""
+        """The planned numbers, with their meaning."""
         made = cls(*transfer)
         made.memory = memory
         made.opened = opened
@@ -199,7 +199,7 @@ class ShortRequest(Request, Protocol):
     """Whether torch refuses to resize the storage until then: nobody else's memory."""
 
     def start_at(self, address: int, nbytes: int, file_offset: int) -> None:
-        """`start`, with what is to be moved. Memory that is not held is taken for foreign."""
+        """`start`, with the memory to move. Memory that is not held is taken for foreign."""
 
     def let_go(self) -> None:
         """End the hold, where the engine has not: it was not started, or refused (EINVAL)."""
@@ -281,7 +281,7 @@ class Engine(Protocol):
         """The work so far."""
 
     def stop(self) -> None:
-        """Finish what was submitted, then give everything back. Does not wait; idempotent."""
+        """Finish submitted requests, then give everything back. Does not wait; idempotent."""
 
     def join(self) -> None:
         """Wait until `stop` has taken effect."""

@@ -127,7 +127,7 @@ class RingEngine(QueuedEngine[RingRequest]):
         return RingRowsRequest(self, token, transfer, cq, rows)
 
     def conclude(self, request: RingRequest) -> None:
-        """Count a request out; of rows, what the host engine has not counted."""
+        """Count a request out; for rows, only those that the host engine has not counted."""
         if isinstance(request, RingRowsRequest) and request.pieces:
             self._counters = self._counters.plus(rows=request.large_rows, row_blocks=request.pieces)
         super().conclude(request)
@@ -181,7 +181,7 @@ class _Copies(NamedTuple):
 
 @dataclass(eq=False)
 class _Pump:
-    """The ring and what is in it; all of it belongs to the pump's thread."""
+    """The ring and its content; all of it belongs to the pump's thread."""
 
     engine: RingEngine
     host: base.Engine

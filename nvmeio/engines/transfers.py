@@ -244,7 +244,7 @@ class RowPlaces(NamedTuple):
         rows: For the engine.
         lowest: The least of the offsets.
         keep: The storage of the offsets.
-        held: The hold on it. Last, so that it goes before what it holds.
+        held: The hold on it. Last, so that it goes before the memory that it holds.
     """
 
     rows: Rows

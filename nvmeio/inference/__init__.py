@@ -7,9 +7,9 @@ stays); `_model_plan` (all of that for one model); `weight_stream` (the caller's
 the weights), `uses` (what is in memory for it), `weights` (how that is read and shown), `slots`
 (memory), `lockstep` (micro-batches). `_parallel` is for several ranks.
 
-`packing` writes what is read best, `spilling` what a model has in memory; `kv_cache` puts past keys
-and values away, `prefixes` keeps them for other processes; `block_schedule` computes large batches
-and vocabularies in parts. docs/inference.md has the arithmetic.
+`packing` writes files for the fastest reading, `spilling` a model in memory; `kv_cache` puts past
+keys and values away, `prefixes` keeps them for other processes; `block_schedule` computes large
+batches and vocabularies in parts. docs/inference.md has the arithmetic.
 """
 
 from nvmeio.inference._plan.budget import BudgetTooSmall as BudgetTooSmall

@@ -233,7 +233,7 @@ def _applied(
     fn: Any,
     recurse: bool = True,
 ) -> nn.Module:
-    """Do `to`, `half`, `cuda` and the like to what is not streamed; refuse what changes the rest.
+    """Do `to`, `half`, `cuda` and the like to unstreamed tensors; refuse to change the rest.
 
     `dtypes` are all those of what is `streamed`.
     """
@@ -278,7 +278,7 @@ def _save(module: nn.Module, call: Callable[..., Any], /, *args: Any, **options:
 def _refuse_state(
     names: set[str], module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Refuse `load_state_dict`, which would be lost for what is on disk."""
+    """Refuse `load_state_dict`, which would be lost for weights on disk."""
     if any(prefix + name in state_dict for name in names):
         raise RuntimeError(
             "a streamed model reads its weights from its checkpoint and takes no others "

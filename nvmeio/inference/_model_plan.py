@@ -1,6 +1,6 @@
 """The plan of a stream, made of the arguments of `stream_model`; no weights are read.
 
-A plan is a model without weights: what each is read from, and what memory is spent on.
+A plan is a model without weights: the source of each weight, and the division of memory.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ModelPlan(NamedTuple):
 
 
 def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> ModelPlan:
-    """Make the model, if it is to be made, and find what it is streamed from.
+    """Make the model, if needed, and find the source of its weights.
 
     Raises as `stream_model` says.
     """
@@ -266,7 +266,7 @@ def _model(asked: Asked, opened: SafetensorsSet) -> Any:
 def _default_budget(
     parts: Partition, window: int | None, others: int, experts: ExpertNeeds, left: int
 ) -> int:
-    """Half of what is left, but never less than what streaming needs at all."""
+    """Half of the available memory, but never less than streaming needs."""
     layers = 1 if window is None else window
     least = share_out(parts.fixed, parts.units, None, layers, others, experts).total
     return max(least, int(left * SHARE))

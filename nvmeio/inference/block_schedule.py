@@ -26,7 +26,7 @@ def run_in_blocks(model: Any, works: Sequence[Callable[[], Value]]) -> list[Valu
     """Run pieces of work that all use a streamed model, in lockstep.
 
     Args:
-        model: Of `stream_model`.
+        model: A model of `stream_model`.
         works: Each calls the model, with its own inputs and cache; autograd is off.
 
     Returns:
@@ -49,7 +49,7 @@ def generate_in_blocks(
     """`model.generate` of a batch, cut into micro-batches that share each layer that is read.
 
     Args:
-        model: Of `stream_model`.
+        model: A model of `stream_model`.
         input_ids: Prompts, shape (batch, length).
         micro_batches: Into how many parts the batch is cut, 1 to batch.
         attention_mask: 0 where a prompt is padded, shape as `input_ids`; by default `generate`

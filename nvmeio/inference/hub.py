@@ -118,7 +118,7 @@ def _require(name: str) -> Any:
 
 
 def _check_answers(hub: Any, name: str, revision: str | None) -> None:
-    """Ask the hub once for what is not in its cache: huggingface_hub asks six times, for 30 s.
+    """Ask the hub once for files outside its cache: huggingface_hub asks six times, for 30 s.
 
     FileNotFoundError if it does not answer.
     """

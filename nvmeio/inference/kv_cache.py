@@ -216,7 +216,7 @@ class OffloadedLayer:
         self._change(lambda states: states[indices, ...])
 
     def offload(self) -> None:
-        """Nothing: what can be put away is."""
+        """Do nothing: all that can be offloaded already is."""
 
     def prefetch(self) -> None:
         """As `read_ahead`."""
@@ -425,7 +425,7 @@ class KVStore:
             page-locked memory. Or one on each of several drives, which get parts of the bytes in
             proportion to how fast they are.
         handle: Moves the bytes, and stays open.
-        checksum: Compare what comes back from the file with what was put there.
+        checksum: Compare bytes that come back from the file with those written there.
 
     Attributes:
         written_bytes: Bytes that were put away so far.
@@ -519,7 +519,7 @@ class KVStore:
         return self._begun(memory, block.offset, writing=False)
 
     def check(self, block: KVBlock, memory: torch.Tensor, what: str) -> None:
-        """Compare what came back with what was put away.
+        """Compare the bytes that came back with the stored ones.
 
         Args:
             block: Which one.

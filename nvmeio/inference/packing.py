@@ -176,7 +176,7 @@ def pack(
             see `nvmeio.progress`.
 
     Returns:
-        The report of what was packed.
+        The report of the packing.
 
     Raises:
         FileExistsError: `out` exists, or one of its directories.
@@ -186,7 +186,7 @@ def pack(
             itself; `ranks` with several directories; one of them is named twice.
         IntegrityError, TransferError, FileNotFoundError: As for `stream_model`; the disk is full.
 
-    After an error or Ctrl-C: nothing is left of what was written, in none of the directories. Only
+    After an error or Ctrl-C: nothing that was written is left, in any of the directories. Only
     a loss of power between two renames can leave some of them, which `stream_model` refuses.
 
     Cost: each byte is read and written once; memory for two of the largest records, or of a mixture
@@ -330,7 +330,7 @@ class _Contents:
         records: In the order of the file.
         places: The place of each record behind the header, and whether all ranks have all of it;
             known with the first header.
-        part_sums: For each rank, the checksums of what it has of each record.
+        part_sums: For each rank, the checksums of its part of each record.
         quantised: The weights that are, and how.
         experts: Those that lie side by side, by the names of their modules.
         sums: Each tensor's checksums; as many as there will be, so that the header has its length.
@@ -378,7 +378,7 @@ class _Contents:
         of_unit = [each for each in sets if all(w.name in numbers for w in each.unit.weights)]
         beside = {weight.name for each in of_unit for weight in each.unit.weights}
         experts = () if unit.experts is None else unit.experts.weights
-        # Experts come last: what is always read of a layer is one read then.
+        # Experts come last: the parts of a layer that are always read are then one read.
         always = [number for name, number in numbers.items() if name not in beside]
         always.sort(key=lambda number: number in experts)
         runs = [[stored for n in always for stored in self._stored(unit, n, setting)]]
@@ -508,7 +508,7 @@ class _Contents:
         return prefix, entries, len(prefix) + position
 
     def _dealt(self) -> list[tuple[int, int, int]]:
-        """The records for `Dealing`: each row of what is looked up by rows lies on one drive."""
+        """The records for `Dealing`: each row of a looked-up table lies on one drive."""
         found = []
         for (start, end, _), record in zip(self.places, self.records, strict=True):
             rows = [_nbytes(dtype, shape[1:]) for _, dtype, shape, _ in record.tensors]
@@ -679,7 +679,7 @@ def _write(
                         flight.start(begin, room.nbytes, wrote)
                     at += memory.nbytes
             for number, file in enumerate(out):
-                # With the checksums of what was written, and its own.
+                # With the checksums of the written bytes, and its own.
                 text = packed_index.sealed(contents.header(checkpoint.metadata, number)[0])
                 head = buffers.empty_aligned(len(text), dtype=torch.uint8)
                 head.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))

@@ -2,7 +2,7 @@
 
 A prefix is a stream of bytes (its tokens, then each layer's keys and values), cut into blocks of
 one size in a block store (`nvmeio._kv_blocks`), which is what keeps it after `kill -9`, within its
-capacity and apart from other processes. A head, written last, says what the rest is: until it is
+capacity and apart from other processes. A head, written last, describes the rest: until it is
 there, nothing is. It names its blocks by a number of its own, so that one that is saved again
 never mixes with what was there.
 
@@ -99,7 +99,7 @@ class PrefixCache:
 
     @calls.quietly
     def save(self, name: str, input_ids: torch.Tensor, cache: Any) -> None:
-        """Keep what a cache holds of a prompt; what was saved under that name before goes.
+        """Keep a cache's keys and values of a prompt; an older prefix of that name is dropped.
 
         Args:
             name: The prefix's name. Ranks of a tensor-parallel group take one each.
@@ -216,7 +216,7 @@ class PrefixCache:
 
     @calls.quietly
     def load(self, name: str, input_ids: torch.Tensor) -> Any:
-        """A cache with what was saved of a prompt: the model's ``cache=``.
+        """A cache with the saved prefix of a prompt: the model's ``cache=``.
 
         Args:
             name: The prefix's name.

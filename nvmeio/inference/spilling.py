@@ -1,7 +1,7 @@
 """Modules that are in memory, to disk, and streamed from there.
 
 For code that builds and loads a model in its own way (servers that fuse, shard or quantise weights
-while they load them): what it made is written once as it is, layer by layer, and its parameters
+while they load them): the result is written once as it is, layer by layer, and its parameters
 give up their memory. `stream_model` needs no such step.
 
 `spill` does that with modules that are all there; a `Spiller` takes them one by one, so that a
@@ -143,7 +143,7 @@ class Spiller(Closing):
             ValueError: A parameter has no memory, or holes in it, or is more than one tensor.
             TypeError: A dtype is unknown to safetensors files.
 
-        After an error the module is as it was, and so is what was written before.
+        After an error the module is unchanged, and so is everything written before.
         """
         number = len(self._modules)
         found: dict[str, tuple[torch.Tensor, tuple[int, ...] | None]] = {}
@@ -201,7 +201,7 @@ class Spiller(Closing):
         window: int | None = None,
         resident_bytes: int | str | None = None,
     ) -> WeightStream:
-        """Stream what was written from now on; the files lose their names, and this ends.
+        """Stream the written layers from now on; the files lose their names, and this ends.
 
         Raises:
             ValueError, TypeError: As `spill`.
@@ -326,9 +326,9 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], handle: AioHandle) -> N
 
 
 def _own_directory(parent: Path) -> tuple[Path, OwnFds]:
-    """A new directory, and what has it locked for as long as its files have names.
+    """A new directory, and the lock on it for as long as its files have names.
 
-    Dropped at any step, it locks nothing any more, and whoever makes one there next removes it.
+    Dropped at any step, it locks nothing any more, and the next call there removes it.
     """
     _remove_abandoned(parent)
     while True:

@@ -173,13 +173,13 @@ def stream_model(
             no place in the model, or has another shape. Names tensor and file.
         FileNotFoundError: There is no such file or directory, and no such repository in the hub's
             cache or, where downloads are allowed, on the hub.
-        ValueError: `resident_bytes` does not hold what is needed at once (`BudgetTooSmall`, whose
-            `least` would do); parameters lie on a real device; buffers that no checkpoint holds on
-            the meta device; unknown `layers`; a directory holds the part of another rank, or of
-            another number of ranks; directories are not all those that were packed together;
-            `tp_plan` is of a model that has no plan, says a word that cannot be streamed (named),
-            or is given for a model that others quantised, a tied weight, a GPU or without
-            `process_group`, or for some of the processes.
+        ValueError: `resident_bytes` does not hold the bytes that are needed at once
+            (`BudgetTooSmall`, whose `least` would do); parameters lie on a real device; buffers
+            that no checkpoint holds on the meta device; unknown `layers`; a directory holds the
+            part of another rank, or of another number of ranks; directories are not all those that
+            were packed together; `tp_plan` is of a model that has no plan, says a word that cannot
+            be streamed (named), or is given for a model that others quantised, a tied weight, a GPU
+            or without `process_group`, or for some of the processes.
         TransferError: Another rank failed, died or did not come, here or in a forward.
         BackendUnavailableError: transformers is needed and not installed.
         MemoryError: There is less memory than `resident_bytes`.

@@ -454,7 +454,7 @@ class WeightStream(NotPickled, Closing):
         return self._own_pass.mark()
 
     def end_pass(self) -> None:
-        """It is over, and not interrupted; what its last unit held has gone."""
+        """It is over, and not interrupted; its last unit has been released."""
         waited = self._own_pass.end()
         if waited and self._owner is not None and not self._owner.forked:
             self._owner.drain()
@@ -483,7 +483,7 @@ class WeightStream(NotPickled, Closing):
         return await in_thread(call, stop.set)
 
     def in_lockstep(self, works: Sequence[Callable[[], Value]]) -> list[Value]:
-        """Run micro-batches in lockstep; what they leave is put away when they are done.
+        """Run micro-batches in lockstep, and clean up when they are done.
 
         Ctrl-C stops them at their next unit.
         """

@@ -16,7 +16,7 @@ from nvmeio.errors import BackendUnavailableError
 
 
 def client(module: str, *names: str, wanted: str, remedy: str) -> Any:
-    """A client's module, or what it has under these names: one as it is, several as a list.
+    """A client's module, or its objects of these names: one as it is, several as a list.
 
     `wanted` is what nvmeio does there, `remedy` how to install it, both for the error if it is not
     installed or not of the kind that is known here.

@@ -274,7 +274,7 @@ def _pages(place: _Place) -> int:
 
 
 def dispatch_model(model: Any, *arguments: Any, **named: Any) -> Any:
-    """Accelerate's `dispatch_model`, with what is on disk read by nvmeio.
+    """Accelerate's `dispatch_model`, with weights on disk read by nvmeio.
 
     Parameters, return value and errors are accelerate's; those of `NvmeWeights` come in addition.
 

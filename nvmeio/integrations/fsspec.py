@@ -238,7 +238,7 @@ class _Writing(Discarding, io.RawIOBase):
         return self._fd
 
     def close(self) -> None:
-        """Write what is left and, outside of a transaction, commit. Idempotent.
+        """Write the rest and, outside of a transaction, commit. Idempotent.
 
         On failure the old file is as it was.
         """
@@ -266,7 +266,7 @@ class _Writing(Discarding, io.RawIOBase):
         self._replacement.commit()
 
     def discard(self) -> None:
-        """Give up what was written; the old file is as it was."""
+        """Give up the written bytes; the old file is unchanged."""
         try:
             if self._stream is not None:
                 self._stream.abandon()

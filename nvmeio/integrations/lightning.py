@@ -169,7 +169,7 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
 
     @property
     def report(self) -> SaveReport | None:
-        """The last save's: what was copied, what was left where it lies, how long it took."""
+        """The last save's report: the bytes copied, the bytes left in place, and the times."""
         return None if self._made is None else self._made.last
 
     def save_checkpoint(

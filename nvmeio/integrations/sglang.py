@@ -230,7 +230,7 @@ class Offloader:
         return modules
 
     def loading(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """The weights that a model is about to load, with what it loaded written out now and then.
+        """The weights that a model is about to load; loaded ones are written out now and then.
 
         Raises:
             OSError: The drive failed.
@@ -269,7 +269,7 @@ class Offloader:
             self._spill(current)
 
     def post_init(self) -> None:
-        """The model is loaded: to the drive with what is not there yet.
+        """The model is loaded: write the remaining weights to the drive.
 
         Raises:
             ValueError: The model has no layers that SGLang's offloaders see; or as `spill`.

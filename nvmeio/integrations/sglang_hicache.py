@@ -217,7 +217,7 @@ class HiCache:
             return None
 
     def _identity_in(self, pool: Any, shared: bool) -> str | None:
-        """The identity of a pool's pages: of the models, and what lies where in the bytes."""
+        """The identity of a pool's pages: the models, and the layout of the bytes."""
         if self._identity is None:
             return None
         division = _named(self._config, _DIVISION)
@@ -497,7 +497,7 @@ def _page_bytes(pool: Any) -> int:
 
 
 def _gives_views(pool: Any) -> bool:
-    """Whether what a pool gives as a page is its own memory.
+    """Whether the tensor that a pool gives as a page is its own memory.
 
     A page then lies at one place, whenever it is asked for, and another elsewhere.
     """

@@ -428,7 +428,7 @@ def _correct_best(state: Any, hidden: str, run: str) -> bool:
 
 
 def _remove_unfinished(run: str, kept: str = "") -> None:
-    """Make the directory of a run, without what a program that was killed has left there."""
+    """Make the directory of a run, without the remains of a killed program."""
     os.makedirs(run, exist_ok=True)
     for name in os.listdir(run):
         if name.startswith(_HIDDEN) and name != kept:
@@ -528,7 +528,7 @@ def _name(
 
 
 def _put_in_place(hidden: str, run: str) -> None:
-    """Give what lies in a directory its name in the directory of the run, once it is durable."""
+    """Give a directory's content its name in the directory of the run, once it is durable."""
     for name in os.listdir(hidden):
         made, target = os.path.join(hidden, name), os.path.join(run, name)
         for folder, _, names in os.walk(made):

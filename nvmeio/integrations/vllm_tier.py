@@ -103,7 +103,7 @@ class Tier:
     """Chunks of vLLM's first tier on the drive; joined with vLLM's `SecondaryTierManager`.
 
     Args:
-        offloading_spec: vLLM's: what a chunk is, of which model.
+        offloading_spec: vLLM's description of a chunk and its model.
         primary_kv_view: The first tier's memory, a row for each chunk.
         tier_type: The name of this tier in vLLM.
         backpressure_detector: vLLM's, where one is configured.
@@ -347,7 +347,7 @@ class Tier:
         self._store.new_generation()
 
     def shutdown(self) -> None:
-        """End what was begun; the chunks stay on the drive. Idempotent."""
+        """End begun work; the chunks stay on the drive. Idempotent."""
         self._store.close()
         # Or vLLM could not close the memory.
         self._rows = None

@@ -207,7 +207,7 @@ def _read(
     module_device: str | torch.device | None,
     refusals: Refusals,
 ) -> _Wanted:
-    """Read a configuration; nothing is made yet. `refusals` gets what is not done."""
+    """Read a configuration; nothing is made yet. Refused settings are added to `refusals`."""
     config = known("config", config, TOP, refusals)
     zero = known("zero_optimization", or_empty(config, "zero_optimization"), ZERO, refusals)
     before = len(refusals)
@@ -270,7 +270,7 @@ def _make(
     init: Callable[[torch.nn.Module], object] | None,
     handle: AioHandle | None,
 ) -> Offloaded:
-    """Make what was read; after an error all is closed again."""
+    """Make the configured objects; after an error all are closed again."""
     if wanted.named is None:
         raise TypeError(
             "there is no optimizer: pass its class (torch.optim.AdamW), or write "

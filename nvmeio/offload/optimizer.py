@@ -535,7 +535,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
         return self._settled().store.generation
 
     def _steps_made(self) -> int:
-        """Complete steps since this object was made; waits for what is under way."""
+        """Complete steps since this object was made; waits for a step under way."""
         return self._settled().steps
 
     def _settled(self) -> StateSwapper:
@@ -594,7 +594,7 @@ class SwappedOptimizer(NotPickled, Closing, torch.optim.Optimizer):
     # The end
 
     def close(self) -> None:
-        """Wait for what is being written, give back memory, files and lock.
+        """Wait for writes, give back memory, files and lock.
 
         The swap files are removed, unless it was made with ``resume``. Idempotent. If you do not
         call it, the same happens when the object is dropped or the process ends.

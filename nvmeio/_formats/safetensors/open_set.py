@@ -1,4 +1,4 @@
-"""The safetensors files of a model, kept open: what lies where, and whether it still does."""
+"""The safetensors files of a model, kept open: the places of tensors, and whether they hold."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def places_of(checkpoint: TorchFile, scan: Scan) -> dict[str, tuple[int, int]]:
         entry, dtype = records[name], dtypes[ref.kind]
         itemsize = 1 if dtype is None else dtype.itemsize
         nbytes = entry.nbytes if dtype is None else ref.numel * itemsize
-        # A storage need not be a whole number of elements; what is left over is not loaded.
+        # A storage need not be a whole number of elements; a remainder is not loaded.
         if not 0 <= entry.nbytes - nbytes < itemsize:
             raise size_error(checkpoint, name, nbytes)
         places[key] = entry.offset, nbytes

@@ -326,7 +326,7 @@ def has_seam() -> bool:
 
 
 class Sink:
-    """A file for torch.save, written forward only; what is sought over stays a hole."""
+    """A file for torch.save, written forward only; skipped ranges stay holes."""
 
     def __init__(self) -> None:
         self.nbytes = 0

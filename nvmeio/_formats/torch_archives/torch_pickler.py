@@ -221,7 +221,7 @@ class Typed(torch.storage.TypedStorage):
     _numel: int
 
     def __new__(cls, *args: Any) -> Typed:
-        """Skip what the base class does, which takes 3 us."""
+        """Skip the base class's work, which takes 3 us."""
         return object.__new__(cls)
 
     def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype, kind: str) -> None:

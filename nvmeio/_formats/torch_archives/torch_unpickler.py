@@ -50,7 +50,7 @@ def _text(longest: int, letters: bytes = b".") -> bytes:
 
 @functools.cache
 def _tokens(memo_bits: int, kind: str) -> re.Pattern[bytes]:
-    """A pattern of what a plain pickle is made of. Compiled once: 5 ms of a process's first load.
+    """A pattern of the parts of a plain pickle. Compiled once: 5 ms of a process's first load.
 
     `memo_bits`, 16 to 24, is how many bits a place in the memo may have. `kind` is "parts" for up
     to 64 parts of a plain pickle, such as a tensor, a text, the begin of a list; "parameters" for

@@ -1,4 +1,4 @@
-"""A layout into a file: large direct writes, with the CRC-32 of what is written on the way.
+"""A layout into a file: large direct writes, with their CRC-32 computed on the way.
 
 The file is cut at page boundaries into two kinds of stretches:
 

@@ -157,7 +157,7 @@ _new_central = functools.partial(tuple.__new__, _Central)
 
 
 def parse(read_many: ReadMany, nbytes: int, path: str) -> Archive:
-    """Find every record of a zip archive, and check that they can be what they say.
+    """Find every record of a zip archive, and check that their entries are possible.
 
     Raises IntegrityError, which says which record and what is wrong, if it is not an archive, or
     one that no torch.save writes. Cost: three reads, and one of about 60 bytes a record.
@@ -452,7 +452,7 @@ class _Parser:
 
 
 def wide_field(nbytes: int, packed: int, header_offset: int) -> bytes:
-    """The extra field with what has no place in 32 bits; b"" if all has."""
+    """The extra field for values above 32 bits; b"" if there are none."""
     wide = [nbytes, packed] if nbytes >= MAX32 else []
     if header_offset >= MAX32:
         wide.append(header_offset)
@@ -482,6 +482,6 @@ _MADE_BY, _NEEDED = 0x31E, 45
 
 
 def descriptor_matches(data: bytes, entry: ZipEntry) -> bool:
-    """Whether the data descriptor behind a record says what the directory says."""
+    """Whether the data descriptor behind a record agrees with the directory."""
     form = struct.Struct("<4sIQQ" if entry.descriptor == 24 else "<4sIII")
     return form.unpack(data) == (DESCRIPTOR_MAGIC, entry.crc, entry.nbytes, entry.nbytes)

@@ -65,7 +65,7 @@ class Generation(NamedTuple):
 
 
 class Lineage:
-    """Whether a Checkpointer goes on from what is in its directory, or begins anew in it.
+    """Whether a Checkpointer goes on from the checkpoints in its directory, or starts over.
 
     A new run counts its steps from 0. In the directory of an old one each of its saves would
     overwrite a checkpoint that nobody has asked for yet, so the first of them is refused, unless
@@ -287,7 +287,7 @@ def remove_dead(directory: str) -> None:
 
 
 def completion(directory: str) -> int:
-    """A time for what is being completed, later than that of every checkpoint there is, in ns."""
+    """A time for a new checkpoint, later than that of every existing one, in ns."""
     there = generations(directory)
     return max(time.time_ns(), there[-1].completed_ns + 1) if there else time.time_ns()
 

@@ -127,7 +127,7 @@ class Setup(NamedTuple):
         store: The store of the ranks that save together.
         timeout_s: How long one of them may make no progress, in seconds.
         get_handle: Gives the handle that moves the bytes.
-        claim: Makes the directory, and takes its lock; for whoever gives names in it.
+        claim: Makes the directory, and takes its lock; for the rank that gives names in it.
         writers: Which ranks write a file that all have; see `agreement.chosen_writers`.
         drives: This rank's own, if the ranks share no directory.
         lineage: Whether saves go on from existing ones; None if the caller says what to replace.
@@ -184,7 +184,7 @@ class SaveJob(ABC):
     """One save; `number` is the same on all ranks. `progress` is called as writing goes on."""
 
     LAYOUT = ""
-    COMMENT_BYTES = 0  # what the file has behind its layout
+    COMMENT_BYTES = 0  # bytes of the file behind its layout
 
     def __init__(
         self, setup: Setup, step: int, number: int, progress: Progress | None = None
@@ -338,7 +338,7 @@ class SaveJob(ABC):
         return self.snapshot.layout
 
     def write_bytes(self, file: File, start: int, end: int) -> list[Crc]:
-        """Write [start, end) of what is saved; another handle goes on if this one is closed."""
+        """Write [start, end) of the state; another handle goes on if this one is closed."""
         self._call.expect(end - start)
         return write_part(
             self.setup.get_handle(),
@@ -409,7 +409,7 @@ class SaveJob(ABC):
             failed = self._cause_of(failed)
             self.messages.fail(failed)
             if self.snapshot is not None:
-                self.snapshot.stop()  # whoever copies has nobody to copy for
+                self.snapshot.stop()  # the copies have no reader left
             self._forget()
             self._end(failed)
         else:

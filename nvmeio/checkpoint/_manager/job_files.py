@@ -236,7 +236,7 @@ def _check_before_commit(job: SaveJob) -> None:
 
 
 def _make_room(job: SaveJob) -> str | None:
-    """Remove what is one too many; the path of the checkpoint that is to be recycled."""
+    """Remove surplus checkpoints; returns the path of the one to be recycled."""
     setup = job.setup
     going = retention.surplus(setup.directory, setup.keep, job.path)
     usable = [each for each in going if each.of_ranks == (job.LAYOUT == "per_rank")]
@@ -248,7 +248,7 @@ def _make_room(job: SaveJob) -> str | None:
 
 
 def _trim(job: SaveJob) -> None:
-    """Remove what is beyond `keep`, without recycling; after the commit."""
+    """Remove checkpoints beyond `keep`, without recycling; after the commit."""
     setup = job.setup
     if not setup.recycle:
         for each in retention.surplus(setup.directory, setup.keep, job.path):

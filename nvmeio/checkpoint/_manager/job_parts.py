@@ -47,7 +47,7 @@ from nvmeio.files import File
 
 _CRC = struct.Struct("<QQQI")
 
-# A rank that says it will never name its part says next of what it failed.
+# A rank that says it will never name its part gives its failure next.
 NEXT_WORD_S = 5.0
 
 
@@ -209,7 +209,7 @@ class PartOfEachRank(SaveJob):
         self.messages.tell_all("durable", 1)
 
     def _make_room(self) -> str | None:
-        """Delete what is one too many; the path of what is to be overwritten."""
+        """Delete surplus parts; returns the path of the one to be overwritten."""
         decision, drives = self._decided, self._drives
         for save in decision.removed:
             drives.remove(save)

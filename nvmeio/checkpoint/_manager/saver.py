@@ -1,4 +1,4 @@
-"""The saves of one Checkpointer, one after another, and what they share.
+"""The saves of one Checkpointer, one after another, and their shared resources.
 
 Apart from `Checkpointer` itself, so that one that is dropped can warn while this goes on: the
 thread that writes holds this, not that.
@@ -55,7 +55,7 @@ JOBS_ON_OWN_DRIVES: dict[str, type[SaveJob]] = {
 
 
 class Saver:
-    """Saves, one after another; `new_setup` makes the setup from what is this one's own."""
+    """Saves, one after another; `new_setup` makes the setup from this one's own resources."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Saver:
                 interruptible.run_interruptible(tell)
 
     def save(self, call: SaveCall) -> SaveReport:
-        """Take the snapshot of what was pickled, once the save before is durable."""
+        """Take the snapshot of the pickled state, once the save before is durable."""
         self.check_open()
         if not call.take():
             raise Cancelled
@@ -262,7 +262,7 @@ class Saver:
                 retention.check_pointer(self.directory)
             elif setup.writers == "all" and os.path.isdir(self.directory):
                 check_writable(self.directory, _READ_ONLY)  # rank 0 makes it
-            self.get_handle()  # what it lacks is known now, and not at the first save
+            self.get_handle()  # reports missing features now, and not at the first save
         except BaseException as failed:
             restores = setup.store.within("restore", self.directory, "restore")
             for store in (setup.store, restores):
@@ -344,7 +344,7 @@ class Saver:
         self.result(job)
 
     def abandon(self) -> None:
-        """Finish what is being written, then give all back, because nobody has this any more."""
+        """Finish writing, then give all back, because nobody has this any more."""
         if self.forked or self.closed:
             return
         self.closed = True
@@ -415,7 +415,7 @@ class SaveCall:
         return self._claim.acquire(False)
 
     def pickle(self, state: object) -> None:
-        """Pickle what is saved; in the thread whose modes its own code must see."""
+        """Pickle the state; in the thread whose modes its own code must see."""
         if self.refused is not None:
             return
         began = time.perf_counter()

@@ -27,7 +27,7 @@ from nvmeio._memory import system
 
 _NO_MEMBER = "make no Checkpointer"
 
-# Checkpointers that were made; whoever does not come is missed by the first save or restore.
+# Checkpointers that were made; the first save or restore notices a rank that does not come.
 _made = Calls("save", "1/failed", "restore/1/failed")
 
 
@@ -70,7 +70,7 @@ class Disagreement(ValueError):
 def agree(
     messages: Messages, before: Messages, path: str, plan: Mapping[str, Any], layout: FileLayout
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Say what this rank saves, and hear the others; forget the messages of the save `before`.
+    """Exchange the ranks' plans; forget the messages of the save `before`.
 
     `plan` is what the ranks are to have in common, and what each says of itself. Returns what each
     of them saves, and whether all but the storages is the same to the last byte.

@@ -40,7 +40,7 @@ from nvmeio.handle import AioHandle
 _FEW = 16
 
 
-# Rank 0 waits for others no longer than this, until they have read what it has told.
+# Rank 0 waits for others no longer than this, until they have read its messages.
 PARTING_S = 5.0
 
 
@@ -170,7 +170,7 @@ class PartRanks(LoadingRanks):
 
 
 def _read(cuts: Sequence[Cut], get_handle: Callable[[], AioHandle]) -> list[bytes]:
-    """Read what this rank has, in the order of the cuts."""
+    """Read this rank's parts, in the order of the cuts."""
     if len(cuts) <= _FEW:
         return [read_buffered(cut.file, cut.file_offset, cut.nbytes) for cut in cuts]
     found: dict[Cut, bytes] = {}
@@ -219,7 +219,7 @@ def _sources_of(
 
 
 class Image(File):
-    """An archive in memory, of which nothing is there but what was put; errors call it `name`."""
+    """An archive in memory that holds only the bytes put into it; errors call it `name`."""
 
     def __init__(self, nbytes: int, name: str) -> None:
         self._fd = os.memfd_create("nvmeio-archive", os.MFD_CLOEXEC)
@@ -245,7 +245,7 @@ class Image(File):
 
 
 def open_part(path: str, save: Save, number: int, opened: contextlib.ExitStack) -> OpenPart:
-    """Open a part that will not be recycled meanwhile, and see what it says of itself.
+    """Open a part that will not be recycled meanwhile, and read its description.
 
     Raises:
         TransferError: It cannot be opened; ESTALE if it was recycled or deleted just now.

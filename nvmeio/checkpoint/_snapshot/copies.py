@@ -1,4 +1,4 @@
-"""Copies of a state's bytes in memory that is kept: what is saved while training goes on.
+"""Copies of a state's bytes in memory that is kept, to be saved while training goes on.
 
 The copies of some spans of a file are a window that moves over them, packed one behind the other
 (`Spans`), so memory keeps the pages of the file. Place `o` lies at ``o % size`` of one arena, and
@@ -61,7 +61,7 @@ STEP_BYTES = 8 << 20
 # wait for the other at the end.
 COPY_BYTES = 16 << 20
 
-# One core copies 10 to 14 GB/s; a few of them reach what the memory gives.
+# One core copies 10 to 14 GB/s; a few of them reach the limit of the memory.
 _MOST_THREADS = 8
 
 
@@ -86,7 +86,7 @@ class SnapshotMemory:
         nbytes = round_up(max(nbytes, 1), PAGE_BYTES)
         wanted = self._allowed(nbytes)
         old = self._arena
-        # With no budget the allowance moves with what the machine has available.
+        # Without a budget the allowance follows the machine's available memory.
         if old is not None and (old.nbytes >= wanted or wanted < min(nbytes, old.nbytes * 5 // 4)):
             return old
         self.release()
@@ -169,7 +169,7 @@ Aside = Sequence[tuple[int, torch.Tensor]]
 
 
 def with_aside(read: ReadBytes, aside: Aside) -> ReadBytes:
-    """Read from what was copied aside if it has all of what is wanted."""
+    """Read from the copies if they hold all requested bytes."""
     if not aside:
         return read
 
@@ -346,7 +346,7 @@ class DeviceCopies(Copies):
         self._marks: list[tuple[int, list[devices_module.Mark]]] = []  # behind copies up to a place
 
     def take(self, progress: Callable[[], None] = lambda: None) -> None:
-        """Begin all copies, behind what the calling thread's stream was asked; it waits for them.
+        """Begin all copies, behind the work of the calling thread's stream; it waits for them.
 
         Waits for room if the window does not hold all of it.
         """
@@ -370,7 +370,7 @@ class DeviceCopies(Copies):
             mark.wait()
 
     def over(self) -> None:
-        """Wait for what is on the bus: the memory is the next one's. Nobody reads it any more.
+        """Wait for copies on the bus: the memory is the next one's. Nobody reads it any more.
 
         A device that has failed stops copying. Reads of bytes that it had not copied raise its
         error.

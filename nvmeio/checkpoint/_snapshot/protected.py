@@ -54,7 +54,7 @@ class AsideMemory:
             try:
                 self._mapping = mapping = Mapping(wanted)
             except MemoryError:
-                return None  # a file takes what is copied aside
+                return None  # a file takes the copies
         return mapping
 
     def release(self) -> None:

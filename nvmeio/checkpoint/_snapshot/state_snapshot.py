@@ -78,7 +78,7 @@ class Snapshots:
         self.copies = SnapshotMemory(memory_bytes)
         self.staging = SnapshotMemory(memory_bytes)
         self.aside = AsideMemory()
-        self.on_the_way: dict[int, Stagings] = {}  # what is gathered to be written
+        self.on_the_way: dict[int, Stagings] = {}  # bytes gathered for writes
         self.way = way
         self.directory = directory
 
@@ -133,7 +133,7 @@ class StateSnapshot:
     def _arrange(
         self, part: SnapshotPart, spans: Mapping[int, RecordSpan], on_host: Sequence[int]
     ) -> None:
-        """Decide what becomes of each record, and find memory for what is copied.
+        """Decide the way of each record, and find memory for copies.
 
         Nothing of the state is kept here: what was copied is its owner's alone again.
         """
@@ -208,7 +208,7 @@ class StateSnapshot:
     # Its life
 
     def take(self, progress: Callable[[], None] = lambda: None) -> None:
-        """Copy what is neither protected nor on a device; see `Copies.take`."""
+        """Copy records that are neither protected nor on a device; see `Copies.take`."""
         if self._device is None:
             self._copied.take(progress)
         elif self.fits:

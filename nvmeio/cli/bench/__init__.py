@@ -349,7 +349,7 @@ def engine_names(engine: str | None, compare: str | None) -> list[str]:
 
 
 def base_options(use_tuned: bool, directory: Path) -> Options:
-    """The defaults, or what is stored for a directory.
+    """The defaults, or the settings stored for a directory.
 
     Raises:
         typer.BadParameter: Nothing is stored, or the file of settings is damaged.

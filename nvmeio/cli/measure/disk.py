@@ -1,4 +1,4 @@
-"""Directories to measure in, left as they were found; what a transfer took beside time."""
+"""Directories to measure in, left as they were found; the cost of a transfer beside time."""
 
 from __future__ import annotations
 

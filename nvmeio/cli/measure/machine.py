@@ -48,7 +48,7 @@ PROBE_LIMIT_S = 30.0
 
 @dataclass(frozen=True)
 class Software:
-    """Versions of what nvmeio runs on; None for what is not installed."""
+    """Versions of the software below nvmeio; None for missing packages."""
 
     nvmeio: str
     kernel: str
@@ -148,7 +148,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Directory:
-    """One directory, what it lies on, and whether direct I/O works there.
+    """One directory, its drive, and whether direct I/O works there.
 
     Attributes:
         tuned: The settings that `nvmeio tune --save` stored for its file system, or None.
@@ -510,7 +510,7 @@ def _p2pdma() -> bool | None:
 def require_devices(
     gpu: bool, gds: bool, devices: tuple[int, ...] = (0,), asked: str = "--gpu"
 ) -> None:
-    """Makes sure that what was asked for is there.
+    """Makes sure that the requested devices are there.
 
     Args:
         gpu: A CUDA device is wanted.

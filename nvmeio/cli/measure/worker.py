@@ -48,7 +48,7 @@ class Worker:
         target: `module:Class`, imported and called in the process; its answer comes first.
         arguments: Arguments for the class.
         name: Its name in error messages.
-        log: File that takes what the peer prints; without one it goes to stderr.
+        log: File for the peer's output; without one it goes to stderr.
         path: Directories that the process imports from, before all others.
     """
 
@@ -91,7 +91,7 @@ class Worker:
         self.send(target, *arguments)
 
     def send(self, method: str, *arguments: Any, **named: Any) -> None:
-        """Asks; `answer` tells what came of it, also where the process has ended."""
+        """Asks; `answer` returns the result, also if the process has ended."""
         with suppress(OSError):
             self._pipe.send((method, arguments, named))
 
@@ -160,7 +160,7 @@ def opened(answer: Answer) -> Any:
 
 
 def serve(descriptor: int) -> None:
-    """Answers what comes through a pipe until it is closed."""
+    """Answers requests from a pipe until it is closed."""
     pipe = Connection(descriptor)
     peer: Any = None
     while True:

@@ -1,4 +1,4 @@
-"""One self-contained page: what was measured, as charts, and in tables.
+"""One self-contained page: the measurements as charts and in tables.
 
 `page.html` is the page; here are the rows of its tables and its charts. plotly and its script are
 in the page, which makes it about 5 MB; it loads nothing from anywhere.

@@ -82,7 +82,7 @@ class TuneResult:
         return self.outcome.of(DEFAULT)
 
     def rate(self, finalist: Finalist, op: Op) -> float | None:
-        """GB/s in the final, or of what was measured before it where there was no final."""
+        """GB/s in the final, or before it if there was no final."""
         if finalist.rates.get(op):
             return statistics.median(finalist.rates[op])
         looks = [s for s in self.outcome.samples if (s.setting, s.op) == (finalist.setting, op)]

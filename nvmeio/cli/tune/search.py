@@ -144,7 +144,7 @@ class Search:
     ) -> None:
         self._grid = grid
         self._settings = settings(grid)
-        # Else it is what the others are measured against, and nothing that was asked for.
+        # Otherwise it is only the reference for the others, and not a requested setting.
         self._default_counts = all(value in grid[name] for name, value in DEFAULT._asdict().items())
         self._ops = list(ops)
         self._io_size = io_size
@@ -328,7 +328,7 @@ class Search:
         return max(self._least, min(int(self._io_size * share), int(fitting) >> 20 << 20))
 
     def _pair_s(self, nbytes: int) -> float:
-        """How long one setting takes, in all directions: from what has been measured lately."""
+        """The time for one setting in all directions, from the latest measurements."""
         recent = self._samples[-8 * len(self._ops) :]
         moved = sum(sample.nbytes for sample in recent)
         if moved:

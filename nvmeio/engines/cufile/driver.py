@@ -256,7 +256,7 @@ class Driver:
 
     @staticmethod
     def _set_parameters(loaded: Library, settings: DriverSettings) -> dict[str, str]:
-        """Set what has to be set before the open, or by the environment during it."""
+        """Apply the settings before the open, or by the environment during it."""
         # Without a path, cuFile writes cufile.log into the working directory. 1.20 accepts the
         # string parameter for it and does so all the same.
         environment = {"CUFILE_LOGFILE_PATH": log_path()}

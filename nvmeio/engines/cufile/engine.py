@@ -47,14 +47,14 @@ logger = logging.getLogger("nvmeio")
 
 TASK_BYTES = 8 << 20  # the middle of the 4 to 16 MiB that are recommended; not measured on a GPU
 CALL_LIMIT_S = 60.0  # a task of 16 MiB at 0.3 MB/s: what takes longer is taken to hang
-EXIT_LIMIT_S = 5.0  # what is left to running calls when the interpreter exits
+EXIT_LIMIT_S = 5.0  # the limit for running calls when the interpreter exits
 
 _LOOK_S = (0.0001, 0.001)  # how often a stream that is not there yet is asked: at first, at most
 _WATCH_S = 0.25  # how often running calls are looked at, at most
 
 
 class CuFileRequest(DeviceRequest):
-    """A request with what is left of it."""
+    """A request with its remaining bytes."""
 
     def __init__(
         self, engine: QueuedEngine[Any], token: int, transfer: Transfer, cq: CompletionQueue
@@ -205,7 +205,7 @@ class TaskMover:
         aligned = not any(n % PAGE_BYTES for n in (task.start, task.end, address))
         with self.condition:
             if request.done:
-                return  # given up; what comes later is nobody's
+                return  # given up; a later result is ignored
             if self.mode in ("gds", "p2p") and transfer.direct_fd >= 0 and aligned:
                 request.direct += moved
             elif transfer.direct_fd >= 0:
@@ -280,7 +280,7 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
         _running.add(self)
 
     def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
-        """A request; from its start on, what it lies in cannot be unregistered."""
+        """A request; from its start on, its memory cannot be unregistered."""
         return CuFileRequest(self, token, transfer, cq)
 
     def enqueue(self, request: CuFileRequest) -> None:
@@ -290,7 +290,7 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
         self._busy.set()
 
     def _admit(self) -> None:
-        """With the condition held: queue what has arrived."""
+        """With the condition held: queue arrived requests."""
         for request in self.admitted():
             if self._all_lost():
                 request.fail(errno.ETIMEDOUT, _hanging("an earlier call"))

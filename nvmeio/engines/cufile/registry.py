@@ -111,7 +111,7 @@ class Regions:
                 self._strike_quietly(library, region)
 
     def disown(self, library: Library, owner: object, hanging: bool) -> None:
-        """An engine is gone: what it has registered goes now, or with the last transfer in it.
+        """An engine is gone: its registered memory goes now, or with the last transfer in it.
 
         Args:
             library: To unregister with.

@@ -38,7 +38,7 @@ class Arrival:
         expert: Its number.
 
     Attributes:
-        right: Whether its bytes are there, and are what was packed.
+        right: Whether its bytes are there, and equal the packed ones.
     """
 
     def __init__(self, source: Source, places: Kept, expert: int) -> None:

@@ -1,4 +1,4 @@
-"""The cache of experts: which are in memory, what a call brings, and what goes for it.
+"""The cache of experts: those in memory, those that a call brings, and those that go for it.
 
 All state belongs to the stream's owner (`OwnerThread`). A caller asks for the experts that its
 tokens are routed to, and gets a `Use`: a claim, and the reads that are still under way. The caller
@@ -87,7 +87,7 @@ class _Computing(NamedTuple):
     arriving: dict[int, Arrival]
     lent: Lent
     shown: list[torch.Tensor]
-    backward: frozenset[_Key] = frozenset()  # what it computes with, where no module shows it
+    backward: frozenset[_Key] = frozenset()  # experts of backward, if no module shows them
 
 
 class _Loan(NamedTuple):
@@ -206,7 +206,7 @@ class ExpertCache:
         return Use(self._owner.claim(self._leave, use, caller), awaited, waits)
 
     def let_compute(self, stream: Any) -> None:
-        """Order what a stream of the device is asked from now on behind the copies of a call.
+        """Order a device stream's later work behind the copies of a call.
 
         By the caller that has the turn, after all of its experts have arrived.
         """
@@ -259,7 +259,7 @@ class ExpertCache:
 
     @property
     def locked(self) -> bool:
-        """Whether what is copied to a device is page-locked, if there is such memory."""
+        """Whether the source of copies to a device is page-locked, if there is such memory."""
         return self._device is None or self._device.host.locked
 
     def check_as_read(self) -> None:
@@ -405,7 +405,7 @@ class ExpertCache:
         return next((key for key in victims if not self._must_stay(key[0])), None)
 
     def _must_stay(self, number: int) -> bool:
-        """Whether somebody has tensors over a set, whose pages are the only ones it can have."""
+        """Whether tensors outside lie over a set that can have no other pages."""
         marks = self._kept_by_others.get(number)
         if marks is None:
             return False
@@ -467,7 +467,7 @@ class ExpertCache:
                 self._drop((number, expert))
 
     def _leave_to_others(self, number: int, mark: Callable[[], Any]) -> None:
-        """Somebody keeps tensors over a set: what lies there must not move from now on."""
+        """Tensors outside lie over a set: its experts must not move from now on."""
         if not self._move_elsewhere(number):  # it stays where it is, until they are gone
             self._kept_by_others.setdefault(number, []).append(mark)
 
@@ -522,7 +522,7 @@ class ExpertCache:
                 return
 
     def _read_back(self, number: int) -> None:
-        """Begin to read what the set before this one has used, which backward comes to next.
+        """Begin to read the experts that the previous set has used, which backward needs next.
 
         Experts of sets that backward has left go first, then those of the sets that it comes to
         last. Those of this set and of the next one stay, so where they have no room together, the

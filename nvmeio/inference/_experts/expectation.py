@@ -25,7 +25,7 @@ def expected_hits(share: float) -> float:
 
 
 def experts_that_fit(sets: Sequence[ExpertSet], nbytes: int) -> str:
-    """A sentence for the log: how many experts a budget holds, and what that is worth."""
+    """A sentence for the log: the number of experts in a budget, and the expected hits."""
     number = sum(experts.number for experts in sets)
     total = sum(experts.all_nbytes for experts in sets)
     share = min(1.0, nbytes / total)

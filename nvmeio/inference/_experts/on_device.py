@@ -84,7 +84,7 @@ class HostSlots:
 
 
 class DevicePlaces:
-    """The experts of one set on their way to a device; what `Places` is for a CPU."""
+    """The experts of one set on their way to a device; the counterpart of `Places` for a CPU."""
 
     def __init__(self, experts: ExpertSet, number: int, device: DeviceExperts) -> None:
         self.experts = experts
@@ -230,7 +230,7 @@ class DeviceExperts:
         return self._slots.pop(victim)
 
     def let_compute(self, stream: Any) -> None:
-        """Order what a stream is asked from now on after the copies; it computes in the room."""
+        """Order a stream's later work after the copies; it computes in the room."""
         devices.come_after(stream, self._copies.mark())
         if stream not in self._streams:
             self._streams.append(stream)

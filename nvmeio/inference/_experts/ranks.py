@@ -139,7 +139,7 @@ class ExpertParallel(ParallelPasses):
         weights: torch.Tensor,
         hidden: torch.Tensor,
     ) -> torch.Tensor:
-        """Add up what a token's experts gave, as the kernel that was chosen does in one process."""
+        """Add up the outputs of a token's experts, as the chosen kernel does in one process."""
         weighted = outputs * weights.unsqueeze(-1)
         config: Any = getattr(experts.module, "config", None)
         if getattr(config, "_experts_implementation", None) in _AS_CHOSEN:

@@ -31,7 +31,7 @@ from nvmeio.inference._plan.slot_layout import (
 )
 from nvmeio.inference._plan.units import Target, Unit
 
-# Experts that are read at a time to be converted: what is read of them is memory of its own.
+# Experts that are read at a time to be converted, into memory of their own.
 STAGES = 4
 
 
@@ -119,7 +119,7 @@ class ExpertSet:
 
     @property
     def least_nbytes(self) -> int:
-        """Memory for a call that needs all of them, and for what is converted meanwhile."""
+        """Memory for a call that needs all of them, and for conversions meanwhile."""
         return self.all_nbytes + STAGES * self.stage_nbytes
 
     @property
@@ -281,7 +281,7 @@ class ExpertSet:
         return found
 
     def _all_shares(self) -> list[list[_Shares]]:
-        """For each weight, and each of its parts, what the experts have."""
+        """The experts' share of each weight, and of each of its parts."""
         return [
             [_shares(part, self.number) for part in weight.parts] for weight in self.unit.weights
         ]
@@ -333,7 +333,7 @@ class ExpertModules(ExpertSet):
 
 
 class _Packed(NamedTuple):
-    """Experts that lie in whole pages, each with what it has of all weights side by side.
+    """Experts that lie in whole pages, each with its share of all weights side by side.
 
     Attributes:
         firsts: The file, and the first byte there, of each.

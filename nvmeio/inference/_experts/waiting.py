@@ -85,7 +85,7 @@ class ArrivingWeight(Shown):
                 answer = func(*args, **kwargs)
                 if not isinstance(answer, torch.Tensor):
                     return answer
-                # A view, such as `weight.mT`: what is computed with it waits for nothing.
+                # A view, such as `weight.mT`: computing with it waits for nothing.
             special = _SPECIAL.get(name)
             if special is not None:
                 found = special(*args, **kwargs)
@@ -97,7 +97,7 @@ class ArrivingWeight(Shown):
 
 
 class _Turned(ArrivingWeight):
-    """Such a weight with its matrices transposed: what a grouped product takes."""
+    """Such a weight with its matrices transposed, for a grouped product."""
 
 
 # Attributes and questions about shape, which need no element. Properties are called `__get__`; one

@@ -144,7 +144,7 @@ def digest_of(opened: SafetensorsSet, units: Sequence[Unit], *settings: Any) -> 
 
 
 def check_part(opened: SafetensorsSet, units: Sequence[Unit], ranks: Ranks | None) -> None:
-    """Raise ValueError where a directory does not hold what this rank is to read.
+    """Raise ValueError if a directory does not hold the part that this rank is to read.
 
     It may hold the part of another rank, of another number of ranks, or for other layers. `units`
     are planned, the fixed parts first; `ranks` is None for a process alone.

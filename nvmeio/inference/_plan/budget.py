@@ -1,4 +1,4 @@
-"""How much memory holds which weights: what stays, how wide the window is, how fine units are.
+"""The memory of weights: the units that stay, the width of the window, the size of units.
 
 Units are as coarse as the budget has room for: layers, or their leaves, or tiles of these. Pure
 arithmetic.
@@ -20,14 +20,14 @@ WINDOW = 3
 
 # Nothing smaller is cut: a read of so little costs as much as its round trip.
 LEAST_BYTES = 1 << 20
-# From one attempt to the next, what a unit may have shrinks to this.
+# From one attempt to the next, a unit's limit shrinks to this.
 _SHRINK = 0.75
 # The share of the available memory that weights may take by default.
 SHARE = 0.5
 
 
 class BudgetTooSmall(ValueError):
-    """A budget does not hold what is needed at once.
+    """A budget does not hold the bytes that are needed at once.
 
     Args:
         budget: Bytes.
@@ -73,7 +73,7 @@ class Shares(NamedTuple):
     """The parts of the budget, in bytes.
 
     Attributes:
-        window: The slots of what is streamed; 0 where everything stays.
+        window: The slots of streamed units; 0 if everything stays.
         resident: Units that stay, the fixed parts included.
         work: Room for converted weights of one unit.
         layers: How many of the largest streamed unit the window holds.
@@ -114,7 +114,7 @@ def share_out(
     others: int = 0,
     experts: ExpertNeeds = NO_EXPERTS,
 ) -> Shares:
-    """Decide what stays, and mark it (`Unit.resident`).
+    """Decide which units stay, and mark them (`Unit.resident`).
 
     As many layers as fit stay, evenly spaced: while they compute, the drive brings those in
     between. An output head is kept before any layer, for it would widen the window; an embedding
@@ -127,7 +127,7 @@ def share_out(
         budget: Bytes for all weights; None keeps nothing but the fixed parts.
         window: Layers in the window, at least 1; None takes 3, or fewer where the budget wants it.
         others: Room for what only other ranks want.
-        experts: What the experts of a mixture need.
+        experts: The needs of the experts of a mixture.
 
     Raises:
         BudgetTooSmall: The fixed parts, a window of one layer and a layer's experts do not fit.
@@ -236,7 +236,7 @@ def fit(
         window: Layers in the window; None takes 3, or fewer where the budget wants it.
         left: Free bytes of memory, if nobody asked for the budget. If it is more than these, their
             usual share is tried, then as few of them as will do, and only then the budget.
-        experts: What the experts of a mixture need.
+        experts: The needs of the experts of a mixture.
 
     Raises:
         BudgetTooSmall: Nothing fits; says what would do.

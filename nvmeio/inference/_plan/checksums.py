@@ -89,7 +89,7 @@ def expected_of(
 class Arriving:
     """The checksums of a slot that is being filled; used by the reader's thread.
 
-    `expected` is what is read in this fill, in the order of the slot.
+    `expected` are the bytes of this fill, in the order of the slot.
     """
 
     def __init__(self, expected: Sequence[ExpectedBytes], files: Sequence[File]) -> None:
@@ -98,7 +98,7 @@ class Arriving:
         self._found: list[list[tuple[int, int, int]]] = [[] for _ in expected]
 
     def arrived(self, chunk: WantedBytes) -> None:
-        """Sum what has arrived, while it is in the CPU's caches."""
+        """Sum arrived bytes, while they are in the CPU's caches."""
         first, last = chunk.at, chunk.at + chunk.memory.nbytes
         address = chunk.memory.data_ptr()
         for each, found in zip(self._expected, self._found, strict=True):
@@ -109,7 +109,7 @@ class Arriving:
                 )
 
     def finished(self) -> None:
-        """Raise IntegrityError if something is not what was packed."""
+        """Raise IntegrityError if bytes differ from the packed ones."""
         for each, found in zip(self._expected, self._found, strict=True):
             total = 0
             for _, nbytes, value in sorted(found):
@@ -118,7 +118,7 @@ class Arriving:
 
 
 def verify(host: torch.Tensor, expected: Sequence[ExpectedBytes], files: Sequence[File]) -> None:
-    """Raise IntegrityError if something in a slot is not what was packed."""
+    """Raise IntegrityError if bytes in a slot differ from the packed ones."""
     for each in expected:
         _compare(each, crc32.of_memory(host.data_ptr() + each.at, each.nbytes), files)
 

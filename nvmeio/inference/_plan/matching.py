@@ -1,4 +1,4 @@
-"""A model's tensors beside a checkpoint's: which is which, and what is wrong."""
+"""The match of a model's tensors with a checkpoint's, and the errors in it."""
 
 from __future__ import annotations
 

@@ -230,9 +230,9 @@ def part_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 
 def parts_of(checkpoint: SafetensorsSet, packed: Packed) -> dict[str, FoundWeight]:
-    """For each weight of a packed checkpoint, what it is read from.
+    """The source of each weight of a packed checkpoint.
 
-    IntegrityError if a part of a quantised weight is missing, or not what the setting says.
+    IntegrityError if a part of a quantised weight is missing, or contradicts the setting.
     """
     found = _fused_in(checkpoint, packed)
     taken = {module + packed_index.EXPERTS for module, of in packed.experts.items() if of.fused}

@@ -1,4 +1,4 @@
-"""The layout of a slot: what a weight is read from, and where it lies. No I/O here.
+"""The layout of a slot: the source of each weight, and its place. No I/O here.
 
 A weight is one tensor of a checkpoint, or put together from several, or quantised.
 
@@ -324,7 +324,7 @@ class Weight(NamedTuple):
 
     @property
     def converted_bytes(self) -> int:
-        """Bytes that a conversion needs; 0 where what is read is what is used."""
+        """Bytes that a conversion needs; 0 if weights are used as they are read."""
         if self.compute is not None:
             return 0
         if self.quantised is None and self.parts[0].dtype == self.dtype:

@@ -209,7 +209,7 @@ def _class_of(transformers: Any, config: Any) -> Any:
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Keep what a class wants in float32 whatever the rest is in (T5's output projections)."""
+    """Keep the float32 modules of a class in that dtype (T5's output projections)."""
     plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
     if not plan:
         return
@@ -326,7 +326,7 @@ def distribute(model: Any, mesh: Any, plan: Mapping[str, str]) -> None:
 def parts_of(
     model: Any, checkpoint: SafetensorsSet, held: Mapping[str, HeldWeight]
 ) -> tuple[dict[str, list[FoundWeight]], list[str]]:
-    """For each tensor of a transformers model, what it can be read from.
+    """The possible sources of each tensor of a transformers model.
 
     `held` are the checkpoint's weights. Returns what holds them by the model's name: several where
     the checkpoint has the tensor under several names. Also returns the checkpoint's names that have

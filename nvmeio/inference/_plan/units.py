@@ -78,7 +78,7 @@ class Unit:
         places: The places of its weights' parts in the slot, in order: the first byte, dtype,
             shape and strides; set by `plan`.
         as_stored: Whether each weight is one part, just as the model wants it; set by `plan`.
-        sums: Checksums of what lies there, where the file has them; set by `plan`.
+        sums: Checksums of the bytes there, if the file has them; set by `plan`.
         resident: Whether it stays once it is there; set by the budget.
         tiles: The units that are read in its place, with the rows of its only weight in order.
         tiled: The linear layers that compute with these.
@@ -175,8 +175,8 @@ def partition(
             tiles of larger linear layers.
 
     Raises:
-        ValueError: `layers` names what is not there, what lies within another of them, or two that
-            share a module with weights.
+        ValueError: `layers` names a missing module, one that lies within another of them, or two
+            that share a module with weights.
     """
     names = {module: name for name, module in model.named_modules()}
     given = find_layers(model) if layers is None else _given(model, names, layers)
@@ -278,7 +278,7 @@ def _share(layer: nn.Module, parts: Sequence[nn.Module], weights: dict[int, Weig
 
 
 def _beside(module: nn.Module, parts: Set[nn.Module]) -> Iterable[nn.Module]:
-    """A module and what is in it, without some parts."""
+    """A module and its submodules, without some parts."""
     if module not in parts:
         yield module
         for child in module.children():

@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 
 class Abandoned(Exception):
-    """Another micro-batch failed, or all were told to stop; whoever did has the reason."""
+    """Another micro-batch failed, or all were stopped; the error is raised there."""
 
 
 class Lockstep(Generic[Value]):

@@ -140,7 +140,7 @@ class PackedParameter(FrozenElsewhere):
 
 
 class _Product(torch.autograd.Function):
-    """A product whose weight is found again where it is then, by what is around (`saved`)."""
+    """A product whose weight is found again at its place by then, by its caller (`saved`)."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The memory that weights are in: slots leased from page-locked pools, and what lies in them.
+"""The memory of weights: slots leased from page-locked pools, and their content.
 
 A slot is a lease of a `PinnedPool`, as long as its unit is needed. For another device than the CPU
 it has a twin of the same size there, filled chunk by chunk on a stream of its own as the chunks
@@ -36,7 +36,7 @@ from nvmeio.pool import Lease, PinnedPool
 
 
 class Conversions(dict[int, tuple[Any, ...]]):
-    """Arguments of `_convert`: what whoever computes has to convert first, in its own thread.
+    """Arguments of `_convert`: the weights that the computing thread has to convert first.
 
     The owner of the window does not: its OpenMP threads would spin beside those that compute.
     """
@@ -335,7 +335,7 @@ class SlotPools:
     # asked anything, so that a failure in between forgets none.
 
     def ready(self, slot: WeightSlot) -> None:
-        """Order what this thread computes after copies and conversions; does not block."""
+        """Order this thread's computation after copies and conversions; does not block."""
         if self._copies is None:
             return
         stream = devices.stream_here(self.device)
@@ -427,7 +427,7 @@ class SlotPools:
 
     @property
     def refused(self) -> BaseException | None:
-        """The device's error when it had no memory for what is streamed, if it had none."""
+        """The device's error if it had no memory for streamed weights."""
         return None if self._there is None else self._there.refused
 
     def close(self) -> None:

@@ -106,7 +106,7 @@ class WeightOrigin(Origin, Protocol):
 
 
 class Absent(torch.Tensor):
-    """A weight that is on disk, or what was made of its shape.
+    """A weight that is on disk, or a tensor made of its shape.
 
     A product of memory and of a tensor on "meta" is not an error everywhere in torch (2.13): its
     result is what happens to lie in memory.
@@ -228,7 +228,7 @@ class FrozenElsewhere(Frozen, Elsewhere):
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
-        """Adapters take what is on "meta" for a model that has no weights yet (DEFT)."""
+        """Adapters take tensors on "meta" for a model that has no weights yet (DEFT)."""
         return False
 
 
@@ -238,7 +238,7 @@ def _is_kept(value: object) -> bool:
 
 
 class _Unchanged(torch.Tensor):
-    """A tensor that may only be looked at; what is not a view of it is a plain tensor."""
+    """A read-only tensor; results that are not views of it are plain tensors."""
 
     source: Origin | None = None  # of a copy: autograd keeps that, and no memory
 
@@ -450,7 +450,7 @@ def freeze(unit: Unit, device: torch.device) -> None:
 
 
 def check_frozen(targets: Sequence[Target], shown: Sequence[torch.Tensor] | None = None) -> None:
-    """Raise where somebody wants gradients of weights: of what stands for them, or is shown."""
+    """Raise if gradients of weights are requested: of their stand-ins, or of shown tensors."""
     tensors = [target.empty for target in targets] if shown is None else shown
     for target, tensor in zip(targets, tensors, strict=True):
         if tensor.requires_grad:
@@ -523,7 +523,7 @@ def check_absent(targets: Sequence[Target]) -> None:
 def install(
     targets: Sequence[Target], tensors: Sequence[Any] | Mapping[int, Any]
 ) -> list[torch.Tensor]:
-    """Let modules show tensors, or packed weights; returns what is shown, for each target.
+    """Let modules show tensors, or packed weights; returns the shown tensor of each target.
 
     Parameters have the `requires_grad` that they have where they are loaded: torch chooses the
     kernel of a matrix product by it, with autograd off as well. RuntimeError if something else was
@@ -552,7 +552,7 @@ def install(
 def shown_as(parameter: torch.Tensor, data: Any) -> nn.Parameter:
     """A parameter like another, with other data: of its class, and with its attributes.
 
-    Servers' kernels are chosen by what was noted on a weight when it was quantised.
+    Servers choose kernels by attributes that a weight got when it was quantised.
     """
     if not isinstance(data, torch.Tensor):
         return data.shown_as(parameter)  # type: ignore[no-any-return]
@@ -589,7 +589,7 @@ def shows(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> bool:
 
 
 def check_as_read(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> None:
-    """Raise if a call has changed what goes after it, and is read or converted anew for the next.
+    """Raise if a call has changed weights that are read or converted again for the next call.
 
     Not of embeddings with `max_norm`: they scale the same rows again in each call.
     """

@@ -58,7 +58,7 @@ def in_turn(owner: OwnerThread, ask: Callable[..., Value | Waiting], *args: Any)
 
 
 class SharedUse(NamedTuple):
-    """A thread's claim on what stays in place, held during each use and for the next one.
+    """A thread's claim on resident units, held during each use and for the next one.
 
     `times` is the number of uses, counted by that thread alone.
     """
@@ -157,7 +157,7 @@ class Turns:
         return self._mine.get(caller)
 
     def share(self, caller: Hashable) -> bool:
-        """Let a caller use what stays without asking; False while the stream is being closed."""
+        """Let a caller use resident units without asking; False while the stream is closing."""
         if self._shared.barred:
             return False
         if caller not in self._mine:
@@ -173,7 +173,7 @@ class Turns:
         return barred
 
     def await_shared(self, caller: int) -> Waiting | None:
-        """Something to wait on while others use what stays; called after `bar`."""
+        """Something to wait on while others use resident units; called after `bar`."""
         if all(other == caller for other, _ in self._shared.live.values()):
             return None
         gate = _held_lock()

@@ -2,7 +2,7 @@
 
 All of it belongs to one thread (`OwnerThread`). Callers take turns (`turns`) and get
 claims, so that a unit is released when its use is interrupted. After a failure nothing is in
-flight, and what was on its way is dropped.
+flight, and reads on their way are dropped.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Uses:
             self._settled[slot.unit] = slot.shown
 
     def bar(self) -> Claim:
-        """Have users of what stays ask the owner, for as long as the claim lives."""
+        """Have users of resident units ask the owner, for as long as the claim lives."""
         barred = self.turns.bar()
         self._settled.clear()
         return barred
@@ -173,7 +173,7 @@ class Uses:
         return slot.storages
 
     def convert(self) -> None:
-        """Convert what is in use. In the thread that uses it, and has the turn."""
+        """Convert the weights in use. In the thread that uses them, and has the turn."""
         if self._use is not None:
             self._use[0].conversions.make()
 
@@ -328,7 +328,7 @@ class Uses:
         return stand_ins.shows(self._fixed.targets, self._fixed_shown)
 
     def check_fixed_frozen(self) -> None:
-        """Raise where somebody wants gradients of a weight that is always there.
+        """Raise if gradients are requested of a weight that is always there.
 
         It would be trained in memory alone, and is in no state dict. From any thread.
         """

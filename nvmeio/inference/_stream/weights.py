@@ -127,7 +127,7 @@ class Weights(Keeper[Unit, WeightSlot]):
             self.places[slot.work.untyped_storage().data_ptr()] = (slot.unit, True)
 
     def rest(self, slot: WeightSlot) -> bool:
-        """Let go of what streams; what stays remains in place, unless all share its room."""
+        """Release streamed units; resident ones remain in place, unless all share their room."""
         if slot.bound and not self.settled(slot):
             slot.bound = False
             self.unbind(slot)

@@ -110,7 +110,7 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
             checkpoint is whole whenever a process ends, not where the machine loses power.
         thread_count: Files that a rank writes at the same time; with `single_file_per_rank`, so
             many files are made. One keeps a drive busy.
-        per_thread_copy_ahead: Taken and kept; what is copied ahead of the drive is bounded as under
+        per_thread_copy_ahead: Taken and kept; copies ahead of the drive are bounded as under
             Cost.
         cache_staged_state_dict: As for FileSystemWriter: `dcp.async_save` without an
             ``async_stager`` copies into the same memory each time, page-locked for CUDA. Keep the

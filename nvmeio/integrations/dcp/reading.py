@@ -45,7 +45,7 @@ EDGE_BYTES = 4096
 CHUNK_BYTES = 32 << 20
 CHUNKS = 4
 
-# Rows from here on are read one by one rather than with what lies between them.
+# Rows from here on are read one by one rather than with the bytes between them.
 ROW_BYTES = 128 << 10
 
 # The bytes that a round reads as a whole.
@@ -56,7 +56,7 @@ MOST_FILES = 64
 
 
 class Item(NamedTuple):
-    """An item, and what is wanted of it."""
+    """An item, and the parts requested of it."""
 
     file: File
     offset: int
@@ -92,7 +92,7 @@ def read_items(
     extension_registry: Any,
     flight: InFlight,
 ) -> None:
-    """Read what is wanted into what the planner resolves; blocks.
+    """Read the requested parts into the planner's tensors; blocks.
 
     Args:
         handle: Moves the bytes.
@@ -433,5 +433,5 @@ def _widest(source: torch.Tensor) -> int | None:
 
 
 def _has_rows(source: torch.Tensor, dim: int) -> bool:
-    """Whether what lies at one index of a dimension is worth a read of its own."""
+    """Whether the bytes at one index of a dimension are worth a read of their own."""
     return source.nbytes // source.shape[dim] >= ROW_BYTES

@@ -349,7 +349,7 @@ class SnapshotStager(NotPickled, AsyncStager):
         """Nothing is to be waited for: the state may change."""
 
     def close(self) -> None:
-        """Give the memory back; that of what is being saved, once it is. It may stage again."""
+        """Give the memory back, after a save under way. It may stage again."""
         self._memory.release()
 
 

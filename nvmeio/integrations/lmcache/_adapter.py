@@ -173,7 +173,7 @@ class Adapter:
         try:
             for model in models:
                 self._identify(model)
-        except Exception:  # the work says what is the matter
+        except Exception:  # the work reports the error
             logger.exception("objects that were stored before cannot be told of")
         work()
 
@@ -329,7 +329,7 @@ class Adapter:
                     listener.on_l2_keys_stored(keys, [block.nbytes for block in told])
 
     def report_status(self) -> dict[str, Any]:
-        """Health, and what the store did since it was opened."""
+        """Health, and the store's counters since it was opened."""
         usage, stats = self._store.usage, self._store.stats
         return {
             "is_healthy": not self._closed,
@@ -348,7 +348,7 @@ class Adapter:
             told = list(group)
             if is_stored:
                 self._told.update(change.name[:PREFIX_BYTES] for change in told)
-            else:  # what is of other weights was never told
+            else:  # objects of other weights were never announced
                 told = [change for change in told if change.name[:PREFIX_BYTES] in self._told]
             if told:
                 keys = [self._object_key(*fields_of(change.name)) for change in told]
@@ -360,7 +360,7 @@ class Adapter:
             getattr(self, f"_notify_keys_{what}")(*args)
 
     def close(self) -> None:
-        """End what was begun; objects stay on the drive. Idempotent."""
+        """End begun work; objects stay on the drive. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -1,1 +1,1 @@
-"""A configuration in DeepSpeed's words: its keys, what it names, and what is refused of it."""
+"""A configuration in DeepSpeed's words: its keys, its objects, and refused settings."""

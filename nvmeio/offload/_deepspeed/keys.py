@@ -190,7 +190,7 @@ def or_empty(section: Mapping[str, Any], key: str) -> Any:
 
 
 def known(name: str, section: Any, among: tuple[str, ...], refusals: Refusals) -> Mapping[str, Any]:
-    """A section without the keys of "auto"; keys that ask for what is not done are refused."""
+    """A section without the keys of "auto"; keys that request unsupported features are refused."""
     if not isinstance(section, Mapping):
         refusals.add(f"{name} must be a mapping, not {section!r:.80}")
         return {}
@@ -238,7 +238,7 @@ def number(name: str, section: Mapping[str, Any], key: str, default: int) -> int
 
 
 def check_activations(section: Any, on_device: bool, refusals: Refusals) -> None:
-    """Refuse what is not done of activation checkpointing, which the model does by itself.
+    """Refuse unsupported settings of activation checkpointing, which the model does by itself.
 
     Args:
         section: The section of the config.
@@ -261,7 +261,7 @@ def check_activations(section: Any, on_device: bool, refusals: Refusals) -> None
 
 
 def check_compile(section: Any, refusals: Refusals) -> None:
-    """Refuse what is not done of "compile"."""
+    """Refuse unsupported settings of "compile"."""
     section = known("compile", section, _COMPILE, refusals)
     _check_off("compile", section, _NOT_OF_COMPILE, refusals)
 

@@ -1,1 +1,1 @@
-"""Generations of state: which is complete, and what is current in it."""
+"""Generations of state: the complete one, and the current state in it."""

@@ -1,4 +1,4 @@
-"""The generations of an optimizer's state: which is complete, and what is current in it.
+"""The generations of an optimizer's state: the complete one, and the current state in it.
 
 They survive a power cut: data first, then the word that it is there.
 """
@@ -54,9 +54,9 @@ class Generations:
     Args:
         directory: Locked by this process.
         handles: For fsync.
-        durable: Make each generation survive a power cut, beside what comes next.
-        checksum: Sum what is written, and compare what is read.
-        ranks: Tells other ranks what is durable.
+        durable: Make each generation survive a power cut, beside the next step.
+        checksum: Sum written bytes, and compare read ones.
+        ranks: Tells other ranks which generation is durable.
         helper: Makes generations durable; without it `commit` does.
 
     Attributes:
@@ -125,7 +125,7 @@ class Generations:
         manifests.drop(self._directory.path, self.generation + 1, durable=self._durable)
 
     def commit(self, change: Change, groups: list[dict[str, Any]]) -> None:
-        """Make what was written since `prepare` current. On failure the generation before is."""
+        """Make the writes since `prepare` current; after a failure the generation before is."""
         # Without a call for each piece: there may be 10,000 of them.
         pieces, moved = self.files.pieces, change.moved
         current = [piece.current ^ (piece.number in moved) for piece in pieces]
@@ -300,7 +300,7 @@ class Generations:
     # Durability
 
     def _begin_sync(self, manifest: Manifest) -> None:
-        """Make a generation durable, beside what comes next; the one before is settled."""
+        """Make a generation durable, beside the next step; the one before is settled."""
         if not self._durable:
             return
         self._begun = manifest
@@ -317,7 +317,7 @@ class Generations:
                 self._begun = None
 
     def _sync(self, manifest: Manifest) -> None:
-        """Make data durable, then the manifest: it must not promise what a power cut could take."""
+        """Make data durable, then the manifest: it must not promise data that may be lost."""
         try:
             for file in self.files.opened(self._unsynced):
                 self._sync_file(file)
@@ -375,7 +375,7 @@ class Generations:
             self._unmarked = None
 
     def close(self, kept: bool = True) -> None:
-        """Wait for what is being made durable, and close the files.
+        """Wait for the generation that is being made durable, and close the files.
 
         Args:
             kept: False where the files are removed now: then it is not an error that somebody has

@@ -1,4 +1,4 @@
-"""Several ranks: whose directory is whose, and from which step all of them go on.
+"""Several ranks: the owner of each directory, and the step that all of them go on from.
 
 After a loss of power a rank has what it had made durable, and no drive is as fast as the other. So
 that all of them have a generation in common, no rank gives up generation N - 1 before every rank
@@ -77,7 +77,7 @@ class DurableSteps:
                 self._store.add(f"durable/{self._told}", 1)
 
     def _withdraw(self) -> None:
-        """Take back `join`, and what this rank has told since."""
+        """Take back `join`, and this rank's messages since."""
         if self._joined:
             self._joined = False
             if self._told >= 0:

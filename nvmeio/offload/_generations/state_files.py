@@ -1,4 +1,4 @@
-"""The two state files: where each piece lies, what moves to and from there, its sums; copies."""
+"""The two state files: the places of pieces, their reads and writes, their sums; copies."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ NAMES = ("state.0", "state.1")
 class StateFiles:
     """Two places for each piece, one in each file; `Piece.current` says which one counts.
 
-    It reads `Piece.current` and never sets it: `Generations` does. With `checksum`, what is written
-    is summed, and what is read compared. `pieces` are all of them, by number.
+    It reads `Piece.current` and never sets it: `Generations` does. With `checksum`, written bytes
+    are summed, and read ones compared. `pieces` are all of them, by number.
     """
 
     def __init__(self, directory: SwapDirs, checksum: bool) -> None:
@@ -159,7 +159,7 @@ class StateFiles:
         return functools.partial(self._verify, spans) if spans else None
 
     def _verify(self, spans: Sequence[tuple[Piece, str]], slot: torch.Tensor) -> None:
-        """Compare what was read with its checksums; errors name file, parameter and span."""
+        """Compare read bytes with their checksums; errors name file, parameter and span."""
         memory = memory_at(slot.data_ptr(), slot.nbytes)
         for piece, name in spans:
             if name not in piece.sums:

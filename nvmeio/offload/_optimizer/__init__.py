@@ -1,1 +1,1 @@
-"""A swapped optimizer: its parameters, their pieces, its state, and what a step computes."""
+"""A swapped optimizer: its parameters, their pieces, its state, and its steps."""

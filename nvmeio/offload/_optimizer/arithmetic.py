@@ -223,7 +223,7 @@ def _state(work: Work, small: dict[str, Any]) -> dict[str, Any]:
 
 
 def _collect(works: Sequence[Work], state: Any, found: dict[int, dict[str, Any]]) -> None:
-    """Bring what the optimizer made anew into the slots; the rest stays outside of them."""
+    """Bring the optimizer's new state into the slots; the rest stays outside of them."""
     for work in works:
         after, address = dict(state[work.weights]), work.slot.data_ptr()
         for name, span in work.piece.spans.items():
@@ -248,7 +248,7 @@ _SPLIT_DTYPES = (torch.float32, torch.float64)
 
 
 def check_class(optimizer_class: Any) -> None:
-    """Refuse (TypeError) what is not an optimizer class, or needs a closure or sparse gradients."""
+    """Raise TypeError unless it is an optimizer class without closure and sparse gradients."""
     if isinstance(optimizer_class, torch.optim.Optimizer):
         name = type(optimizer_class).__name__
         raise TypeError(

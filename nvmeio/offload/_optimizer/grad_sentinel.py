@@ -1,4 +1,4 @@
-"""The one gradient that stays in memory, and what it tells of all the others.
+"""The one gradient that stays in memory, as a sign of changes to all the others.
 
 Code that knows nothing of the drive works on ``.grad``: GradScaler looks there for infinities and
 NaN, ``model.zero_grad()`` sets it to None, torch's clipping multiplies it. One small gradient is

@@ -106,7 +106,7 @@ class GradSheets:
         self._free_memory()
         self._leases, self._pool, self._free = leases, pool, sheets
 
-    # What backward made
+    # Gradients of backward
 
     def _add_to(self, param: SwappedParam, gradient: torch.Tensor) -> None:
         """Add the part of a parameter's gradient that is here to another one, in place."""
@@ -378,7 +378,7 @@ class GradientSwapper(GradSheets):
             parameter: Any = param.parameter
             self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
 
-    # What backward made
+    # Gradients of backward
 
     def _hand_over(self, param: SwappedParam, parameter: torch.Tensor) -> None:
         """The hook that takes a gradient: called in autograd's threads, and in the main one."""

@@ -1,4 +1,4 @@
-"""The parameters of an optimizer, and what a step is to work with.
+"""The parameters of an optimizer, and the input of a step.
 
 Their values when they were handed over, and their pieces; options and gradients as they were when a
 step was requested.

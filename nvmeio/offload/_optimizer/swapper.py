@@ -86,7 +86,7 @@ class StateSwapper(Swapped):
     def open(self, groups: Groups, transaction: Transaction) -> Manifest | None:
         """Open the files, and bring weights there, or back where there is something to resume.
 
-        Returns what was resumed; None where this is the beginning.
+        Returns the generation that was resumed; None at the beginning.
         """
         params: list[SwappedParam] = []
         for number, group in enumerate(groups):

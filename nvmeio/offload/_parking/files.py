@@ -104,7 +104,7 @@ class ParkedFile:
 
         Raises:
             TransferError: The drive failed.
-            IntegrityError: A part is not what was written.
+            IntegrityError: A part differs from the written one.
         """
         for parked in storages:
             memory = memory_of(parked)

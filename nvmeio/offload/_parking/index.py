@@ -71,7 +71,7 @@ def manifest_of(
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
 ) -> Manifest:
-    """The manifest of what was written.
+    """The manifest of the written parts.
 
     Args:
         storages: All, the small ones too.

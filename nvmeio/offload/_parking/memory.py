@@ -57,7 +57,7 @@ class Away:
         return parked.memory()
 
     def come_back(self) -> None:
-        """Let the tensors lie in it as they did, once it holds what it held."""
+        """Let the tensors lie in it as before, once its content is back."""
         for member, original in self._as_they_were:
             _lay(member.tensor, original)
         self.parked.away = False
@@ -96,7 +96,7 @@ def _lay(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def synchronize(storages: Sequence[ParkedStorage]) -> None:
-    """Wait until devices have done what was asked of them so far, with these storages say."""
+    """Wait until devices have finished their work so far, with these storages say."""
     for device in {each.device for each in storages} - {torch.device("cpu")}:
         devices.synchronize(device)
 

@@ -59,7 +59,7 @@ class Times:
 class SlotTurn(NamedTuple):
     """One turn over a slot: it is read, then `compute` works in it and returns what to write.
 
-    `verify` looks at what was read, beside the computing of the turn before; `seal` at what is
+    `verify` checks read bytes, beside the computing of the turn before; `seal` sums those being
     being written.
     """
 
@@ -134,7 +134,7 @@ class Pipeline:
     # Between runs
 
     def fill_ahead(self, turns: Iterable[Sequence[FileSpan]]) -> None:
-        """Begin what the first turns of the next run are expected to read, a slot for each.
+        """Begin the expected reads of the next run's first turns, a slot for each.
 
         Nothing but runs may change these bytes before then. A run whose turns read something else
         drops what was read. After a failure the run reads again, and raises if that fails too.
@@ -150,7 +150,7 @@ class Pipeline:
                     operation._speak_for()
 
     def forget_ahead(self) -> None:
-        """Drop what was begun for the next run; nothing is in flight after."""
+        """Drop the reads that were begun for the next run; nothing is in flight after."""
         dropped = [*self._ahead]
         self._ahead.clear()
         for each in dropped:
@@ -244,7 +244,7 @@ class Pipeline:
         return times
 
     def _write(self, computed: _Computed, filled: _Filled, times: Times) -> None:
-        """Begin a turn's writes, and seal what is written meanwhile; nothing once stopped."""
+        """Begin a turn's writes, and seal the bytes meanwhile; nothing once stopped."""
         if filled.stopped:
             return
         turn, slot, moves, mark = computed
@@ -319,7 +319,7 @@ class _Filled:
     """Fills slots with the turns' reads, one after the other; ahead of time with a helper.
 
     `ahead` has begun for the first turns. `written` are slots whose turn is over, with the writes
-    under way in them. Once `stopped`, nothing more is read, and what was computed is not written.
+    under way in them. Once `stopped`, nothing more is read, and results are not written.
     """
 
     def __init__(
@@ -446,7 +446,7 @@ class _Filled:
 
 
 class DeviceTurns:
-    """Computes in a device's memory what lies in the host's: it goes up before, and down after.
+    """Computes on a device with state in host memory: it goes up before, and down after.
 
     Only streams wait for copies, by events: the caller's stream, on which the optimizer computes,
     for what comes up; copies down for it; and a copy up for the copy down from the same memory.
@@ -465,7 +465,7 @@ class DeviceTurns:
     def make(self, nbytes: int, most: int) -> None:
         """Have up to `most` buffers of `nbytes`; those there are stay if they are long enough.
 
-        MemoryError if the device has no room; what was there is given back.
+        MemoryError if the device has no room; the memory that it had is given back.
         """
         count = min(BUFFERS, most)
         if not nbytes or (len(self._buffers) >= count and self._buffers[0].nbytes >= nbytes):

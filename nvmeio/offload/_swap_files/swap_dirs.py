@@ -90,7 +90,7 @@ class SwapDir:
                 os.close(untrusted.open_own(self.file(name)))
 
     def clean(self, names: Sequence[str] = OURS) -> None:
-        """Remove what a dead process left. Files with other names than ours stay."""
+        """Remove a dead process's files. Files with other names than ours stay."""
         for name in names:
             path = self.file(name)
             with naming("remove", path), contextlib.suppress(FileNotFoundError):
@@ -347,7 +347,7 @@ class SwapDirs:
         )
 
     def withdraw(self) -> None:
-        """Remove what was made here, as if the directories had not been named; instead of use."""
+        """Remove everything that was made here, as if the directories had not been named."""
         self.release(remove=True)
         for each in self._dirs:
             each.remove_above()
@@ -370,7 +370,7 @@ class SwapDirs:
         return [each.path for each in self._dirs]
 
     def clean(self) -> None:
-        """Remove what a dead process left; manifests first, for they speak of all the rest."""
+        """Remove a dead process's files; manifests first, for they refer to all the rest."""
         for each in self._dirs:
             each.clean(manifests.NAMES)
         for each in self._dirs:

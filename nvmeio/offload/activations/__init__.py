@@ -1,4 +1,4 @@
-"""`SwappedActivations`: what autograd saves for backward, on the drive but for a window."""
+"""`SwappedActivations`: tensors that autograd saves for backward, on the drive but for a window."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SwappedActivations(NotPickled, Closing):
             holds those that are read ahead.
         device_bytes: The same on devices, for all devices together.
         min_bytes: Smaller storages stay in memory.
-        checksum: Compare what is read with what was written (CRC-32).
+        checksum: Compare read bytes with the written ones (CRC-32).
         handle: Moves the bytes and stays open; None makes one for each drive.
 
     Raises:
@@ -165,17 +165,17 @@ class SwappedActivations(NotPickled, Closing):
 
     @property
     def in_memory_bytes(self) -> int:
-        """Bytes of what is saved now that are in host memory; others may hold them too."""
+        """Bytes of saved tensors that are in host memory; others may hold them too."""
         return self._store.in_memory_bytes
 
     @property
     def on_device_bytes(self) -> int:
-        """Bytes of what is saved now that are on devices, as forward left them."""
+        """Bytes of saved tensors that are on devices, as forward left them."""
         return self._on_device.nbytes
 
     @property
     def on_drive_bytes(self) -> int:
-        """Bytes of what is saved now that are on the drive."""
+        """Bytes of saved tensors that are on the drive."""
         return self._store.on_drive_bytes
 
     @property

@@ -124,7 +124,7 @@ class DeviceActivations:
         return saved, claim
 
     def _make_room(self) -> None:
-        """Begin to copy down what is above `_enough`, and wait while it is above `_most`."""
+        """Begin to copy down bytes above `_enough`, and wait while there are more than `_most`."""
         self._round += 1
         self._failed = None
         self._settle()
@@ -185,7 +185,7 @@ class DeviceActivations:
         self._down_bytes += saved.nbytes
 
     def _settle(self) -> None:
-        """Hand what came down to the store, and release the sources of what came up."""
+        """Hand storages that came down to the store, and release sources of copies up."""
         while self._under_way and self._under_way[0][0].done():
             self._end_copy_up()
         while self._down and self._down[0].copied is not None and self._down[0].copied.done():

@@ -29,7 +29,7 @@ Saved = TypeVar("Saved", bound="SavedStorage")
 
 
 class LastSavedFirst(Generic[Saved]):
-    """The order in which backward wants what was saved; an `Order`.
+    """The order in which backward needs saved storages; an `Order`.
 
     `saved` is what has to be brought, by number: the last saved has the highest. `here` is the
     number that backward has reached.
@@ -106,7 +106,7 @@ class ActivationReads(Keeper["SavedStorage", Slot["SavedStorage"]]):
     def bring(self, saved: SavedStorage) -> torch.UntypedStorage:
         """A storage's bytes in memory, as somebody still has them or as read.
 
-        IntegrityError if they are not what was written.
+        IntegrityError if they differ from the written ones.
         """
         if saved.out is not None:
             alive = locked(saved.out)
@@ -124,7 +124,7 @@ class ActivationReads(Keeper["SavedStorage", Slot["SavedStorage"]]):
         return self._window.arrived(saved) is not None
 
     def look_ahead(self, number: int) -> None:
-        """Begin to read what was saved before this number, the last first."""
+        """Begin to read storages that were saved before this number, the last first."""
         self._order.here = number
         self._window.look_ahead()
 

@@ -10,7 +10,7 @@ input) keeps its memory, and stays. The oldest go first: those saved last are ne
 
 *What is read*: see `_reads`.
 
-One half of the budget is for what forward has saved, the other for what is read.
+One half of the budget is for tensors that forward has saved, the other for reads.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class ActivationStore:
         self._above.append(close)
 
     def next_number(self) -> int:
-        """A number for what is saved now, higher than all before."""
+        """A number for the storage that is saved now, higher than all before."""
         self._numbers += 1
         return self._numbers
 
@@ -144,7 +144,7 @@ class ActivationStore:
         return saved, claim
 
     def _make_room(self) -> None:
-        """Begin to write what is above `_enough`, and wait while it is above `saving_bytes`.
+        """Begin to write bytes above `_enough`, and wait while there are more than `saving_bytes`.
 
         Storages that cannot be written stay in memory, and the next call tries again. That is an
         error only if they do not fit.
@@ -275,7 +275,7 @@ class ActivationStore:
         return self._reads.bring(saved)
 
     def look_ahead(self, number: int) -> None:
-        """Begin to read what was saved before this one, the last first."""
+        """Begin to read the storages that were saved before this one, the last first."""
         self._reads.look_ahead(number)
 
     # The end
