@@ -1,4 +1,4 @@
-"""Ranks: who is there, what they tell each other, bytes from one to the others."""
+"""Ranks: their group, their messages, bytes from one to the others."""
 
 # How long a rank may make no progress, in seconds, where nobody says.
 DEFAULT_TIMEOUT_S = 120.0

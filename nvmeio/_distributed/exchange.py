@@ -213,7 +213,7 @@ class Exchange:
     def end(self, well: bool) -> None:
         """Give it back. Never raises.
 
-        If all went `well`, all ranks come here: who leaves first must not end the others'
+        If all went `well`, all ranks come here: the first to leave must not end the others'
         connections.
         """
         group, self._group = self._group, None

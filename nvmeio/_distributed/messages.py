@@ -1,9 +1,9 @@
 """The ways in which ranks act together: meet, agree, fail together, hand bytes on.
 
 Each save, load or stream has messages of its own, with a time limit: keys in the store that the
-ranks share (`rank_store`), set once, read by whoever needs them. Missing keys are asked for again
-and again. Each rank counts up a key of its own while it makes progress; the one that others wait
-for and that stops counting is given up after the time limit, by all. A rank that fails says so
+ranks share (`rank_store`), set once, read by the ranks that need them. Missing keys are asked for
+again and again. Each rank counts up a key of its own while it makes progress; the one that others
+wait for and that stops counting is given up after the time limit, by all. A rank that fails says so
 under one key that everybody looks at. Bytes go another way (`exchange`).
 """
 
@@ -67,7 +67,7 @@ class Messages:
         if self._store.alone or now - self._beaten < _BEAT_S:
             return
         self._beaten = now
-        with contextlib.suppress(TransferError):  # whoever waits for something will find out
+        with contextlib.suppress(TransferError):  # waiting ranks will find out
             self._store.add(self._key("beat", self.rank), 1)
 
     def fail(self, failed: BaseException) -> None:
@@ -173,7 +173,7 @@ class Messages:
             if self._stopped:
                 raise Cancelled
             if self._store.check([key]):
-                return  # whoever else failed: what was told holds
+                return  # another rank failed first: its message counts
             self.check()
             self.beat()
             self._check_progress(rank)

@@ -1,8 +1,8 @@
 """The places in a store: its two files, and which slot holds which block. No block is moved.
 
-Asked through `locked`, by whoever has a turn of the store and cannot be interrupted: under a lock
-that is held while records are written to the page cache, or the file grows. `Index.where` alone is
-read without it: one look into a dict.
+Asked through `locked`, by the thread that has a turn of the store and cannot be interrupted: under
+a lock that is held while records are written to the page cache, or the file grows. `Index.where`
+alone is read without it: one look into a dict.
 
 `on_change` is called with blocks that come and go: in their order, and never under the lock.
 """
@@ -177,7 +177,7 @@ class Catalog:
         self._table.sign(self.signature, tag)
 
     def set_generation(self, generation: int) -> None:
-        """Write into the table how often the names changed, for who looks at it from outside."""
+        """Write into the table how often the names changed, for outside observers."""
         self._noted(self._table.set_generation, generation)
 
     # Opening
@@ -268,7 +268,7 @@ class Catalog:
             self.index.grow(room)
         if lost:
             logger.warning("%s was cut: %d blocks of its table are gone", self._path, lost)
-        if damaged and self._writer:  # for who follows one, it is being written
+        if damaged and self._writer:  # for a follower, it is being written
             self.damaged += damaged
             what = "their blocks are dropped"
             logger.warning("%s: %d records of its table are damaged: %s", self._path, damaged, what)

@@ -180,12 +180,12 @@ class BlockStore(NotPickled, Closing):
         self._stores = StoreWorker("nvmeio-blocks-stores", self._closed_message)
         self._closed = False
         self._left: set[StoreWorker] = set()  # which do what a second interrupt left to itself
-        self._gate = threading.Lock()  # held by who begins something, and while it becomes closed
+        self._gate = threading.Lock()  # held to begin something, and while it becomes closed
         try:
             self._ending = self._stores.owner.call(self._open, slots, handle)
         except KeyboardInterrupt:
             leave(self._stores.owner)
-            _finish(self._stores)  # who tries again must not find it in use
+            _finish(self._stores)  # another try must not find it in use
             raise
 
     def _open(self, slots: int, handle: AioHandle | None) -> Ending:
@@ -459,7 +459,7 @@ class BlockStore(NotPickled, Closing):
             found[piece.number] = crc32.of_tensor(piece.block) == place.crc
             if found[piece.number]:
                 ended(piece.number)
-            else:  # whoever is told finds it dropped, and may store it again
+            else:  # the caller finds it dropped, and may store it again
                 damaged.append(piece.number)
 
         try:

@@ -300,7 +300,7 @@ class Move(Protocol):
 
 
 class StoreWorker:
-    """Does one thing after the other, whoever asks; jobs that wait are moved together.
+    """Does one thing after the other, for all callers; waiting jobs are moved together.
 
     Servers ask for a few blocks at a time, for each request. Moved one job after the other they
     leave the drive idle between two: 256 blocks took four times as long as all at once.

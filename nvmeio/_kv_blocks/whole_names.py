@@ -2,7 +2,7 @@
 
 The table has digests, which lead nowhere back. A server that is to be told which blocks went, or
 which are there after a restart, needs their names. A record is written before the table's, so a
-block that counts has its name; whoever reads one compares its digest with the table's, so a record
+block that counts has its name; readers compare its digest with the table's, so a record
 that is damaged, or of another time, is found out.
 """
 

@@ -143,7 +143,7 @@ def refuse_sharing(user_of: Callable[[int], object | None]) -> None:
     """Let torch refuse to move a storage to shared memory while it is in use.
 
     torch has no flag for this one: `share_memory_`, and sending a tensor to another process, copy
-    the bytes and free the memory, whoever else refers to it. Both come by one of two methods.
+    the bytes and free the memory, even if others refer to it. Both come by one of two methods.
     `user_of` says what is in flight in a storage, given its ``_cdata``, or None.
     """
     _users.append(user_of)

@@ -1,8 +1,8 @@
 """The memory behind nvmeio's buffers: mappings on huge pages, whose they are, their first touch.
 
 The registry (`mapped`, and of these `locked`) is process-wide because addresses are. It holds no
-mapping: each leaves with its destructor, and what an interrupt took of that is done by whoever
-looks next.
+mapping: each leaves with its destructor, and the part that an interrupt cut off is done by the
+thread that looks next.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class Reader:
         self._queue: deque[Fill] = deque()
         self._flying: deque[tuple[Operation, Fill, WantedBytes, int]] = deque()
         self._flying_bytes = 0
-        self._landing = False  # somebody does: the thread, or who waits
+        self._landing = False  # somebody does: the thread, or a waiter
         self._stopping = False
         self._thread = Thread(self._run, "nvmeio-stream")
         self._thread.start()
@@ -164,7 +164,7 @@ class Reader:
             if lands:
                 self._landing = True
             else:
-                fill.attended = True  # whoever lands now may stop before that
+                fill.attended = True  # the present lander may stop before that
         if not lands:
             fill.done.wait()
             return
@@ -197,7 +197,7 @@ class Reader:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    # In the thread, or by who waits
+    # In the thread, or by a waiter
 
     def _run(self) -> None:
         while True:

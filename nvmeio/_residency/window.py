@@ -138,7 +138,7 @@ class Window(Generic[Unit, SomeSlot]):
         self.units_read = self.bytes_read = self.mispredicted = self.dropped = 0
         self.waited_s = 0.0
 
-    # Asked for by whoever computes
+    # Requested by computing callers
 
     def need(self, unit: Unit, computing: bool = True, backward: bool = False) -> SomeSlot:
         """Have a unit in memory, whole and bound, and begin to read what comes next.
@@ -477,8 +477,8 @@ class LentPool:
     def _lend(self, unit: Unit, lent: torch.Tensor, start: int | None, nbytes: int) -> Slot[Unit]:
         room = memory_at(lent.data_ptr(), lent.nbytes, lent)
         slot = Slot(unit, lent, torch.frombuffer(room, dtype=torch.uint8))
-        # Last: once it is there its end gives the memory back, and whoever catches an error may
-        # not do so, too.
+        # Last: once it is there its end gives the memory back, and a caller that catches an error
+        # may not do so, too.
         mark = weakref.ref(room, self._ended.put)
         self._out[id(mark)] = _Lent(mark, start, nbytes)
         return slot

@@ -82,7 +82,7 @@ def sync_directory(directory: str | os.PathLike[str]) -> None:
 
 
 def sync_file(path: str | os.PathLike[str]) -> None:
-    """Make a file's bytes durable, whoever wrote them."""
+    """Make a file's bytes durable, whichever process wrote them."""
     _sync(path, os.O_NOFOLLOW)
 
 
@@ -218,7 +218,7 @@ def check_above(path: str | os.PathLike[str]) -> None:
             above = os.path.dirname(above)
         raise _nothing_above(path, above) from failed
     except OSError:
-        pass  # it is told when the directory is made
+        pass  # making the directory reports it
 
 
 def _nothing_above(path: str | os.PathLike[str], missing: str) -> TransferError:

@@ -1,4 +1,4 @@
-"""Locks that say who uses a checkpoint: readers share it, whoever overwrites it has it alone.
+"""Locks on a checkpoint: readers share it, a writer that overwrites it has it alone.
 
 A `Checkpointer` overwrites its oldest file in place, under another name. A reader that has opened
 that file before must not find other bytes in it. So readers hold a shared flock for as long as they
@@ -116,7 +116,7 @@ def check_unused(fd: int) -> None:
     """Raise BlockingIOError if anybody else has the file open, or mapped.
 
     Servers of files do not know that. `fd` is to be this process's only one, and the file's name to
-    be nobody's: whoever opens it in this moment waits, and the kernel sends us a signal.
+    be nobody's: an opener at this moment waits, and the kernel sends us a signal.
     """
     with contextlib.suppress(PermissionError):  # another user's file
         if is_local(fd):
@@ -175,7 +175,7 @@ _held: dict[int, os.stat_result] = {}
 def hold(fd: int) -> None:
     """Let children that this process forks have no part in a lock.
 
-    There the descriptor leads to nothing from then on; its number stays with whoever closes it.
+    There the descriptor leads to nothing from then on; its number stays until its owner closes it.
     """
     _held[fd] = os.fstat(fd)
 

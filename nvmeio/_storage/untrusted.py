@@ -250,8 +250,8 @@ class Unchanged:
 
 def _facts(file: File) -> tuple[int, int]:
     """An open file's size and time of modification, which writes and cuts change."""
-    # A file that is replaced or unlinked is still whole for whoever has it open: its link count and
-    # with it st_ctime change, so ctime says nothing here.
+    # A file that is replaced or unlinked is still whole for a process that has it open: its link
+    # count and with it st_ctime change, so ctime says nothing here.
     with files.in_use(file) as opened:
         found = os.fstat(opened.any_fd())
     return found.st_size, found.st_mtime_ns

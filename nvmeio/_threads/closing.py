@@ -47,7 +47,7 @@ def collect() -> None:
 
 
 def members(objects: Iterable[Item]) -> list[Item]:
-    """The members of a WeakSet at one moment, whoever makes or drops one meanwhile."""
+    """The members of a WeakSet at one moment, even if some are made or dropped meanwhile."""
     while True:
         with contextlib.suppress(RuntimeError):  # another thread has made one just now
             return list(objects)

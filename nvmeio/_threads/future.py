@@ -116,7 +116,7 @@ class Future(Begun[Value]):
         self._gate = _thread.allocate_lock()  # held until it has ended
         self._gate.acquire()
 
-    # By who does it
+    # For the thread that does it
 
     def set(self, value: Value) -> None:
         """Set the value; called once, or `fail`."""
@@ -138,7 +138,7 @@ class Future(Begun[Value]):
             while True:
                 yield self._calls.popleft()
 
-    # By who waits for it
+    # For waiters
 
     def then(self, call: Callable[[], object]) -> None:
         """Call this, which must not raise, in the thread that ends it; at once if it ended."""
@@ -158,7 +158,7 @@ class Future(Begun[Value]):
                 if left <= 0:
                     break
                 if self._gate.acquire(timeout=left):
-                    self._gate.release()  # for who waits beside this one
+                    self._gate.release()  # for other waiters
             return self.done
         finally:
             del self  # an interrupt's traceback that is kept must not keep the value

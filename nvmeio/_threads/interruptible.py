@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 
 
 class Cancelled(Exception):
-    """The work was cancelled; whoever cancelled it knows."""
+    """The work was cancelled; the canceller knows."""
 
 
 class Cancellation:
@@ -67,7 +67,7 @@ class Job(Future[Value]):
         self._work: Callable[[], Value] | None = work if closes else devices.as_here(work)
         self._name = name
         self.began = False
-        self._claim = _thread.allocate_lock()  # taken by who decides whether it runs
+        self._claim = _thread.allocate_lock()  # taken by the thread that decides whether it runs
 
     def start(self) -> None:
         """Begin it; a second time, it does nothing."""

@@ -46,7 +46,7 @@ _FORKED = "this process was forked from its owner's: make a new one here"
 def owned(
     work: Callable[Concatenate[Any, Taken], Value],
 ) -> Callable[Concatenate[Any, Taken], Value]:
-    """A method that runs in the thread of its object's `_owner`, whoever calls it."""
+    """A method that runs in the thread of its object's `_owner`, for any caller."""
 
     @functools.wraps(work)
     def call(self: Any, /, *args: Taken.args, **kwargs: Taken.kwargs) -> Value:

@@ -36,7 +36,7 @@ class Ending:
     """Ends something once, in its owner's thread, and the owner with it.
 
     Keep it where it dies with the object that stands for what ends. Made by what the owner runs.
-    `end` must not refer to this object, or to who keeps it.
+    `end` must not refer to this object, or to its owner.
     """
 
     def __init__(self, owner: OwnerThread, end: Callable[[], object]) -> None:
@@ -49,7 +49,7 @@ class Ending:
         """End it now, and wait; raises what the end raised. Idempotent.
 
         An interrupt is raised when it has ended, a second one at once (and so is the first if one
-        is on its way already); then it goes on, and who calls this again waits for it.
+        is on its way already); then it goes on, and another call of this waits for it.
         """
         if not self._owner.forked:  # in a forked child everything is the parent's
             self._closing.asked = True
@@ -100,7 +100,7 @@ class _Closing:
             _open.pop(id(self), None)
             self.owner.close()
             if self.owner.is_here:
-                unlist()  # who waits for this is the last to be answered
+                unlist()  # waiters for this are answered last
         return None
 
     def run_dropped(self) -> None:
@@ -129,7 +129,7 @@ def open_owned(owner: OwnerThread, opening: Callable[..., Opened], *args: Any) -
     """`owner.call(opening, *args)`, for work that opens something and makes its `Ending`.
 
     After an interrupt what it opened has ended when that is raised (a second interrupt is raised at
-    once): who tries again must not find the directory in use.
+    once): another try must not find the directory in use.
     """
     try:
         return owner.call(opening, *args)
@@ -147,7 +147,7 @@ def leave(owner: OwnerThread) -> None:
 def those_that_end() -> list[OwnerThread]:
     """Owners of what was closed, dropped or left, and may be ending.
 
-    For who opens again what an interrupted call, or the collector, is about to give back. Ask
+    For a caller that reopens what an interrupted call, or the collector, is about to give back. Ask
     before each try: what gives back just after one is waited for too.
     """
     owners = [mark() for mark in list(_left)]

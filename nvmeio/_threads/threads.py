@@ -63,7 +63,7 @@ class Thread(threading.Thread):
     ) -> None:
         super().__init__(target=run, name=name, args=args, daemon=daemon)
         self._started: _SignOfLife = _SignOfLife()
-        self._claim = _thread.allocate_lock()  # taken by who decides whether it runs
+        self._claim = _thread.allocate_lock()  # taken by the thread that decides whether it runs
 
     @property
     def _bootstrap(self) -> Callable[[], None]:

@@ -7,7 +7,7 @@ and written), `nvmeio._storage.replace` (a file into its place), `saving`; then 
 processes), `_restoring` (the way back), behind `checkpointer`; `background` is the same under any
 names, `frozen` the snapshot by itself.
 `file_objects` serves code that calls torch.save itself, `safetensors` is the other format. Names
-are loaded when they are first asked for: who saves a state needs nothing of the rest.
+are loaded on first use: saving a state needs nothing of the rest.
 """
 
 import importlib

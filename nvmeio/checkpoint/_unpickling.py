@@ -171,7 +171,7 @@ def refuse(path: str) -> None:
 
 def unpickle(reader: MemoryReader, options: LoadOptions) -> Any:
     if options.plain:
-        with contextlib.suppress(Exception):  # whatever is wrong with a tensor is told by torch
+        with contextlib.suppress(Exception):  # torch reports any error of a tensor
             return _unpickle_plain(reader, options)
     arguments = {"encoding": "utf-8", **options.pickle_load_args}
     if options.weights_only:

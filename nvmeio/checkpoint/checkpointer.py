@@ -49,7 +49,7 @@ class Checkpointer(NotPickled, ClosingWork):
     """Saves the state of a training loop, step by step, into a directory.
 
     `save` takes a snapshot and returns; the file is written in the background. Every byte of it is
-    what it was when `save` was called, whoever writes to the state afterwards. (One exception: a
+    what it was when `save` was called, despite later writes to the state. (One exception: a
     direct read into the state that is in flight already. Wait for it first.) Files are ordinary
     torch checkpoints, ``step-00000012.pt``, that every `torch.load` reads. The link ``latest``
     leads to the one that was completed last.

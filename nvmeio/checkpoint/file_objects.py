@@ -65,7 +65,7 @@ class FastFileWriter(NotPickled, Discarding):
     def __init__(self, path: str | os.PathLike[str], *, handle: AioHandle | None = None) -> None:
         self._archive = ArchiveWatch()
         self._failed: BaseException | None = None
-        self._kept: BaseException | None = None  # what nobody has been told yet
+        self._kept: BaseException | None = None  # a failure that was not reported yet
         self._inside = False  # a call; one that an interrupt has ended leaves it so
         # A thread of its own opens, writes, commits and gives up, one after the other: an interrupt
         # ends the waiting, and later calls wait behind the begun one.
@@ -158,7 +158,7 @@ class FastFileWriter(NotPickled, Discarding):
     def discard(self) -> None:
         """Give up the written bytes; `path` is unchanged. Does nothing after a commit."""
         if self._ending.asked:
-            self._ending.begin()  # where an interrupt came it goes on, and nobody waits again
+            self._ending.begin()  # after an interrupt it goes on, and nobody waits again
         else:
             self._ending.close()
 

@@ -347,7 +347,7 @@ def _unpickle(reader: unpickling.MemoryReader, options: LoadOptions, file: File)
     try:
         return unpickling.unpickle(reader, options)
     except pickle.UnpicklingError:
-        with same_file(file) as same:  # what torch refuses, in its words
+        with same_file(file) as same:  # torch's own refusals, in its words
             unpickling.refuse(same)
         raise
 

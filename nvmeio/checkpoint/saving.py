@@ -241,7 +241,7 @@ def _in_order(
 
 def _replace(path: str | os.PathLike[str], places: array[int], nbytes: int, call: LongCall) -> None:
     call.expect(nbytes)
-    call.moved(nbytes)  # told before: whoever raises, or cancels, keeps the old file
+    call.moved(nbytes)  # called first: if it raises or cancels, the old file stays
     call.check()
     replace_from(path, places)
 

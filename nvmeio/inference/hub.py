@@ -144,7 +144,7 @@ def _download(
     errors = hub.errors
     if revision is not None and _COMMIT.fullmatch(revision):
         cached = hub.try_to_load_from_cache(name, file, revision=revision)
-        if cached is not None:  # where it is, or that the repository has none
+        if cached is not None:  # its path, or a note that the repository lacks it
             return cached if isinstance(cached, str) else None
     try:
         path: str = hub.hf_hub_download(name, file, revision=revision)

@@ -94,7 +94,7 @@ class OffloadedLayer:
             ) from self._broken
         if self._arriving is not None or not self.blocks:
             return
-        while self._writing:  # what was written is read from the file
+        while self._writing:  # written blocks are read from the file
             with self._breaking():
                 self._writing.pop(0).result()
         sizes = [sum(block.about.sizes) for block in self.blocks]
@@ -278,7 +278,7 @@ def _offloaded(cache: Any, store: KVStore) -> Any:
     if cache.layer_class_to_replicate is stock:
         cache.layer_class_to_replicate = layer
     ours = [made for made in cache.layers if isinstance(made, layer_kind)]
-    weakref.finalize(cache, store.close)  # the file goes with the cache, whoever holds the store
+    weakref.finalize(cache, store.close)  # the file goes with the cache, even if still held
     for one, following in zip(ours, ours[1:] + ours[:1], strict=True):
         one.following = following
     return cache

@@ -657,7 +657,7 @@ def _write(
         out = [opened.enter_context(files.open(each / name, "x")) for each in directories]
         if in_parts:
             for directory in directories:
-                os.truncate(directory / name, total)  # what others have stays a hole
+                os.truncate(directory / name, total)  # the parts of others stay holes
         # Two pieces at most: one is written while the next is made.
         with InFlight(0) as flight:
             for number, record in enumerate(contents.records):

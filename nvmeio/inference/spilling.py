@@ -355,7 +355,7 @@ def _remove(path: Path, lock: OwnFds, pid: int) -> None:
 
 def _remove_abandoned(parent: Path) -> None:
     """Remove what processes left that were killed: directories of ours that nobody has locked."""
-    with contextlib.suppress(OSError):  # what is wrong there, making one will tell
+    with contextlib.suppress(OSError):  # errors there are reported when one is made
         for path in parent.glob(f"{_PREFIX}*"):
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
             with contextlib.suppress(OSError), opened(path, flags) as lock:

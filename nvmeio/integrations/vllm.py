@@ -324,7 +324,7 @@ def _ranks() -> int:
 def _fit_in_memory(files: list[str]) -> bool:
     nbytes = 0
     for path in files:
-        with contextlib.suppress(OSError):  # whoever reads it says so
+        with contextlib.suppress(OSError):  # reading it reports the error
             nbytes += os.path.getsize(path)
     available = system.available_bytes()
     return available is not None and nbytes <= 0.9 * available

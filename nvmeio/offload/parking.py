@@ -304,7 +304,7 @@ class Parked(NotPickled, Closing):
         """A handle for as long as the body runs: it has threads and memory."""
         handle = self._handle
         if handle is not None and handle.closed and self._guard is not None:
-            handle = None  # what is parked comes back all the same
+            handle = None  # parked tensors come back all the same
         handles = DriveHandles(handle, self._paths)
         try:
             flight = InFlight()
@@ -410,7 +410,7 @@ def _resume(
         resources.callback(lambda: directory.release(remove=done))
         found = index.read(directory.path)
         if found is None:
-            done = True  # what is there was made just now, or never came to its end
+            done = True  # the index was made just now, or never completed
             raise TransferError(
                 errno.ENOENT,
                 operation="open",

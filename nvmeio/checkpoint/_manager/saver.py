@@ -79,7 +79,7 @@ class Saver:
         self._saves = self._loads = 0
         self._pid = os.getpid()
         self.released = False
-        self.under_way: list[Future[SaveReport]] = []  # and what nobody was told of
+        self.under_way: list[Future[SaveReport]] = []  # and failures that were not reported
         self.closed = False
         self._stopped = False  # while it opens
         _savers.add(self)
@@ -393,7 +393,8 @@ class Saver:
 class SaveCall:
     """One call of `save` by so many ranks, which another thread may cancel.
 
-    `refused` is why there is none; it is told to the other ranks in its turn, and raised.
+    `refused` is the reason why there is none; the other ranks learn of it in its turn, and it is
+    raised.
     """
 
     def __init__(
@@ -408,10 +409,10 @@ class SaveCall:
         self.began = time.perf_counter()
         self.job: SaveJob | None = None
         self.cancelled = isinstance(refused, KeyboardInterrupt)
-        self._claim = _thread.allocate_lock()  # taken by who saves it, or tells that nobody does
+        self._claim = _thread.allocate_lock()  # taken by the saving caller, or if nobody saves
 
     def take(self) -> bool:
-        """Whether it is the caller who saves it, and nobody has begun to."""
+        """Whether the caller saves it, and nobody has begun to."""
         return self._claim.acquire(False)
 
     def pickle(self, state: object) -> None:
@@ -424,7 +425,7 @@ class SaveCall:
         except BaseException as failed:
             if self._ranks == 1:
                 raise
-            self.refused = failed  # the other ranks wait for this one, and are told in its turn
+            self.refused = failed  # the other ranks wait for this one, and learn of it in its turn
             self.cancelled = not isinstance(failed, Exception)
         self.pickled_s = time.perf_counter() - began
 

@@ -124,7 +124,7 @@ class DriveMark:
         self.name = os.path.basename(self._path)
         with naming("open", self._path):
             self._fd = create(self._path, 0o600)
-        become_writer(self._fd)  # nobody who removes leftovers takes it for one
+        become_writer(self._fd)  # nobody takes it for leftovers to remove
 
     def remove(self) -> None:
         fd, self._fd = self._fd, -1

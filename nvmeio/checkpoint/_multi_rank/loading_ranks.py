@@ -51,7 +51,7 @@ class LoadingRanks:
     rank may make no progress.
     """
 
-    _sources: Sequence[RankSpan] = ()  # who has what, where not all ranks have all of it
+    _sources: Sequence[RankSpan] = ()  # the ranks' spans, if not all ranks have all of it
 
     def __init__(self, store: RankStore, number: int, timeout_s: float) -> None:
         self._store = store

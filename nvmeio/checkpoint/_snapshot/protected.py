@@ -1,7 +1,7 @@
 """Host memory of a state that is not copied: it is written from where it lies.
 
-The kernel's write protection (`_memory.copy_on_write`) stops whoever writes to it, until the bytes
-of the moment of the save are copied aside. So they are the file's, whoever writes afterwards, and
+The kernel's write protection (`_memory.copy_on_write`) stops writers to it, until the bytes
+of the moment of the save are copied aside. So they are the file's, despite later writes, and
 however.
 
 Protected is what torch or nvmeio allocated: private memory of this process, which stays for as long
@@ -177,7 +177,7 @@ def _may_be_protected(span: RecordSpan) -> bool:
     """Whether it is large enough, and only threads of this process write there."""
     record, low, high = span
     if high - low < LEAST_BYTES:
-        return False  # of most: nothing else is asked
+        return False  # for most records nothing else is asked
     data = tensor_of(record)
     return (
         data.is_cpu

@@ -180,7 +180,7 @@ class ExpertCache:
         number = self._numbers[experts]
         arriving: dict[int, Arrival] = {}
         with on_error(self.turns.end, caller), on_error(self._drop_late, number, arriving):
-            self._leave(self._computing, None)  # of this caller, who was interrupted
+            self._leave(self._computing, None)  # of this caller, which was interrupted
             self._note_order(number)
             targets = experts.targets_of(hit)
             if frozen:

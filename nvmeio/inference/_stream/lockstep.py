@@ -67,7 +67,7 @@ class Lockstep(Generic[Value]):
 
     def stop(self) -> None:
         """Have them end at their next unit; from any thread."""
-        self._stopped = True  # whoever runs sees it, and those who wait for it after that
+        self._stopped = True  # the running thread sees it, and then those that wait for it
 
     @property
     def shared(self) -> bool:

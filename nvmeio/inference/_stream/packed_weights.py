@@ -106,7 +106,7 @@ class PackedParameter(FrozenElsewhere):
 
     is_here = True
     packed: Packed
-    empty: Any  # what stands for it while it is not
+    empty: Any  # its stand-in while it is not
 
     @classmethod
     def over(cls, empty: Any, packed: Packed) -> nn.Parameter:

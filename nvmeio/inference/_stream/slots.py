@@ -98,14 +98,14 @@ class _WorkRoom:
         self._host: LentPool | None = None
         self._there: DevicePool | None = None
         self._shared: torch.Tensor | None = None
-        self._used: list[Mark] = []  # of what is shared: by whom before, until when
+        self._used: list[Mark] = []  # of shared memory: marks of its former users
         if copies is None:
             self._host = LentPool(nbytes)
         elif lent:
             self._there = DevicePool(device, nbytes, copies)
         else:
             self._shared = devices.empty(nbytes, device)
-            self._used = [devices.now(device)]  # by whoever had this memory before
+            self._used = [devices.now(device)]  # by the former user of this memory
 
     def take(self, slot: WeightSlot) -> torch.Tensor:
         """Room that this thread may convert a unit's weights into from now on."""
@@ -115,7 +115,7 @@ class _WorkRoom:
             return self._shared
         memory = self._lend(slot.unit)
         if memory is None:
-            collect()  # what is held by a tensor in a cycle
+            collect()  # memory held by a tensor in a cycle
             memory = self._lend(slot.unit)
         if memory is None:
             raise MemoryError(
@@ -124,7 +124,7 @@ class _WorkRoom:
                 "model in the dtype in which it computes"
             ) from (None if self._there is None else self._there.refused)
         if self._copies is not None:
-            self._copies.precede()  # which follows whoever had it before
+            self._copies.precede()  # which follows its former user
             devices.record_use(memory, devices.stream_here(self._device))
         slot.work = memory
         return memory
@@ -177,7 +177,7 @@ class SlotPools:
         self._places: dict[str, tuple[Lease, torch.Tensor]] = {}
         # On a GPU: twins, and marks of the streams that may still be at work there.
         self._free: list[tuple[torch.Tensor, list[Mark]]] = []
-        self._there: DevicePool | None = None  # of a GPU: what is lent
+        self._there: DevicePool | None = None  # of a GPU: the pool of lent memory
         # As `_places`, where backward may look at them.
         self._twins: dict[str, tuple[torch.Tensor, list[Mark]]] = {}
         self._out: dict[int, Lease] = {}  # outlive the slots of a model that is dropped

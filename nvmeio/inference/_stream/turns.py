@@ -105,7 +105,7 @@ class Turns:
 
     def __init__(self, owner: OwnerThread) -> None:
         self._owner = owner
-        self._turn: Hashable = None  # who has it: a thread's number, or a lockstep
+        self._turn: Hashable = None  # its owner: a thread's number, or a lockstep
         self._queue: deque[Any] = deque()  # locks of those who wait for it
         self._mine: dict[Hashable, SharedUse] = {}
         self._shared = _SharedUses()

@@ -144,7 +144,7 @@ class Weights(Keeper[Unit, WeightSlot]):
     def take_anyway(self, unit: Unit) -> WeightSlot:
         """Memory beside what somebody keeps: raises where so much may be kept as backward does."""
         if self._trainable:
-            collect()  # what is held by a tensor in a cycle
+            collect()  # memory held by a tensor in a cycle
         slot = self._memory.take(unit, unit.resident, beyond=not self._trainable)
         if slot is None:
             raise MemoryError(

@@ -85,10 +85,10 @@ class Generations:
         self.made_of: dict[str, str] = {}
         self._run = ""
         self._begun: Manifest | None = None  # until it is durable, or lost
-        self._lost: tuple[int, BaseException] | None = None  # what cannot be trusted, and why
+        self._lost: tuple[int, BaseException] | None = None  # an untrusted generation, and why
         self._unmarked: Manifest | None = None  # durable, but for the mark
         self._names_to_sync = 2  # the first two generations make new files
-        self._unsynced: set[int] = set()  # which of the two files may not be durable
+        self._unsynced: set[int] = set()  # those of the two files that may not be durable
         self._resumed: Manifest | None = None  # may have to be made durable
         self._before: list[_PieceFacts] = []  # of the generation before
         self._small_before: list[dict[str, Any]] = []
@@ -329,7 +329,7 @@ class Generations:
             self._lost = manifest.generation, failed
             if self._ranks is not None:
                 self._ranks.lose(manifest.generation, str(failed))
-            with contextlib.suppress(TransferError):  # who resumes must not rely on it
+            with contextlib.suppress(TransferError):  # resuming must not rely on it
                 manifests.drop(self._directory.path, manifest.generation)
             return
         try:

@@ -43,9 +43,9 @@ class StateFiles:
         self._checksum = checksum
         self._files: list[StripedFile] = []
         self.nbytes = 0  # the length of each of the two files
-        self._bands: list[int] = []  # of the files, for their striping
+        self._bands: list[int] = []  # the files' bands, for their striping
         self.subgroup_of: dict[int, Subgroup] = {}
-        self._signature = ""  # of the pieces that there are; "" until somebody asks
+        self._signature = ""  # of the present pieces; "" until it is requested
         self.layout = 0  # counts changes of what lies where, or in which open files
         self.pieces: list[Piece] = []
 

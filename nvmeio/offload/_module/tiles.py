@@ -33,7 +33,7 @@ from nvmeio.offload._swap_files.tensors import absent, is_absent, lay
 
 _TILES = "tiles"
 _READ_AHEAD = 3  # of the largest parts: one that computes and two that are read
-_SHOWN = "_nvmeio_shown"  # of a layer: what it shows in the places of its parameters
+_SHOWN = "_nvmeio_shown"  # of a layer: the tensors it shows in the places of its parameters
 
 
 class WholeParameter(NamedTuple):

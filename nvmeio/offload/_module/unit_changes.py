@@ -168,7 +168,7 @@ class UnitChanges:
                 top.read_now(slot)
                 return
             except Exception as failed:
-                slot.holds = 0  # whoever has it computes NaN
+                slot.holds = 0  # its holder computes NaN
                 logger.warning("%r is NaN until read again: %s", slot.unit.stages[0].name, failed)
         top.drop(slot.unit)
 

@@ -24,7 +24,7 @@ class GradSentinel:
     def __init__(self, param: SwappedParam) -> None:
         self.param = param
         self.stands_in = False
-        self._held: torch.Tensor | None = None  # what we found or put there; keeps its identity
+        self._held: torch.Tensor | None = None  # the gradient in ``.grad``; keeps its identity
         self._version = 0  # of it: torch counts changes in place
         self._touched = False
         self._clean: torch.Tensor | None = None  # its values, while it is poisoned

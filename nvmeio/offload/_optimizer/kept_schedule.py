@@ -39,7 +39,7 @@ class KeptSchedule:
         """Bring the scheduler to where it was stored, and store it from now on.
 
         `is_loaded` says that the optimizer took over a state dict since it resumed: what is stored
-        goes with that, and whoever loaded it brought the scheduler back.
+        goes with that, and the caller that loaded it brought the scheduler back.
         """
         scheduler = self._scheduler()
         assert scheduler is not None
@@ -52,7 +52,7 @@ class KeptSchedule:
             optimizer.restore_groups()
             scheduler.load_state_dict(mine[STATE])
             if self._before % self._every == 0:
-                scheduler.step()  # what was stored is from before this step
+                scheduler.step()  # the stored state is from before this step
         optimizer.register_step_pre_hook(self)
         optimizer.register_load_state_dict_post_hook(self._count_from)
 

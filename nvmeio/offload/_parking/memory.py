@@ -21,7 +21,7 @@ from nvmeio.offload._parking.members import ParkedStorage, parameters_of
 from nvmeio.offload._swap_files.subgroups import SlotSpan
 from nvmeio.offload._swap_files.tensors import absent, is_absent, is_nothing, is_sharded
 
-ATTRIBUTE = "_nvmeio_parked"  # of a module: what brings it back
+ATTRIBUTE = "_nvmeio_parked"  # of a module: the object that restores it
 
 
 class Away:

@@ -106,7 +106,7 @@ def store(directory: str, manifest: Manifest) -> None:
     try:
         _write(path, header + body)
     except BaseException:
-        # Whole or not: who reads it later must not take it for a step that has happened, for
+        # Whole or not: later readers must not take it for a step that has happened, for
         # the next attempt writes over its data.
         with contextlib.suppress(OSError):
             _empty(path)

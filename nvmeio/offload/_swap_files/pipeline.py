@@ -341,7 +341,7 @@ class _Filled:
         self._helper = helper
         self._ahead: deque[Future[torch.Tensor | None]] = deque()
         if helper is not None:
-            with on_error(self.end):  # what was begun would wait for ever for a slot
+            with on_error(self.end):  # begun reads would wait forever for a slot
                 self._ahead.extend(helper.begin(self._read, turn) for turn in turns)
 
     def next(self, turn: SlotTurn) -> torch.Tensor:

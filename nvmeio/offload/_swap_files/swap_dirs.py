@@ -130,7 +130,7 @@ class SwapDir:
             if remove:
                 with contextlib.suppress(OSError):
                     self.clean()
-                    # Under the lock: whoever waits for it finds another file, or none.
+                    # Under the lock: a waiter for it finds another file, or none.
                     os.unlink(self.file(LOCK))
                     os.rmdir(self.path)
         finally:

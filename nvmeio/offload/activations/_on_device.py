@@ -218,7 +218,7 @@ class DeviceActivations:
     def _let_go(self, saved: DeviceStorage) -> None:
         saved.holds -= 1
         if saved.holds or self._store.closed or saved.copied is not None:
-            return  # what is being copied goes when that is done: see `_settle`
+            return  # storages being copied go when that is done: see `_settle`
         if saved.storage is not None:
             self._forget(saved)
             return
@@ -231,7 +231,7 @@ class DeviceActivations:
     def _bytes_of(self, saved: DeviceStorage, stream: Any) -> torch.UntypedStorage:
         self._settle()
         if saved.storage is not None:
-            saved.wanted = True  # whoever gets it may change it while it is copied
+            saved.wanted = True  # its user may change it while it is copied
             found = saved.storage
         else:
             alive = None
@@ -271,7 +271,7 @@ class DeviceActivations:
             memory = devices.empty(saved.nbytes, saved.device)
         host = bytes_over(self._store.bring(saved.below))
         _, up = self._lane(saved.device)
-        up.follow(stream)  # which may still be at work there for whoever had this memory before
+        up.follow(stream)  # its former user may still be at work there
         up.copy(memory, host)
         saved.up, saved.to, saved.ahead = up.mark(), stream, memory
         self._begin_copy_up(saved.up, host)

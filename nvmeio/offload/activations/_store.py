@@ -269,7 +269,7 @@ class ActivationStore:
     def bring(self, saved: SavedStorage) -> torch.UntypedStorage:
         """`bytes_of`, in the owner's thread."""
         if saved.storage is not None:
-            saved.wanted = True  # whoever gets it may change it while it is being written
+            saved.wanted = True  # its user may change it while it is being written
             self.look_ahead(saved.number)
             return saved.storage
         return self._reads.bring(saved)
