@@ -456,7 +456,7 @@ class _Joined(type):
     """The type of classes that `joined` makes, which no module has under their name.
 
     pickle finds other classes by their name. It has to find these too: torch's DataLoader sends the
-    class of an error from its workers, and waits for ever where that fails.
+    class of an error from its workers, and waits forever where that fails.
     """
 
 

@@ -136,7 +136,7 @@ def open(path: str | os.PathLike[str], mode: str = "r") -> File:
 
     Raises:
         TransferError: As open(2) fails, also as the matching built-in (`FileNotFoundError`, …).
-        ValueError: The mode is none of these.
+        ValueError: The mode is not one of these.
 
     Cost: open(2) and statx(2), saved for every transfer that then uses the file.
     """
@@ -154,7 +154,7 @@ def acquire(
         writing: The direction; None for calls without one (fsync).
 
     Raises:
-        TypeError: `file` is none of path, descriptor and `File`.
+        TypeError: `file` is not a path, a descriptor or a `File`.
         ClosedError: The `File` is closed.
         TransferError: It cannot be opened.
     """

@@ -178,7 +178,7 @@ class AioHandle(HandleSettings, ClosingWork):
         Raises:
             ClosedError: The handle or the file is closed.
             TypeError: `tensor` has no plain memory, or is a read-only buffer, or one of objects; or
-                `file` is none of the above.
+                `file` is not one of the above.
             ValueError: `file_offset` is negative, or the span ends beyond 2**63 - 1; a buffer is
                 not contiguous.
             RuntimeError: The tensor may not be changed in place (autograd, inference mode).
@@ -558,7 +558,7 @@ class AioHandle(HandleSettings, ClosingWork):
     def close(self) -> None:
         """Refuse new operations, finish those in flight, release the kernel's resources.
 
-        Raises the first failure that nobody has seen, as `wait` does. It is closed all the same.
+        Raises the first failure that nobody has seen, as `wait` does. It is closed anyway.
         Idempotent. It blocks: use `aclose` in a coroutine.
         """
         self._cores.close()

@@ -28,7 +28,7 @@ class Operation(NotPickled, Begun[int]):
     It may be awaited any number of times, on any loop of asyncio or uvloop, and handed to
     `asyncio.create_task`, `gather`, `wait_for` or a TaskGroup. Without a loop use `result`, `done`,
     `exception`, `cancel` and `add_done_callback`. The value is the number of bytes moved.
-    `asyncio.wait` wants tasks: ``asyncio.wait([asyncio.ensure_future(operation)])``.
+    `asyncio.wait` needs tasks: ``asyncio.wait([asyncio.ensure_future(operation)])``.
 
     Cancelling the operation, or a task that awaits it, drops the blocks that the kernel does not
     have yet and waits for the others. Then `CancelledError` is raised, and nobody touches the
@@ -76,7 +76,7 @@ class Operation(NotPickled, Begun[int]):
                     try:
                         yield from self._watchers.watch(record, loop)
                     except asyncio.CancelledError:
-                        continue  # asked again; the kernel is not done all the same
+                        continue  # asked again; the kernel is still not done
                 self._watchers.retrieved(record)
                 raise
         elif thrown is not None:

@@ -8,8 +8,8 @@ until enough of it is back.
 
 If Ctrl-C comes between a lease and its ``with`` block, or as the block is left, nobody gives its
 bytes back. They come back when both the lease and the memory are dead: the callbacks of their weak
-references are `SimpleQueue.put` itself, a C function, which no interrupt cuts in half, and whoever
-takes or waits looks there (`LeaseQueue.look`).
+references are `SimpleQueue.put` itself, a C function, which no interrupt cuts in half, and every
+taking or waiting thread looks there (`LeaseQueue.look`).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class PinnedPool(NotPickled, Closing):
 
         The tensor is the caller's until the block ends. One that is used after that is the
         caller's mistake: its memory stays mapped, so nothing crashes, but the bytes belong to the
-        next lease. Taking a second lease while holding one can wait for ever, like any two locks.
+        next lease. Taking a second lease while holding one can wait forever, like any two locks.
         ``with`` in a coroutine blocks its event loop: use ``async with`` there.
 
         Args:

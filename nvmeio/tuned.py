@@ -87,7 +87,8 @@ def find(path: str | os.PathLike[str]) -> Tuned | None:
     Raises:
         ValueError: A file of settings is damaged; says which, and what is wrong with it.
         OSError: One cannot be read, is not a regular file, or is larger than settings are; but for
-            one that this user may not read, which is none (the log says so, once, at INFO).
+            one that this user may not read, which counts as missing (the log says so, once, at
+            INFO).
     """
     key: str | None = None
     for file in places():

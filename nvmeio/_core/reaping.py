@@ -1,4 +1,4 @@
-"""The end of operations: noticed, claimed, concluded, and told to those who watch for it.
+"""The end of operations: noticed, claimed, concluded, and reported to their waiters.
 
 The first thread that notices that the kernel is done claims the record, and only the claimer
 concludes it, so every record is settled exactly once.
@@ -120,7 +120,7 @@ class Reaper:
             raise
 
     def _finish(self, record: Record, may_block: bool) -> None:
-        """Settle a record for its claimer; once more does no harm."""
+        """Settle a record for its claimer; idempotent."""
         if record.state is not PENDING:
             self.publish(record, record.state)
             return

@@ -209,7 +209,7 @@ class Record:
     def let_go(self) -> TransferError | None:
         """Give memory and file back, and return the error of closing the file, if there is one.
 
-        It may be done again, and returns the same then.
+        Idempotent; returns the same error again.
         """
         memory, places = self.memory, self.places
         if memory is not None:

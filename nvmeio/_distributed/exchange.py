@@ -1,8 +1,8 @@
-"""Bytes from one rank to all others, through gloo: what ranks that load together have read.
+"""Bytes from one rank to all others, through gloo, for ranks that load together.
 
 A process group of its own, made for one load over the ranks of the caller's and dropped behind it:
-no collective of it can meet one of the training, it has a time limit of its own, and where a rank
-fails in the middle, the caller's group is what it was.
+no collective of it can meet one of the training, it has a time limit of its own, and if a rank
+fails in the middle, the caller's group is unharmed.
 
 Collectives come in the same order on all ranks, so a rank that has failed goes on with them until
 all have agreed to stop (`agreeing`). One that cannot, for it died or hangs, is given up: by gloo,
@@ -41,7 +41,7 @@ _LOOK_S = 0.05
 # The most that a rank tells the others in one go.
 _TOLD_BYTES = 1024
 
-# A rank that died when all else was done is not waited for any longer than this.
+# Others wait no longer than this for a rank that died when all else was done.
 _PARTING_S = 5.0
 
 

@@ -88,7 +88,7 @@ class RankStore:
         operation: str,
         limit_s: float = DEFAULT_TIMEOUT_S,
     ) -> RankStore:
-        """The store of a group that has this process, on a connection of its own if torch has that.
+        """The store of a group of this process, on a connection of its own if torch has that.
 
         `name` is the same on all ranks, and used once. TransferError (ETIMEDOUT) if the store does
         not answer within `limit_s`; ValueError if there is none.
@@ -156,7 +156,7 @@ class RankStore:
 
     @property
     def timeout_s(self) -> float:
-        """How long the store's own waits may take: what the process group was set up with."""
+        """The time limit of the store's own waits, from the setup of the process group."""
         return float(self._store.timeout.total_seconds())
 
     def set(self, key: str, value: bytes) -> None:
@@ -220,7 +220,7 @@ class RankStore:
 
 
 class Calls:
-    """Numbers what the ranks of a group do together, all of them in the same order.
+    """Numbers the joint calls of a group's ranks, which all come in the same order.
 
     A call that is refused before its group is known has no number, and the others give it up in
     vain. The next one finds that out, and leaves those numbers out. So it does for calls of the

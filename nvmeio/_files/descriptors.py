@@ -34,7 +34,7 @@ class Alignment(NamedTuple):
 
 
 NO_DIRECT = Alignment(0, 0)
-# Files of these live in memory: their O_DIRECT, where accepted, is the page cache all the same.
+# Files of these live in memory: their O_DIRECT, where accepted, is the page cache anyway.
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 # The kernel's errors if a file system takes no direct I/O. Anything else (EIO, EMFILE, …) is
 # this file's or this moment's, and says nothing of the device.
@@ -77,7 +77,7 @@ class Descriptors:
     @classmethod
     def open(cls, path: str, flags: int) -> Descriptors:
         """Open a regular file or block device, with O_DIRECT if the file system takes it."""
-        # O_NONBLOCK: opening a FIFO without a peer would block for ever. Regular files ignore it.
+        # O_NONBLOCK: opening a FIFO without a peer would block forever. Regular files ignore it.
         flags |= os.O_CLOEXEC | os.O_NONBLOCK
         fds = OwnFds()
         try:

@@ -170,7 +170,7 @@ def _read_known(path: Path) -> dict[str, str]:
     with os.fdopen(open_own(path), "rb") as opened:  # a regular file of this user's
         found: Any = json.loads(opened.read(_MOST_KNOWN_BYTES))
     if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
-        raise ValueError(f"{path} is none of ours")
+        raise ValueError(f"{path} is not a record of nvmeio's")
     return found
 
 

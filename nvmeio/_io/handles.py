@@ -91,7 +91,7 @@ class CallHandle(Closing):
         """Do as `done`, and wait for it: no thread of its own handle is left.
 
         Not at the interpreter's end, which may drop a call that was never finished: threads do not
-        run any more, and to wait for one would be for ever.
+        run any more, and to wait for one would be forever.
         """
         self.done()
         if self._closing is not None and not sys.is_finalizing():

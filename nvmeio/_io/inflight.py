@@ -255,7 +255,7 @@ class Stagings:
 
 
 class WriteBehind:
-    """Takes what is written into one half of a buffer while the other half goes to the file.
+    """Collects writes in one half of a buffer while the other half goes to the file.
 
     Handle and file stay open; the file is written from its first byte on. `staging` is a CPU byte
     tensor. `run` has each half written; in another thread than the main one, or one at a time.
@@ -291,7 +291,7 @@ class WriteBehind:
         done = 0
         while done < len(taken):
             # No local name holds the memory: torch's writer keeps the traceback of what interrupts
-            # this (its C++ does not let go of it), and a frame there would keep it for ever.
+            # this (its C++ does not let go of it), and a frame there would keep it forever.
             size = len(self._view)
             step = min(len(taken) - done, size - self._filled)
             try:

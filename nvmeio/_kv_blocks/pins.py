@@ -11,7 +11,7 @@ from nvmeio._kv_blocks.index import BlockPlace
 class Pins:
     """The pins of one owner, counted by name; they end with it, or with the process.
 
-    Asked through `Catalog.locked`. A block that is found to be damaged goes all the same, and one
+    Asked through `Catalog.locked`. A block that is found to be damaged goes anyway, and one
     that is stored anew under its name is another one: each pin is of the slots it was taken for.
     """
 

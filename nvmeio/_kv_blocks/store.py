@@ -283,7 +283,7 @@ class BlockStore(NotPickled, Closing):
         """Do `contains` and `touch`, and keep what is there from making room until `unpin`.
 
         Pins are counted by name, and end with the store or its process. If all blocks have one,
-        nothing is stored any more. A block that cannot be read goes all the same.
+        nothing is stored any more. A block that cannot be read goes anyway.
         """
         self._check_writer()
         self._check_open()

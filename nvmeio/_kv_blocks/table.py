@@ -107,7 +107,7 @@ class Table:
                 _fill(fd, self.nbytes, least)
             os.pwrite(fd, header, 0)
         # Never written through. Private, so that torch may have a buffer that counts as writable;
-        # Linux shows what others write to the file all the same.
+        # Linux shows what others write to the file anyway.
         flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
         # Opened once more: a mapping of what has the lock would keep it in a forked child.
         self._file = io.FileIO(f"/proc/self/fd/{fd}", "r+" if writer else "r")

@@ -296,7 +296,7 @@ class Move(Protocol):
     """Moves blocks of several jobs."""
 
     def __call__(self, batch: Batch, ended: Callable[[int], object]) -> list[bool]:
-        """Return the answer for each; `ended` may be told before of a block that is moved."""
+        """Return the answer for each; `ended` may be called earlier for a moved block."""
 
 
 class StoreWorker:
@@ -313,7 +313,7 @@ class StoreWorker:
         self.owner = OwnerThread(name, closed)
         self._turn = threading.Lock()  # the main thread never takes it
         self._lock = threading.Lock()
-        self._asked = self._ended = 0  # of its thread, on the memory of others
+        self._asked = self._ended = 0  # requests to its thread, on the memory of others
         self._open: deque[StoreJob] | None = None  # which its thread will look into
 
     def call(self, check: Callable[[], object], work: Callable[..., Value], *args: Any) -> Value:

@@ -16,7 +16,7 @@ Which device. Threads begin on device 0, and CUDA makes a context (some 300 MB o
 device that a thread is on at its first call, even one about another device's event. So every call
 here is made with its own device current, and the thread is put back as it was found.
 
-How long. CUDA waits for ever, for a kernel that never ends and for a rank that is gone. We look,
+Time limits. CUDA waits forever, for a kernel that never ends and for a rank that is gone. We look,
 and give up after half an hour, as torch's process groups do. Then the device is `silent`: whatever
 is asked of it here fails at once, and page-locked memory is kept, since copies may still come.
 """

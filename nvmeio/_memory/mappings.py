@@ -218,7 +218,7 @@ def _leave_all_dead() -> None:
 def unpin(address: int) -> bool:
     """Undo `Mapping.lock` and `register_with_cuda`; False if there is nothing to undo.
 
-    Raises OSError if CUDA refused (EIO); the page lock is gone all the same.
+    Raises OSError if CUDA refused (EIO); the page lock is gone anyway.
     """
     pin = pinned.get(address)
     if pin is None:

@@ -46,7 +46,7 @@ def text_of(path: str | os.PathLike[str]) -> str:
 
 @functools.cache
 def huge_page_bytes() -> int:
-    """Size of a transparent huge page: 2 MiB on x86-64, else what the kernel says."""
+    """Size of a transparent huge page: 2 MiB on x86-64, else the kernel's value."""
     nbytes = text_of("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").strip()
     return int(nbytes) if nbytes.isdecimal() else 2 << 20
 

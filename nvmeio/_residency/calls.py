@@ -16,7 +16,7 @@ A wrapper holds what it holds like this, and in no other way::
 
 An exception enters the ``finally`` and deletes the local without a moment at which a signal could
 be served, and the end of the object does the rest in C: a `Claim` tells its owner, an `Undone`
-undoes. If an interrupt comes in between all the same (before Python 3.11), the frame's end does.
+undoes. If an interrupt still comes in between (before Python 3.11), the frame's end does.
 
 While the hooks of `saving` are in force, a tensor that autograd wants to keep is looked at: if it
 lies over a unit's memory, its place there is kept instead, and backward has the unit brought back.

@@ -61,7 +61,7 @@ _NOT_OURS = ("security.capability", "security.evm", "security.ima", "trusted.ove
 
 
 def take_over(fd: int, old: str | os.PathLike[str]) -> None:
-    """Give an open file what another one has, as far as this process may."""
+    """Copy another file's owner, mode and attributes to an open one, as far as permitted."""
     facts, mine = os.stat(old), os.fstat(fd)
     mode = stat.S_IMODE(facts.st_mode)
     # Each alone: a member of the group may give a file to it, though not to another user.
@@ -75,7 +75,7 @@ def take_over(fd: int, old: str | os.PathLike[str]) -> None:
     theirs = _attributes(old)
     acl = theirs.pop(_ACL, None)
     if acl is None:
-        _remove(fd, _ACL)  # what the directory's default gave it
+        _remove(fd, _ACL)  # from the directory's default
     elif not _set(fd, _ACL, acl):
         mode = mode & ~0o070 | (_group_of(acl) << 3 & mode)
     if mine.st_gid != facts.st_gid:

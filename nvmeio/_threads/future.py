@@ -1,9 +1,9 @@
 """`Future`: work that has begun before anybody waits for it, as `asyncio` asks of such a thing.
 
 `KeyboardInterrupt` is raised in the main thread only, there between any two bytecodes, also within
-``finally`` and within the `threading` module's own classes, whose locks it can leave held. So who
-waits here does it on a raw lock, whose `acquire` is one C call that a signal ends (and that looks
-up now and then, for a signal that comes just before the call begins to sleep does not end it).
+``finally`` and within the `threading` module's own classes, whose locks it can leave held. So a
+thread waits here on a raw lock, whose `acquire` is one C call that a signal ends (and that looks up
+now and then, for a signal that comes just before the call begins to sleep does not end it).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Value = TypeVar("Value")
 class Begun(Coroutine[Any, Any, Value]):
     """An awaitable of which any number of tasks may be made.
 
-    An awaitable is enough for `await`; `create_task`, TaskGroup and `asyncio.run` want a coroutine.
-    `asyncio.wait` wants none (from Python 3.11 on), and asks in the same way whether it is one.
+    An awaitable is enough for `await`; `create_task`, TaskGroup and `asyncio.run` need a coroutine.
+    `asyncio.wait` refuses coroutines (from Python 3.11 on), and checks for them in the same way.
     """
 
     __slots__ = ("_driven",)
@@ -99,7 +99,7 @@ class Future(Begun[Value]):
     """A value that comes once, or an error; from any thread, for any number of others.
 
     It can be awaited on any loop and by any number of tasks: a task that is cancelled meanwhile
-    calls `cancel`, which makes it end soon, awaits the end all the same, and goes on with
+    calls `cancel`, which makes it end soon, awaits the end anyway, and goes on with
     `CancelledError` then, whose cause is the error. Nobody has to await it. `seen` says whether
     somebody got the result.
     """

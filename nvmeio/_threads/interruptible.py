@@ -115,7 +115,7 @@ def run_interruptible(
     """Do blocking work so that Ctrl-C can neither cut it in half nor be kept waiting.
 
     In the main thread, and if an event loop runs here (a transfer that is started on a running loop
-    reports there, and would wait for ever for a loop that waits for it), the work is done in a
+    reports there, and would wait forever for a loop that waits for it), the work is done in a
     thread of its own; elsewhere in place, for no interrupt comes there. In place, too, if the
     program is at its end: new threads are refused, and those that there are never run again.
 

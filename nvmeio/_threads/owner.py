@@ -96,7 +96,7 @@ class OwnerThread:
 
         With `to_end`, for work on what is the caller's, an interrupt is raised when it has ended, a
         second one at once, and so is the first if one is on its way already. Else an interrupt is
-        raised at once; the work is done all the same, and its value dropped. Raises ClosedError if
+        raised at once; the work is done anyway, and its value dropped. Raises ClosedError if
         the owner is closed, or another process's.
         """
         # `is_here` and `_check_process`, without a call: each layer of a model comes this way.

@@ -29,7 +29,7 @@ from nvmeio.errors import ClosedError, NvmeioError
 
 Opened = TypeVar("Opened")
 
-_DROPPED_S = 1.0  # as long is waited for the end of what was dropped; it ends all the same
+_DROPPED_S = 1.0  # as long is waited for the end of what was dropped; it ends anyway
 
 
 class Ending:

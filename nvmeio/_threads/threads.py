@@ -1,6 +1,6 @@
 """Threads that have begun when they are asked to, or never do anything.
 
-An interrupted `threading.Thread.start` leaves a thread that waits for ever, and one that gets no
+An interrupted `threading.Thread.start` leaves a thread that waits forever, and one that gets no
 memory for its first step is waited for without end. So threads are started by a thread of ours,
 which no interrupt reaches, and whether one runs is decided by a lock that both sides try to take,
 never by how far its starter got.
@@ -50,7 +50,7 @@ class Thread(threading.Thread):
     """A thread that has begun when `start` returns, or never does anything.
 
     One that gets no memory for its first step (RLIMIT_AS, a container's limit) ends without a word,
-    and `threading.Thread.start` would wait for its sign of life for ever. And an interrupt within
+    and `threading.Thread.start` would wait for its sign of life forever. And an interrupt within
     that `start` leaves a thread that nobody knows of.
     """
 
@@ -106,7 +106,7 @@ class Thread(threading.Thread):
             super().start()
         except BaseException:
             if self._claim.acquire(False):
-                # `threading.enumerate` would list it for ever.
+                # `threading.enumerate` would list it forever.
                 vars(threading).get("_limbo", {}).pop(self, None)
                 raise
             # It has begun: it was only the waiting for it that failed.

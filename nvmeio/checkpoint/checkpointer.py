@@ -204,7 +204,7 @@ class Checkpointer(NotPickled, ClosingWork):
 
         The snapshot begins at once, in a thread, while the event loop goes on. When the ``await``
         returns it is taken, and the state may change. Without an event loop it is taken when this
-        call returns. A save that nobody awaits is done all the same; `wait`, `close` or the end of
+        call returns. A save that nobody awaits is done anyway; `wait`, `close` or the end of
         ``with`` raises its error. If the save before is still being written, this one waits until
         that is durable, so memory holds one snapshot.
 
@@ -571,7 +571,7 @@ class Checkpointer(NotPickled, ClosingWork):
     def close(self) -> None:
         """Refuse new saves, wait until all is durable, give memory and handle back.
 
-        Raises the failure of the last save, if nobody has seen it yet; closed all the same.
+        Raises the failure of the last save, if nobody has seen it yet; closed anyway.
         Idempotent. Blocks: in a coroutine use `aclose`. An interrupt ends the waiting only: call it
         again to wait on.
         """
@@ -582,7 +582,7 @@ class Checkpointer(NotPickled, ClosingWork):
         closing.result()
 
     async def aclose(self) -> None:
-        """`close`, awaited. A cancelled one closes all the same, then raises `CancelledError`."""
+        """`close`, awaited. A cancelled one closes anyway, then raises `CancelledError`."""
         await in_thread(self._saver.close, lambda: None)
 
     def __del__(self) -> None:

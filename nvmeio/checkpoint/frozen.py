@@ -51,7 +51,7 @@ def snapshot(
         state: Tensors in dicts, lists and tuples, or anything else that `copy.deepcopy` takes.
         how: "auto" protects if the kernel shows every write, and copies if not, or if others have
             pinned memory of this process (io_uring's registered buffers, RDMA): they write past the
-            protection. "protect" protects all the same. "copy" copies all of it.
+            protection. "protect" protects anyway. "copy" copies all of it.
         directory: The place of a nameless file for bytes that the program writes to before they
             were copied, if memory is full. None: the system's directory for temporary files, which
             is small or in memory on many machines. Name one on a drive for a state of more than

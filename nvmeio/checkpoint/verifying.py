@@ -85,7 +85,7 @@ def verify(
         The findings; damage is not an error here.
 
     Raises:
-        NoCheckpointError: The file is none of these, or one that has nothing to check: torch's
+        NoCheckpointError: The file is not one of these, or has nothing to check: torch's
             format from before its zip files, a TorchScript archive.
         TransferError: It cannot be opened or read.
 

@@ -179,7 +179,7 @@ _MODES = {
 
 
 def _gds(cufile: machine.CuFile, has_gpu: bool) -> Iterator[_Row]:
-    if not has_gpu:  # nothing of it matters then; --json tells it all the same
+    if not has_gpu:  # nothing of it matters then; --json tells it anyway
         yield None, "no GPU", "cuFile is not needed", f"cuFile: {cufile.path or 'not found'}"
         return
     if cufile.path is None:

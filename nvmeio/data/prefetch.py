@@ -131,7 +131,7 @@ class Prefetch(NotPickled, ClosingWork):
         self._ahead.clear()
 
     async def aclose(self) -> None:
-        """`close`, awaited; a task that is cancelled meanwhile waits all the same."""
+        """`close`, awaited; a task that is cancelled meanwhile waits anyway."""
         ends = [asyncio.ensure_future(gather.operation) for gather in self._end(_CLOSED)]
         cancelled: asyncio.CancelledError | None = None
         while not all(end.done() for end in ends):

@@ -453,7 +453,7 @@ def _is_number(index: object) -> bool:
 
 
 def _only(index: Any) -> FileOffsets:
-    """One number as a batch; the tensor True is none."""
+    """One number as a batch; the tensor True does not count as one."""
     if isinstance(index, torch.Tensor):
         return index.reshape(1)
     return [_checks.integer("index", index)]

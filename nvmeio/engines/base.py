@@ -163,14 +163,14 @@ class EngineError(Exception):
 class Request(Protocol):
     """A transfer in an engine's hands.
 
-    Made first and started then, so that whoever keeps memory alive for it can note it down in
-    between: an interrupt (Ctrl-C) may come after any step.
+    Made first and started then, so that the owner of its memory can record it in between: an
+    interrupt (Ctrl-C) may come after any step.
     """
 
     def start(self) -> None:
         """Begin; never blocks. The token is reported once, at the completion queue.
 
-        Once more does no harm, and makes good what an interrupt may have left out.
+        Idempotent; a second call also completes an interrupted start.
         """
 
     def started(self) -> bool:

@@ -264,7 +264,7 @@ def _owned(prepare: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """The request that `prepare` makes, given back with the last reference to it; or NULL.
 
     It is made and owned within one C call: Ctrl-C comes between two steps of Python, and a request
-    that nobody owns keeps its engine for ever.
+    that nobody owns keeps its engine forever.
     """
     # Nothing runs before `next`, which goes through both steps in C.
     prepared = itertools.starmap(prepare, (arguments,))

@@ -321,7 +321,7 @@ def _check_elements(offsets: torch.Tensor, row_bytes: int, itemsize: int) -> Non
             f"file_offsets are in bytes, and rows of {row_bytes} bytes from {int(ordered[at])} and "
             f"from {int(ordered[at + 1])} on have a part of an element in common: multiply the "
             "numbers of rows by their bytes, or use nvmeio.data.Records, which takes numbers; "
-            "allow_overlap=True reads them all the same"
+            "allow_overlap=True reads them anyway"
         )
 
 
@@ -333,7 +333,8 @@ def as_integers(name: str, given: FileOffsets) -> torch.Tensor:
         given: A tensor, a numpy array or a sequence of integers.
 
     Raises:
-        TypeError: It is none of these, or holds strings, or bools, which torch takes for 0 and 1.
+        TypeError: It is not one of these, or holds strings, or bools, which torch takes for 0 and
+            1.
     """
     if isinstance(given, torch.Tensor):
         found = given

@@ -279,7 +279,7 @@ def _close_by_with(model: nn.Module) -> None:
         return
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     names["__reduce_ex__"] = StreamedModel.__reduce_ex__  # of a class that has one, too
-    # A model's own __init_subclass__ may refuse: then it streams all the same, without `with`.
+    # A model's own __init_subclass__ may refuse: then it streams anyway, without `with`.
     with contextlib.suppress(Exception):
         made = types.new_class(
             cls.__name__, (cls, StreamedModel), exec_body=lambda space: space.update(names)

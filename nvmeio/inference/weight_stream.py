@@ -70,8 +70,8 @@ class StreamStats(NamedTuple):
         experts: The cost of the experts; `WeightStream.expert_stats` has that of each layer.
         rows_read: Rows of embeddings that were read.
         waited_s: Seconds in which the computation waited for weights.
-        resident_bytes: Memory that holds weights for good: a part of what `stream_model` was given
-            under this name, which is the most that this, `window_bytes`, `work_bytes` and
+        resident_bytes: Memory that holds weights permanently: a part of what `stream_model` was
+            given under this name, which is the most that this, `window_bytes`, `work_bytes` and
             `expert_bytes` take together.
         window_bytes: Memory that weights are streamed through.
         work_bytes: Memory that converted weights are in, and what only other ranks want.

@@ -219,7 +219,7 @@ class Tier:
         ended = partial(self._end, job, False)
         self._store.begin_store(job.keys, self._rows_of(job_metadata), ended)
         # An interrupt before this lets it go on unannounced. Said before, it would leave chunks
-        # that are on their way for ever.
+        # that are on their way forever.
         self._stores_begun.append(job)
         self._storing.update(dict.fromkeys(job.keys, job))
         self._note(job.keys, getattr(job_metadata, "req_context", None))
@@ -243,7 +243,7 @@ class Tier:
 
     def _end_load(self, job: _Job, found: list[bool]) -> None:
         try:
-            # Were they found again and again, and could never be read, vLLM would ask for ever.
+            # Were they found again and again, and could never be read, vLLM would ask forever.
             missing = [key for key, there in zip(job.keys, found, strict=True) if not there]
             self._store.remove(missing)
         finally:

@@ -304,7 +304,7 @@ class Parked(NotPickled, Closing):
         """A handle for as long as the body runs: it has threads and memory."""
         handle = self._handle
         if handle is not None and handle.closed and self._guard is not None:
-            handle = None  # parked tensors come back all the same
+            handle = None  # parked tensors come back anyway
         handles = DriveHandles(handle, self._paths)
         try:
             flight = InFlight()

@@ -156,7 +156,7 @@ class _Judge:
 
     def never(self, call: PickledCall, args: tuple[Any, ...]) -> None:
         """A storage is a record of the archive; no call makes one."""
-        raise _Absurd("a storage that is none of the archive's")
+        raise _Absurd("a storage that the archive lacks")
 
     def of_tensors(self, call: PickledCall, args: tuple[Any, ...]) -> None:
         """Count what functions read or copy that go through all elements of their tensors.

@@ -9,7 +9,7 @@ Every byte is as torch's own writer of zip files makes it. The writer takes 15 u
 writes into a file of Python's (`Sink`). When torch is asked to save, it names records
 (`TorchRecords`), and the same bytes are put together here, in one go (`_laid_out`). Before the
 first archive, records of each kind are written in both ways; where a byte differs, torch's own
-writer is taken for good.
+writer is used from then on.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ That unpickler must not meet the content of a hostile pickle: a place in its mem
 gigabytes, a key that is hashed for weeks or deeper than the stack, a call of anything. So a pickle
 is first held against a grammar (`is_plain`): it may have containers, numbers, texts, tuples that
 nothing refers back to, and tensors, each written as torch writes it, of storages, functions and
-classes in `COMMON_GLOBALS` alone. Everything of that the unpickler may do, and it is read with
-nothing that could run: names become stubs, storages notes (`scan`), or, once the storages' bytes
+classes in `COMMON_GLOBALS` alone. All of this is safe for the C unpickler. It reads without
+anything that could run: names become stubs, storages notes (`scan`), or, once the storages' bytes
 are there, the object (`unpickle`). Anything else goes the slow way: `pickle_values.scan`, and
 torch's own ``weights_only`` unpickler, which is written in Python and takes 100 us a tensor.
 """

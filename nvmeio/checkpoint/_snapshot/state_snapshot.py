@@ -63,7 +63,7 @@ def pinned_by_others() -> str | None:
         return None
     return (
         f"{binary_size(nbytes)} of this process are pinned by others (io_uring, RDMA), which write "
-        "past the protection; snapshot='protect' protects all the same: take it if none of the "
+        "past the protection; snapshot='protect' protects anyway: take it if none of the "
         "state is registered there"
     )
 

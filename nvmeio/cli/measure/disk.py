@@ -163,7 +163,7 @@ def check_memory(nbytes: int, needs: Mapping[Path, int]) -> None:
         needs: The size of the files, by directory: those on a file system in memory count too.
 
     Raises:
-        Refused: They do not. (The kernel would give them all the same, and then end a process.)
+        Refused: They do not. (The kernel would give them anyway, and then end a process.)
     """
     for directory, files in needs.items():
         mount = find_mount(directory)

@@ -164,7 +164,7 @@ def load_deepspeed() -> Any:
 
 
 def left_by_a_compile(name: str) -> str:
-    """The lock of a compile that was killed, for which torch waits for ever; "" if there is none.
+    """The lock of a compile that was killed, for which torch waits forever; "" if there is none.
 
     Compilers, and ninja, run in the directory where it lies.
     """

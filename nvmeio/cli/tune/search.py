@@ -123,7 +123,7 @@ class Search:
 
     Args:
         grid: The values of each parameter.
-        ops: Directions that count, all the same.
+        ops: Directions that count, with equal weight.
         io_size: Bytes of a full transfer.
         measure: Moves so many bytes once with a setting; the seconds that took, by the same clock.
             May raise `UnusableSetting`.

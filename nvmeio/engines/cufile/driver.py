@@ -258,7 +258,7 @@ class Driver:
     def _set_parameters(loaded: Library, settings: DriverSettings) -> dict[str, str]:
         """Apply the settings before the open, or by the environment during it."""
         # Without a path, cuFile writes cufile.log into the working directory. 1.20 accepts the
-        # string parameter for it and does so all the same.
+        # string parameter for it and does so anyway.
         environment = {"CUFILE_LOGFILE_PATH": log_path()}
         answers: dict[str, int | None] = {
             # Transfers are split here already; its own threads would split them again.

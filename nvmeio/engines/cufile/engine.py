@@ -545,7 +545,7 @@ _running: weakref.WeakSet[CuFileEngine] = weakref.WeakSet()
 
 def _at_exit() -> None:
     for engine in members(_running):
-        if engine._pid == os.getpid():  # in a forked child, its locks may be held for ever
+        if engine._pid == os.getpid():  # in a forked child, its locks may be held forever
             engine.hurry()
 
 

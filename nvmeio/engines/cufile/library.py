@@ -345,7 +345,7 @@ class Library:
     # --- the driver -----------------------------------------------------------------------
 
     def open_driver(self) -> tuple[int, int]:
-        """Blocks for 0.1 to 0.2 s, or for ever (see `preflight`); (status, CUDA's error)."""
+        """Blocks for 0.1 to 0.2 s, or forever (see `preflight`); (status, CUDA's error)."""
         return self._answer(self._lib.cuFileDriverOpen())
 
     def close_driver(self) -> tuple[int, int]:

@@ -77,7 +77,7 @@ class Regions:
 
         Raises:
             ValueError: Nothing of this owner's is registered there, or transfers use it.
-            CuFileFailure: cuFile refused; it counts as unregistered all the same.
+            CuFileFailure: cuFile refused; it counts as unregistered anyway.
         """
         with self._lock:
             region = self._regions.get(address)

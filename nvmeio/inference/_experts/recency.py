@@ -1,4 +1,4 @@
-"""Which expert goes: the one that was used longest ago, those of prompts first. No I/O here.
+"""The order of eviction: experts of prompts first, then the least recently used. No I/O here.
 
 Published traces of routing (48 layers, 128 experts, 8 a token) are served best by least recently
 used among what costs nothing to decide: 81 % hits with a quarter of the experts, an oracle 89,

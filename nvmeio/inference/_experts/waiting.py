@@ -101,7 +101,7 @@ class _Turned(ArrivingWeight):
 
 
 # Attributes and questions about shape, which need no element. Properties are called `__get__`; one
-# that gives a tensor waits all the same.
+# that gives a tensor waits anyway.
 _LOOKS_AT_NONE = {
     *("__get__", "__len__", "size", "dim", "ndimension", "numel", "element_size", "stride"),
     *("storage_offset", "data_ptr", "is_contiguous", "is_floating_point", "is_complex"),

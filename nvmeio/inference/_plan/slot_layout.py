@@ -436,7 +436,7 @@ class TileRows(NamedTuple):
 def rows_of(weight: Weight, most: int) -> list[TileRows]:
     """Cut a linear layer's weight into tiles of about the same size.
 
-    A tile has at most `most` bytes, its conversion included; 64 rows are one all the same. There
+    A tile has at most `most` bytes, its conversion included; 64 rows are one anyway. There
     are none where the matrix is smaller than two, or does not lie in rows.
     """
     count = weight.shape[0]

@@ -135,7 +135,7 @@ class Unit:
 
     @property
     def needed_bytes(self) -> int:
-        """About what its use takes: its bytes, and those they are converted to."""
+        """The approximate bytes of its use: its own, and the converted ones."""
         return sum(weight.nbytes + weight.converted_bytes for weight in self.weights)
 
     @property

@@ -284,7 +284,7 @@ _STAND_INS = (Absent, Elsewhere)
 
 
 def is_meta(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no memory, whatever it says."""
+    """Whether a tensor has no memory, whatever its attributes say."""
     return on_disk(tensor) or tensor.is_meta
 
 
@@ -571,7 +571,7 @@ def uninstall(targets: Sequence[Target]) -> None:
 
 
 def check(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> None:
-    """Raise if modules show something else than they should, or a frozen weight was changed."""
+    """Raise if modules show wrong tensors, or a frozen weight was changed."""
     replaced = _replaced(targets, shown, _was_changed)
     if replaced is not None:
         if any(map(_was_changed, shown)):

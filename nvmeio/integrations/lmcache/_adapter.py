@@ -374,7 +374,7 @@ class Adapter:
 
 @contextlib.contextmanager
 def _logged(message: str) -> Iterator[None]:
-    """Log an error of others; the accounts are right all the same."""
+    """Log an error of others; the accounts are right anyway."""
     try:
         yield
     except Exception:

@@ -1,4 +1,4 @@
-"""DeepSpeed's keys: those that are understood, and what to write instead of the others."""
+"""DeepSpeed's keys: the supported ones, and replacements for the others."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class TiledLayers:
     ) -> None:
         """Cut layers that take more than `window_bytes` into tiles of at most `most_bytes`.
 
-        64 rows are one tile all the same. `device` is where the layers will compute.
+        64 rows are one tile anyway. `device` is where the layers will compute.
         """
         owners = Counter(id(p) for module in root.modules() for p in module._parameters.values())
         for layer in _layers(root):
