@@ -112,7 +112,8 @@ def test_what_was_read_ahead_is_not_read_again(
 ) -> None:
     pipeline.fill_ahead([reads(file, 0), reads(file, 1)])
     assert seen_by(pipeline, file, [0, 1, 2, 3]) == [0, 1, 2, 3]
-    assert sorted(watching.read) == [0, NBYTES, 2 * NBYTES, 3 * NBYTES]
+    # A page of the third turn is read first, to try the drive.
+    assert sorted(watching.read) == [0, NBYTES, 2 * NBYTES, 2 * NBYTES, 3 * NBYTES]
     assert pipeline.read_bytes == 4 * NBYTES
 
 
@@ -290,3 +291,38 @@ def test_a_handle_that_was_closed_between_two_steps(tmp_path: Path) -> None:
     with pytest.raises(nvmeio.ClosedError):
         train(made, optimizer, 1)
     optimizer.close()
+
+
+def test_a_drive_that_fails_between_two_steps_leaves_the_step_to_be_made(tmp_path: Path) -> None:
+    """The first turns were computed from what was read before, and could not be undone then."""
+    drive_is_gone = [False]
+
+    def failure(kind: str, offset: int, nbytes: int) -> int:
+        return errno.EIO if kind == "pread" and drive_is_gone[0] else 0
+
+    with nvmeio.AioHandle(engine=FakeEngine(fail=failure)) as handle:
+        weights = [torch.nn.Parameter(torch.randn(60_000)) for _ in range(6)]
+        theirs = [torch.nn.Parameter(w.detach().clone()) for w in weights]
+        reference = torch.optim.Adam(theirs)
+        with SwappedOptimizer(
+            torch.optim.Adam, weights, swap_dir=tmp_path, handle=handle, subgroup_bytes=1 << 18
+        ) as optimizer:
+
+            def step(wanted: bool) -> None:
+                for ours, other in zip(weights, theirs, strict=True):
+                    ours.grad, other.grad = torch.ones(60_000), torch.ones(60_000)
+                if wanted:
+                    reference.step()
+                optimizer.step()
+
+            step(True)
+            step(True)
+            optimizer._transactions.owner.drain()  # the reads ahead have begun
+            drive_is_gone[0] = True
+            with pytest.raises(nvmeio.TransferError):
+                step(False)
+            assert not optimizer.broken
+            drive_is_gone[0] = False
+            step(True)
+            for ours, other in zip(weights, theirs, strict=True):
+                assert torch.equal(ours, other)

@@ -23,9 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio import buffers
 from nvmeio._io.drives import DriveHandles, FileSpan
 from nvmeio._memory import devices
 from nvmeio._memory.devices import Mark
+from nvmeio._pages import PAGE_BYTES
 from nvmeio._threads.closing import on_error
 from nvmeio._threads.future import Future
 from nvmeio._threads.owner import OwnerThread
@@ -104,6 +106,7 @@ class Pipeline:
         self._pool: PinnedPool | None = None
         self._leases = contextlib.ExitStack()
         self._ahead: deque[_Read] = deque()  # for the first turns of the next run
+        self._page: torch.Tensor | None = None  # to try the drives with
 
     # The slots
 
@@ -173,6 +176,22 @@ class Pipeline:
         self.forget_ahead()
         return taken
 
+    def _try_drives(self, turn: SlotTurn) -> None:
+        """Read a page of each file of a turn; raises its error if a drive does not answer.
+
+        Turns whose reads came before the run would be computed although the drive has failed
+        since, and what they wrote could not be brought back.
+        """
+        if self._page is None:
+            self._page = buffers.empty_aligned(PAGE_BYTES, dtype=torch.uint8)
+        first = {read.file: read for read in reversed(turn.reads)}
+        pages = [
+            FileSpan(file, read.file_offset, 0, min(read.nbytes, PAGE_BYTES))
+            for file, read in first.items()
+        ]
+        for page in pages:  # they share the memory
+            finish(started(self._handles, self._page, [page], writing=False))
+
     # A run
 
     def run(
@@ -193,6 +212,9 @@ class Pipeline:
         if self._device is not None:  # it may still write to the slots
             devices.check_answers(self._device.device)
         ahead = self._take_ahead(turns)
+        if ahead:
+            with on_error(_wait_for, ahead):
+                self._try_drives(turns[min(len(ahead), len(turns) - 1)])
         device = self._device if on_device else None
         helper = self._helper if self._read_ahead and len(turns) > 1 else None
         filled = _Filled(self._handles, self.slots, turns, helper, ahead)
@@ -313,6 +335,11 @@ class _Read(NamedTuple):
     slot: torch.Tensor
     reads: Sequence[FileSpan]
     operations: list[Operation]
+
+
+def _wait_for(reads: Sequence[_Read]) -> None:
+    for each in reads:
+        _waited(each.operations)
 
 
 class _Filled:
