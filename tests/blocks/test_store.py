@@ -105,7 +105,7 @@ def test_what_cannot_be_a_block_is_refused(tmp_path: Path, handle: AioHandle) ->
     for sizes in ((0, 100), (100, 100)):
         with pytest.raises(ValueError, match="block"):
             BlockStore(tmp_path, "kv", *sizes, handle=handle)
-    with pytest.raises(ValueError, match="no name"):
+    with pytest.raises(ValueError, match="is not a name"):
         BlockStore(tmp_path, "../kv", 10, 1 << 20, handle=handle)
 
 

@@ -120,7 +120,7 @@ def mistakes(me: Rank) -> None:
     me.meet_others()
     with me.new() as checkpointer:
         assert checkpointer.latest_step() is None and checkpointer.steps() == []
-        with me.raises(FileNotFoundError, "there is no complete checkpoint yet"):
+        with me.raises(FileNotFoundError, "no rank's drive holds a complete checkpoint yet"):
             checkpointer.restore()
         me.saved(checkpointer, 1)
         with me.raises(ValueError, "rank 0 restores", "rank 1"):

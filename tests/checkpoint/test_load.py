@@ -510,7 +510,7 @@ def test_a_pickle_module_needs_trust(path: Path) -> None:
 def test_an_argument_that_torch_does_not_have(path: Path) -> None:
     nvmeio.save({"a": noise(3)}, path)
     with pytest.raises(
-        TypeError, match=r"load\(\) got .* 'device'; where tensors go is map_location="
+        TypeError, match=r"load\(\) got .* 'device'; map_location= says where tensors go"
     ):
         nvmeio.load(path, device="cuda")
     with pytest.raises(TypeError, match=r"load\(\) got an unexpected keyword argument 'strict'$"):

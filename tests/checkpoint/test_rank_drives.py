@@ -164,7 +164,7 @@ def test_two_saves_of_one_step_are_not_mixed() -> None:
     survey = having([first.part_name(0), second.part_name(0)], [first.part_name(1)])
     assert survey.chosen(None) == (
         first,
-        survey.missing(second) + "; going on from step 5, which is whole",
+        survey.missing(second) + "; going on from step 5, which is complete",
     )
 
 

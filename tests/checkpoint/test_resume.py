@@ -246,4 +246,4 @@ def test_generators_of_devices_come_back(
         assert values == [10, 11] and not warned
     else:
         assert values == list(range(count))
-        assert f"states of 2 CUDA devices, and there are {count}" in warned[0]
+        assert f"states of 2 CUDA devices, but there are {count}" in warned[0]

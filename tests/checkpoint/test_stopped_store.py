@@ -94,7 +94,7 @@ def test_a_process_group_without_a_store_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
     monkeypatch.setattr(dist, "get_rank", lambda _: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
-    with pytest.raises(ValueError, match="has no store"):
+    with pytest.raises(ValueError, match="a process group's store"):
         RankStore.of_group(None, "name", "path", "save")
 
 

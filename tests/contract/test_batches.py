@@ -337,7 +337,7 @@ def test_device_tensors_go_through_the_ring(
         assert raw(found[1]) == CONTENTS[1][5:20_005]
         assert raw(found[2]) == CONTENTS[2][9:16]
         assert handle.sync_pwrite_batch(found, paths[0], [20_000, 0, 50_000]) == 40_007
-        with pytest.raises(ValueError, match="item 1 lies on another kind of device"):
+        with pytest.raises(ValueError, match="item 1 is on another kind of device"):
             handle.async_pread_batch([torch.zeros(4), found[0]], paths[0])
     written = paths[0].read_bytes()
     assert written[:20_000] == CONTENTS[1][5:20_005]

@@ -60,7 +60,7 @@ def test_whoever_waits_is_told_and_all_that_follow_are_told_at_once(
     stop(silent, monkeypatch)
     tensor = silent.tensor(torch.ones(100))
     mark = devices.now(DEVICE)
-    with pytest.raises(DeviceTimeoutError, match="cuda:0 has not done in 0 s"):
+    with pytest.raises(DeviceTimeoutError, match="cuda:0 has not finished its work in 0 s"):
         mark.wait()
     with pytest.raises(DeviceTimeoutError):
         mark.done()

@@ -326,7 +326,7 @@ def test_other_parts_in_the_same_place_are_refused_when_reopened(
     with monkeypatch.context() as patch:
         patch.setattr(packing, "weights_of", lambda *_: [5, 1, 1])
         pack(tmp_path / "model", packed)
-    with pytest.raises(IntegrityError, match="another checkpoint"):
+    with pytest.raises(IntegrityError, match="differs from the checkpoint"):
         model.weight_stream.reopen()
 
 

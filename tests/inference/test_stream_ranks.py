@@ -201,7 +201,7 @@ def test_parts_are_verified_and_taken_for_no_whole_model(folder: Path) -> None:
 
 def test_what_cannot_be_packed_for_ranks(tmp_path: Path) -> None:
     models.saved(models.mixtral, tmp_path / "model")
-    with pytest.raises(ValueError, match="experts of a mixture"):
+    with pytest.raises(ValueError, match="each rank of a mixture"):
         pack(tmp_path / "model", tmp_path / "parts", ranks=2)
     with pytest.raises(ValueError, match="ranks must be"):
         pack(tmp_path / "model", tmp_path / "parts", ranks=0)

@@ -235,7 +235,7 @@ def test_a_save_that_did_not_end(tmp_path: Path) -> None:
     (tmp_path / ".metadata").unlink()
     done = run("verify", tmp_path)
     assert done.exit_code == 1
-    assert "there is no .metadata beside 1 data file: the save is under way" in done.stdout
+    assert "there is no .metadata beside 1 data file: the save has not ended" in done.stdout
     (tmp_path / ".metadata").touch()
     done = run("verify", tmp_path)
     assert done.exit_code == 1 and "not a DCP metadata file, or damaged" in done.stdout

@@ -296,7 +296,7 @@ def test_updates_of_weights_are_refused_and_change_nothing(start: Any) -> None:
     model = server.run(stand_in.checkpoint())
     before = model(x)
     done, message = server.update(model, stand_in.checkpoint(seed=1))
-    assert (done, for_sglang.VARIABLE in message) == (False, True)
+    assert (done, for_sglang.VARIABLE in message) == (False, True), message
     exporter = sys.modules["sglang.srt.model_executor.model_runner_components.weight_exporter"]
     refused = exporter.WeightExporter(lambda: model)  # type: ignore[attr-defined]
     assert "can be neither replaced nor read" in refused._weight_export_unsupported_reason()

@@ -70,7 +70,7 @@ def test_settings_that_cannot_be_used_are_warned_of_once(
 
 def uses(tmp_path: Path) -> dict[str, Any]:
     """Public calls without a handle."""
-    tensors = {"a": torch.arange(6e6)}  # smaller ones take no handle
+    tensors = {"a": torch.arange(12e6)}  # smaller ones take no handle
     torch_file, safetensors_file = tmp_path / "a.pt", tmp_path / "a.safetensors"
 
     def checkpointer() -> None:

@@ -237,7 +237,7 @@ def torn(data: bytes) -> bytes:
     [
         (flipped, ["(generation 4) is damaged: it was whole when it was made durable"]),
         (torn, ["(generation 4) is damaged, or was cut short by a kill"]),
-        (illegible, ["(generation 4, or 2, which would be no loss) is damaged"]),
+        (illegible, ["(generation 4, or 2, which would lose nothing) is damaged"]),
     ],
 )
 def test_a_fall_back_to_the_step_before_is_said(
@@ -280,7 +280,7 @@ def test_a_step_that_a_loss_of_power_took_is_said(
     with swapped(made, tmp_path, resume=True) as optimizer:
         assert optimizer.generation == 3
     (line,) = [each for each in caplog.records if each.levelno == logging.WARNING]
-    assert "(generation 4) had not reached the drive when the machine was started" in line.message
+    assert "(generation 4) had not reached the drive when the machine restarted" in line.message
     assert "resumed from generation 3 (step 2) instead" in line.message
 
 

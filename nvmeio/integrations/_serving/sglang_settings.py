@@ -55,7 +55,7 @@ _MARKS = (
 )
 _MARK = (
     "the weights of this model are on the drive (nvmeio), and can be neither replaced nor read "
-    "while the model is served: start a new server with the other weights, or without {VARIABLE}"
+    f"while the model is served: start a new server with the other weights, or without {VARIABLE}"
 )
 
 # Models of which a layer reads weights of the one behind it.
