@@ -157,7 +157,7 @@ def test_failed_gather_ends_the_module(backward: bool, tmp_path: Path) -> None:
             os.truncate(file, 0)
         with pytest.raises(TransferError):
             ours(torch.ones(2, 7)) if found is None else found.backward()
-        with pytest.raises(ClosedError, match=r"in the middle.*What failed was \w*Error"):
+        with pytest.raises(ClosedError, match=r"in the middle.*The failure was \w*Error"):
             ours(torch.ones(2, 7))
 
 
