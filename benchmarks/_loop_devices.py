@@ -37,10 +37,17 @@ def uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class Unavailable(SystemExit):
+    """The machine cannot do this. Ends the program with that message, unless somebody goes on."""
+
+
 def run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    except FileNotFoundError:
+        raise Unavailable(f"{command[0]} is not installed") from None
     if done.returncode:
-        sys.exit(f"{' '.join(command)}: {done.stderr.strip()}")
+        raise Unavailable(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout.strip()
 
 
@@ -51,24 +58,37 @@ def need_root() -> None:
 
 
 @contextlib.contextmanager
-def drive(directory: Path, number: int, nbytes: int) -> Iterator[tuple[Path, str]]:
-    """A mounted loop device; its directory and its number."""
+def loop_device(image: Path, nbytes: int) -> Iterator[str]:
+    """A loop device over a new file."""
     with contextlib.ExitStack() as undo:
-        image = directory / f"image{number}"
         undo.callback(image.unlink, missing_ok=True)
         run("fallocate", "-l", str(nbytes), str(image))
         with uninterrupted():
             device = run("losetup", "--find", "--show", "--direct-io=on", str(image))
             undo.callback(run, "losetup", "--detach", device)
-        run("mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", device)
-        place = directory / f"drive{number}"
+        yield device
+
+
+@contextlib.contextmanager
+def mounted(place: Path, *command: str) -> Iterator[Path]:
+    """A new directory, on which `command`, which is given its name, mounts something."""
+    with contextlib.ExitStack() as undo:
         with uninterrupted():
             place.mkdir()
             undo.callback(place.rmdir)
-            run("mount", device, str(place))
+            run(*command, str(place))
             undo.callback(run, "umount", str(place))
-        info = os.stat(device).st_rdev
-        yield place, f"{os.major(info)}:{os.minor(info)}"
+        yield place
+
+
+@contextlib.contextmanager
+def drive(directory: Path, number: int, nbytes: int) -> Iterator[tuple[Path, str]]:
+    """A mounted loop device with ext4; its directory and its number."""
+    with loop_device(directory / f"image{number}", nbytes) as device:
+        run("mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", device)
+        with mounted(directory / f"drive{number}", "mount", device) as place:
+            info = os.stat(device).st_rdev
+            yield place, f"{os.major(info)}:{os.minor(info)}"
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@
 
 Needs root: file systems of 512 MiB are made in files in `--dir`, on loop devices, and mounted.
 Everything is undone in the end. One that the machine lacks is left out, and the reason is printed.
-The rows of "What you have, what happens" in docs/transfers.md come from here.
+The rows of "What you have, what happens" in docs/filesystems.md come from here.
 """
 
 from __future__ import annotations
@@ -23,82 +23,40 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from _loop_devices import need_root, uninterrupted
+from _loop_devices import Unavailable, loop_device, mounted, need_root, run
 
 import nvmeio
 from nvmeio.cli.measure import disk
 
 IMAGE_BYTES = 512 << 20
-STATE_BYTES = 32 << 20
+STATE_BYTES = 64 << 20  # above what `nvmeio.save` writes through the page cache
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was seen in one directory."""
+    """The findings in one directory.
+
+    Attributes:
+        place: The name of the row.
+        direct: Alignment in the file and in memory, or why there is no direct I/O.
+        cached: Share of a file that is in the page cache after it was written and read, 0 to 1.
+        saves: Whether the last of ten checkpoints has the right values.
+        full: The outcome of a save that has no room.
+        second: The outcome of a second Checkpointer of the same directory.
+    """
 
     place: str
     direct: str
-    """Alignment in the file and in memory, or why there is no direct I/O."""
     cached: float
-    """Share of a file that is in the page cache after it was written and read, 0 to 1."""
     saves: str
     full: str
-    """What a save does that has no room."""
     second: str
-    """What a second Checkpointer of the same directory does."""
-
-
-class Unavailable(Exception):
-    """The machine cannot make this file system."""
-
-
-def run(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    except FileNotFoundError:
-        raise Unavailable(f"{command[0]} is not installed") from None
-    if done.returncode:
-        message = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        raise Unavailable(f"{command[0]}: {message[-1] if message else done.returncode}")
-    return done.stdout.strip()
-
-
-@contextlib.contextmanager
-def mounted(place: Path, *command: str) -> Iterator[Path]:
-    """A directory on which `command` has mounted something."""
-    with uninterrupted():
-        place.mkdir()
-        try:
-            run(*command, str(place))
-        except Unavailable:
-            place.rmdir()
-            raise
-    try:
-        yield place
-    finally:
-        run("umount", str(place))
-        place.rmdir()
-
-
-@contextlib.contextmanager
-def loop_device(directory: Path) -> Iterator[str]:
-    image = directory / "image"
-    run("fallocate", "-l", str(IMAGE_BYTES), str(image))
-    try:
-        with uninterrupted():
-            device = run("losetup", "--find", "--show", "--direct-io=on", str(image))
-        try:
-            yield device
-        finally:
-            run("losetup", "--detach", device)
-    finally:
-        image.unlink()
 
 
 @contextlib.contextmanager
 def made(directory: Path, mkfs: list[str], options: str = "defaults") -> Iterator[Path]:
     """A file system on a loop device of its own."""
-    with loop_device(directory) as device:
+    with loop_device(directory / "image", IMAGE_BYTES) as device:
         run(*mkfs, device)
         with mounted(directory / "mounted", "mount", "-o", options, device) as place:
             yield place
@@ -130,8 +88,8 @@ def striped(directory: Path) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         devices = []
         for number in range(2):
-            (directory / str(number)).mkdir()
-            devices.append(stack.enter_context(loop_device(directory / str(number))))
+            image = directory / f"image{number}"
+            devices.append(stack.enter_context(loop_device(image, IMAGE_BYTES)))
         create = ("mdadm", "--create", "/dev/md/nvmeio", "--run", "--level=0", "--raid-devices=2")
         run(*create, *devices)
         stack.callback(run, "mdadm", "--stop", "/dev/md/nvmeio")
@@ -143,7 +101,7 @@ def striped(directory: Path) -> Iterator[Path]:
 def encrypted(directory: Path) -> Iterator[Path]:
     """LUKS over a loop device."""
     with contextlib.ExitStack() as stack:
-        device = stack.enter_context(loop_device(directory))
+        device = stack.enter_context(loop_device(directory / "image", IMAGE_BYTES))
         key = directory / "key"
         key.write_bytes(os.urandom(64))
         run("cryptsetup", "luksFormat", "--batch-mode", device, str(key))
@@ -173,15 +131,7 @@ PLACES: dict[str, Maker] = {
 
 
 def look_at(name: str, place: Path) -> Row:
-    return Row(
-        name,
-        direct(place),
-        cached(place, True),
-        cached(place, False),
-        saves(place),
-        full(place),
-        second(place),
-    )
+    return Row(name, direct(place), cached(place), saves(place), full(place), second(place))
 
 
 def direct(place: Path) -> str:
@@ -203,7 +153,9 @@ def cached(place: Path) -> float:
         handle.sync_pread(seen, path)
     if not torch.equal(written, seen):
         raise SystemExit(f"{path}: what was read is not what was written")
-    share = disk.cached_fraction(path) or 0.0
+    share = disk.cached_fraction(path)
+    if share is None:
+        raise SystemExit(f"{path}: the kernel does not say what of it is in the page cache")
     path.unlink()
     return share
 
@@ -257,6 +209,8 @@ def second(place: Path) -> str:
         command = [sys.executable, "-c", program]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     shutil.rmtree(directory)
+    if done.returncode and "EBUSY" not in done.stderr:
+        raise SystemExit(f"{directory}: a second Checkpointer failed otherwise: {done.stderr}")
     return "refused" if done.returncode else "TAKEN"
 
 

@@ -74,6 +74,33 @@ def test_windows_are_measured_and_files_removed(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_file_systems_are_looked_at_and_unmounted(tmp_path: Path) -> None:
+    mounts = Path("/proc/self/mounts").read_text()
+    script = str(BENCHMARKS / "filesystems.py")
+    done = subprocess.run(
+        [sys.executable, script, "--dir", str(tmp_path), "--json", "--only", "tmpfs,ext4"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["place"] for row in rows] == ["tmpfs", "ext4"]
+    tried = [row for row in rows if "untried" not in row]
+    if not tried:
+        pytest.skip(f"nothing can be mounted here: {rows}")
+    for row in tried:
+        assert (row["saves"], row["second"]) == ("right", "refused")
+        assert row["full"] == "No space left on device; the old file stays"
+        in_memory = row["place"] == "tmpfs"
+        assert row["direct"].startswith("no: ") == in_memory
+        assert row["cached"] == (1.0 if in_memory else 0.0)
+    assert Path("/proc/self/mounts").read_text() == mounts
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_step_is_drawn_with_every_turn_and_files_removed(tmp_path: Path) -> None:
     done = run("step_timeline.py", tmp_path, "--size", "192M", "--subgroup", "48M", "--steps", "1")
     assert done.returncode == 0, done.stderr
