@@ -249,6 +249,17 @@ def bytes_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
 
 
+def cut_before_reads(patch: pytest.MonkeyPatch, path: Path, nbytes: int) -> None:
+    """Have each `os.preadv` find the file cut to so many bytes, as if somebody did it just then."""
+    preadv = os.preadv
+
+    def cutting(fd: int, buffers: Any, offset: int) -> int:
+        os.truncate(path, nbytes)
+        return preadv(fd, buffers, offset)
+
+    patch.setattr(os, "preadv", cutting)
+
+
 def misaligned(nbytes: int, shift: int, fill: int = 0xA5) -> tuple[torch.Tensor, torch.Tensor]:
     """A tensor `shift` bytes behind a page's start, and the larger one that it lies in."""
     room = nvmeio.empty_aligned(nbytes + shift + 64, dtype=torch.uint8).fill_(fill)

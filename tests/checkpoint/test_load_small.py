@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint._objects import assert_same, noise
-from support import run_python
+from support import cut_before_reads, run_python
 
 import nvmeio
 from nvmeio.checkpoint import _unpickling as unpickling
@@ -97,12 +97,6 @@ def test_a_small_file_that_is_cut_while_it_is_read(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save({"a": noise(10_000)}, path)
-    preadv = os.preadv
-
-    def cutting(fd: int, buffers: Any, offset: int) -> int:
-        os.truncate(path, 20_000)
-        return preadv(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", cutting)
+    cut_before_reads(monkeypatch, path, 20_000)
     with pytest.raises(nvmeio.TransferError, match="cut"):
         nvmeio.load(path)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint._safetensors_states import SafetensorError, Tensors, package, write_file
-from support import HeldEngine, on_every_loop, raw, run_python, until
+from support import HeldEngine, cut_before_reads, on_every_loop, raw, run_python, until
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nvmeio
@@ -191,13 +191,7 @@ def test_a_small_file_that_is_cut_while_it_is_read_names_the_tensor(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_safetensors({"a": torch.ones(1000), "b": torch.ones(300_000)}, file)
-    preadv = os.preadv
-
-    def cutting(fd: int, buffers: Any, offset: int) -> int:
-        os.truncate(file, 5000)
-        return preadv(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", cutting)
+    cut_before_reads(monkeypatch, file, 5000)
     with pytest.raises(nvmeio.TransferError, match=r"was cut.*'b'|'b'.*was cut"):
         load_safetensors(file)
 
@@ -206,13 +200,7 @@ def test_a_file_that_is_cut_while_it_is_read_whole_names_the_tensor(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_safetensors({"a": torch.ones(1000), "b": torch.ones(30_000)}, file)
-    preadv = os.preadv
-
-    def cutting(fd: int, buffers: Any, offset: int) -> int:
-        os.truncate(file, 5000)
-        return preadv(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", cutting)
+    cut_before_reads(monkeypatch, file, 5000)
     with pytest.raises(nvmeio.IntegrityError, match="truncated: tensor 'b'"):
         load_safetensors(file)
 

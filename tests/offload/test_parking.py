@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import interrupting
 import numpy as np
 import pytest
 import torch
-from support import run_program
+from support import run_program, spin_until
 
 import nvmeio
 from nvmeio._storage import durable
@@ -176,10 +175,8 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
     resident = resident_bytes()
     with park(module, optimizer, swap_dir=tmp_path) as parked:
         assert parked.freed_bytes > 350 << 20
-        began = time.monotonic()  # what other tests have begun may still have memory
-        while resident - resident_bytes() <= 0.9 * parked.freed_bytes:
-            assert time.monotonic() - began < 20, (resident, resident_bytes(), parked.freed_bytes)
-            time.sleep(0.1)
+        # Work that other tests have begun may still have memory.
+        spin_until(lambda: resident - resident_bytes() > 0.9 * parked.freed_bytes)
     assert resident_bytes() > resident - (8 << 20)
 
 

@@ -73,27 +73,37 @@ def test_a_scheduler_goes_on_as_documented(name: str, stop: int, tmp_path: Path)
     assert_same_weights(found, wanted)
 
 
+def through_a_checkpoint(
+    kind: Any, folder: Path, is_kept: bool, **options: Any
+) -> tuple[Any, list[Any]]:
+    """Two runs, of which the second begins with a checkpoint of model, optimizer and scheduler."""
+    told: list[Any] = []
+    for stop in (4, STEPS):
+        made = model()
+        with (
+            swapped(made, folder, lr=1e-3, **options) as optimizer,
+            nvmeio.Checkpointer(folder / "checkpoints") as checkpointer,
+        ):
+            scheduler = kind(optimizer)
+            first = checkpointer.resume(model=made, optimizer=optimizer, scheduler=scheduler)
+            if is_kept:
+                optimizer.keep_scheduler(scheduler)
+            for step in range(first, stop):
+                told.append(rates(optimizer) + train(made, optimizer, 1, step))
+                scheduler.step()
+            checkpointer.save_sync(checkpointer.training_state(), stop - 1)
+    return made, told
+
+
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
 def test_a_checkpointer_resumes_a_scheduler(name: str, tmp_path: Path) -> None:
     """It loads the optimizer's state after the scheduler was made, as torch's users do."""
     kind = SCHEDULERS[name]
     wanted, told = in_memory(kind)
-    found: list[Any] = []
-    for stop in (4, STEPS):
-        made = model()
-        with (
-            swapped(made, tmp_path, lr=1e-3, overwrite=True) as optimizer,
-            nvmeio.Checkpointer(tmp_path / "checkpoints") as checkpointer,
-        ):
-            scheduler = kind(optimizer)
-            first = checkpointer.resume(model=made, optimizer=optimizer, scheduler=scheduler)
-            for step in range(first, stop):
-                found.append(rates(optimizer) + train(made, optimizer, 1, step))
-                scheduler.step()
-            checkpointer.save_sync(checkpointer.training_state(), stop - 1)
-    assert found == told
-    assert_same_weights(made, wanted)
+    found, after = through_a_checkpoint(kind, tmp_path, is_kept=False, overwrite=True)
+    assert after == told
+    assert_same_weights(found, wanted)
 
 
 def half_done(folder: Path) -> None:
@@ -206,22 +216,9 @@ def test_schedulers_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
 def test_a_loaded_checkpoint_is_not_brought_back_twice(tmp_path: Path) -> None:
     """The scheduler stepped once more, over rates that the checkpoint had stepped already."""
     wanted, told = in_memory(SCHEDULERS["cosine"])
-    found: list[Any] = []
-    for stop in (4, STEPS):
-        made = model()
-        with (
-            swapped(made, tmp_path, lr=1e-3, resume=True) as optimizer,
-            nvmeio.Checkpointer(tmp_path / "checkpoints") as checkpointer,
-        ):
-            scheduler = SCHEDULERS["cosine"](optimizer)
-            first = checkpointer.resume(model=made, optimizer=optimizer, scheduler=scheduler)
-            optimizer.keep_scheduler(scheduler)
-            for step in range(first, stop):
-                found.append(rates(optimizer) + train(made, optimizer, 1, step))
-                scheduler.step()
-            checkpointer.save_sync(checkpointer.training_state(), stop - 1)
-    assert found == told
-    assert_same_weights(made, wanted)
+    found, after = through_a_checkpoint(SCHEDULERS["cosine"], tmp_path, is_kept=True, resume=True)
+    assert after == told
+    assert_same_weights(found, wanted)
 
 
 @pytest.mark.parametrize("loaded_first", [False, True])
