@@ -56,7 +56,7 @@ class Table(NamedTuple):
 
 
 def traced(routes: Callable[..., torch.Tensor], number: int, prompts: int, length: int) -> Any:
-    """Of layer `number`, with what each prompt likes: `routes(tokens, seed)`."""
+    """The experts of layer `number`, each prompt with a seed of its own: `routes(tokens, seed)`."""
     return torch.cat([routes(length, number + 1000 * prompt) for prompt in range(prompts)])
 
 

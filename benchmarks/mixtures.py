@@ -189,7 +189,7 @@ def show(
     decoded = options.prompts * (options.tokens - 1)
     one = made.expert_bytes / (options.layers * options.experts)
     passes = list(made.table.passes())[1:]
-    # What several prompts share is one expert: it is asked for once a pass.
+    # An expert that several prompts share is read once in a pass.
     routed = one * sum(len(experts) for layers in passes for experts in layers)
     print(
         f"{options.layers} layers of {options.experts} experts of {one / 1e6:.2f} MB, top "

@@ -1,4 +1,4 @@
-"""One step of a swapped optimizer as a time line: who reads, computes, sums and writes, and when.
+"""One step of a swapped optimizer as a time line: when it reads, computes, sums and writes.
 
     python benchmarks/step_timeline.py --dir /mnt/nvme
     python benchmarks/step_timeline.py --dir /mnt/nvme --size 768M --subgroup 64M --no-checksum

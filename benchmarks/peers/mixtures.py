@@ -1,4 +1,4 @@
-"""Who generates with a mixture that does not fit: nvmeio, accelerate's disk offload, llama.cpp."""
+"""Contenders for a mixture that does not fit: nvmeio, accelerate's disk offload, llama.cpp."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BESIDE_BYTES = 64 << 20  # for computing, where a control group counts it all
 
 
 class Answer(NamedTuple):
-    """What one generation gave, and took."""
+    """The tokens of one generation, and its times."""
 
     tokens: list[list[int]]
     prompt_s: float
@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 
 
 class _Marks:
-    """When transformers had the prompt, and each token."""
+    """The times at which transformers had the prompt, and each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -86,31 +86,14 @@ class LlamaCpp:
     """llama.cpp in the wheel of xllamacpp, with the mapped file."""
 
     def __init__(self, path: Path) -> None:
-        import xllamacpp
+        from peers import llama_cpp
 
-        params = xllamacpp.CommonParams()
-        params.model.path = str(path)
-        params.n_ctx = params.n_batch = params.n_ubatch = 256
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
-        params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_MMAP
-        params.no_extra_bufts = True  # in the layout that it prefers all would be copied
-        params.warmup = params.fit_params = False
-        params.verbosity = params.cache_ram_mib = 0
-        self._model = xllamacpp.Server(params)
+        self._cpp = llama_cpp
+        self._model = llama_cpp.opened(path)
 
     def answer(self, ids: torch.Tensor, count: int) -> Answer:
         (prompt,) = ids.tolist()
-        found = self._model.handle_completions(
-            {
-                "prompt": prompt,
-                "max_tokens": count,
-                "temperature": 0.0,
-                "ignore_eos": True,
-                "cache_prompt": False,
-            }
-        )
-        if "choices" not in found:
-            raise RuntimeError(f"llama.cpp computes nothing: {found}")
+        found = self._cpp.completed(self._model, prompt, count, keeps_prompt=False)
         took = found["timings"]
         made = [int(piece) for piece in re.findall(r"\d+", found["choices"][0]["text"])]
         return Answer([prompt + made], took["prompt_ms"] / 1e3, took["predicted_ms"] / 1e3)
@@ -126,7 +109,7 @@ class LlamaCpp:
 
 
 def process_bytes_read() -> int:
-    """What the kernel has read from drives for this process, by its files' maps as well."""
+    """Bytes that the kernel has read from drives for this process, by mapped files as well."""
     found = re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1])

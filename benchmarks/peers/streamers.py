@@ -66,12 +66,13 @@ class LlamaCpp:
     def __init__(self) -> None:
         try:
             import gguf
-            import xllamacpp
+
+            from peers import llama_cpp
         except ImportError as error:
             raise PeerUnavailable(
                 f"llama.cpp cannot be imported ({error})", "pip install xllamacpp gguf"
             ) from error
-        self._gguf, self._cpp = gguf, xllamacpp
+        self._gguf, self._cpp = gguf, llama_cpp
         self._model: Any = None
         self._group = contextlib.ExitStack()
 
@@ -84,16 +85,7 @@ class LlamaCpp:
         if mapped:
             nbytes = path.stat().st_size // 8 + self._BESIDE_BYTES
             self._group.enter_context(limited(nbytes))
-        params = self._cpp.CommonParams()
-        params.model.path = str(path)
-        params.n_ctx = params.n_batch = params.n_ubatch = 256
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
-        how = self._cpp.llama_load_mode
-        params.load_mode = how.LLAMA_LOAD_MODE_MMAP if mapped else how.LLAMA_LOAD_MODE_NONE
-        params.no_extra_bufts = mapped  # in the layout that it prefers all would be copied
-        params.warmup = params.fit_params = False
-        params.verbosity = params.cache_ram_mib = 0
-        self._model = self._cpp.Server(params)
+        self._model = self._cpp.opened(path, mapped)
 
     def begin(self, prompts: int = 1) -> None:
         assert prompts == 1
@@ -114,18 +106,8 @@ class LlamaCpp:
 
     def _generated(self, count: int) -> Any:
         """The likeliest tokens after the prompt, whose keys and values are kept."""
-        found = self._model.handle_completions(
-            {
-                "prompt": prompt_ids(1)[0].tolist(),
-                "max_tokens": count,
-                "temperature": 0.0,
-                "ignore_eos": True,
-                "cache_prompt": True,
-            }
-        )
-        if "choices" not in found:
-            raise RuntimeError(f"llama.cpp computes nothing: {found}")
-        return found
+        prompt = prompt_ids(1)[0].tolist()
+        return self._cpp.completed(self._model, prompt, count, keeps_prompt=True)
 
     def close(self) -> None:
         self._model = None
